@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnzoo.core.agree import agree, described, ranks_of
 from attnzoo.core.checks import check_dense, is_int, shown
 from attnzoo.core.collectives import all_gather
-from attnzoo.distributed.layout import LAYOUTS, Shards
-
-Layout = Literal["zigzag", "contiguous"]
-
-
-def shards_of(layout: Any, ranks: int, local: int) -> Shards:
-    """The shards of ``local`` tokens each, with a check of the layout."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {shown(layout)}")
-    found = Shards(layout, ranks, local)
-    if local % found.per_rank:
-        raise ValueError(
-            f"the number of tokens per rank must be even with layout 'zigzag', got {local}; "
-            "attnzoo.distributed.shard pads a sequence"
-        )
-    return found
+from attnzoo.distributed.layout import Layout, shards_of
 
 
 def shard(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,10 +17,11 @@ from attnzoo.core.forms import Linear
 from attnzoo.distributed.circulated import chunks_of, circulating_forms, ring_method
 from attnzoo.distributed.gathered import Result, all_gather_attention, ulysses_attention
 from attnzoo.distributed.inputs import Inputs
-from attnzoo.distributed.layout import LAYOUTS, Shards
+from attnzoo.distributed.layout import Layout, shards_of
 from attnzoo.functional.prepare import Prepared, cast_by_autocast, check_supported, prepare
 
-METHODS = ("auto", "ulysses", "all_gather", "ring")
+Method = Literal["auto", "ulysses", "all_gather", "ring"]
+METHODS = get_args(Method)
 NAME = "context_parallel_attention"
 
 
@@ -31,8 +32,8 @@ def context_parallel_attention(
     variant: str = "softmax",
     *,
     mesh: DeviceMesh,
-    method: Literal["auto", "ulysses", "all_gather", "ring"] = "auto",
-    layout: Literal["zigzag", "contiguous"] = "zigzag",
+    method: Method = "auto",
+    layout: Layout = "zigzag",
     backend: str | None = None,
     **arguments: Any,
 ) -> Any:
@@ -114,6 +115,11 @@ def context_parallel_attention(
     return (out, lse) if local.call.return_lse else out
 
 
+def check_method(method: Any) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {shown(method)}")
+
+
 def _run(given: Inputs, local: Prepared, method: str, backend: str | None) -> Result:
     if method == "auto":
         method = _choice(given, local)
@@ -146,9 +152,7 @@ def _checked(
     layout: Any, backend: Any,
 ) -> tuple[Inputs, Prepared]:  # fmt: skip
     """The validated arguments, and the call as if the shard were the whole sequence."""
-    for name, value, allowed in (("method", method, METHODS), ("layout", layout, LAYOUTS)):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
+    check_method(method)
     check_backend(backend)
     if method == "ring" and backend is not None:
         raise ValueError(f"backend must be None with method 'ring', got {shown(backend)}")
@@ -159,17 +163,13 @@ def _checked(
     local = q.shape[2]
     if k.shape[2] != local:
         raise ValueError(f"q and k must have equal lengths, got {local} and {k.shape[2]}")
-    if layout == "zigzag" and local % 2:
-        raise ValueError(
-            f"the number of tokens per rank must be even with layout 'zigzag', got {local}; "
-            "attnzoo.distributed.shard pads a sequence"
-        )
+    shards = shards_of(layout, ranks.count, local)
     common = {name: value for name, value in arguments.items() if name in ARGUMENTS}
     params = {name: value for name, value in arguments.items() if name not in ARGUMENTS}
     mask = common.get("attn_mask")
     if q is not before and isinstance(mask, Tensor) and mask.dtype == before.dtype:
         common["attn_mask"] = mask.float()
-    given = Inputs(q, k, v, variant, common, params, Shards(layout, ranks.count, local), ranks)
+    given = Inputs(q, k, v, variant, common, params, shards, ranks)
     checked = dict(common)
     if isinstance(mask := common.get("attn_mask"), Tensor) and not given.has_key_mask():
         total = given.shards.total

@@ -13,11 +13,15 @@ Example with 2 ranks and 8 tokens:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-LAYOUTS = ("zigzag", "contiguous")
+from attnzoo.core.checks import shown
+
+Layout = Literal["zigzag", "contiguous"]
+LAYOUTS = get_args(Layout)
 
 
 @dataclass(frozen=True)
@@ -83,3 +87,16 @@ class Shards:
         index = torch.tensor(chunks, device=x.device)
         dim %= x.dim()
         return x.unflatten(dim, (len(chunks), -1)).index_select(dim, index).flatten(dim, dim + 1)
+
+
+def shards_of(layout: Any, ranks: int, local: int) -> Shards:
+    """The shards of ``local`` tokens each, with a check of the layout."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {shown(layout)}")
+    found = Shards(layout, ranks, local)
+    if local % found.per_rank:
+        raise ValueError(
+            f"the number of tokens per rank must be even with layout 'zigzag', got {local}; "
+            "attnzoo.distributed.shard pads a sequence"
+        )
+    return found

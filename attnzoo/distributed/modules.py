@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnzoo.core.agree import ranks_of
-from attnzoo.core.checks import check_bool, shown
+from attnzoo.core.checks import check_bool
 from attnzoo.core.collectives import Ranks
-from attnzoo.distributed.batches import Layout, shards_of, unshard
-from attnzoo.distributed.context import METHODS, context_parallel_attention
+from attnzoo.distributed.batches import unshard
+from attnzoo.distributed.context import Method, check_method, context_parallel_attention
 from attnzoo.distributed.gradients import Reducer
+from attnzoo.distributed.layout import Layout, shards_of
 from attnzoo.nn import Attention, Transformer
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -25,7 +26,7 @@ class SequenceSharding:
     """The `attnzoo.nn.sharding.Sharding` that `shard_sequence` sets."""
 
     mesh: DeviceMesh
-    method: Literal["auto", "ulysses", "all_gather", "ring"]
+    method: Method
     layout: Layout
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any) -> Any:
@@ -55,7 +56,7 @@ class SequenceSharding:
 def shard_sequence(
     module: ModuleT,
     mesh: DeviceMesh,
-    method: Literal["auto", "ulysses", "all_gather", "ring"] = "auto",
+    method: Method = "auto",
     *,
     layout: Layout = "zigzag",
     reduce_gradients: bool = True,
@@ -107,8 +108,7 @@ def shard_sequence(
     ranks = ranks_of(mesh)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {shown(method)}")
+    check_method(method)
     shards_of(layout, ranks.count, 0)
     check_bool("reduce_gradients", reduce_gradients)
     _check_attention(module)

@@ -1,8 +1,9 @@
 """Attention with keys and values that travel around a ring of ranks.
 
 No rank ever holds all keys: the own ones, those of one other rank, and those that are arriving.
-Each rank merges the results over the keys of each rank (`backends.tiled.parts`). In the backward,
-the gradients of keys and values travel with them, in fp32, and return to their rank after R steps.
+Each rank merges the results over the keys of each rank (`backends.tiled.partials`). In the
+backward, the gradients of keys and values travel with them, in fp32, and return to their rank after
+R steps.
 
 Bytes sent per rank, with K, V the sizes of the own keys and values and dK, dV those of their
 gradients in fp32 (fp64 for fp64 inputs):
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnzoo.backends.tiled import parts, walk
+from attnzoo.backends.tiled import partials, walk
 from attnzoo.backends.tiled.threshold import MAX_STEPS, largest_excess, newton_step, solved
 from attnzoo.backends.tiled.walk import Partial, Saved
 from attnzoo.core.collectives import all_reduce_max, circulate
@@ -114,12 +115,12 @@ def _sink_gradient(mine: Rows, saved: Saved, dout: Tensor) -> Tensor:
 
 def _sums(ring: Ring, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Rows]) -> list[Saved]:
     """Forms whose partials merge."""
-    found = [parts.nothing(mine.formed) for mine in rows]
+    found = [partials.nothing(mine.formed) for mine in rows]
     for source, (some_k, some_v) in circulate((k, v), ring.ranks):
         for i, mine, keys, _ in meetings(ring, rows, source):
             own_k, own_v = some_k[:, :, keys], some_v[:, :, keys]
             new = walk.partial(mine.formed, q[:, :, mine.part], own_k, own_v)
-            found[i] = parts.merge(mine.formed.how, found[i], new)
+            found[i] = partials.merge(mine.formed.how, found[i], new)
     return [walk.divided(mine.formed, x) for mine, x in zip(rows, found, strict=True)]
 
 
@@ -127,26 +128,26 @@ def _threshold(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Rows], needs_grad: bool
 ) -> list[Saved]:
     """Solve for the thresholds, with one round of the keys per step, then sum the outputs."""
-    tops = [parts.nothing(mine.formed).z.fill_(walk.NEG_INF) for mine in rows]
+    tops = [partials.nothing(mine.formed).z.fill_(walk.NEG_INF) for mine in rows]
     for source, (some_k,) in circulate((k,), ring.ranks):
         for i, mine, keys, _ in meetings(ring, rows, source):
-            new = parts.peaks(mine.formed, q[:, :, mine.part], some_k[:, :, keys])
+            new = partials.peaks(mine.formed, q[:, :, mine.part], some_k[:, :, keys])
             tops[i] = torch.maximum(tops[i], new)
     tops = [top.masked_fill(top == walk.NEG_INF, 0.0) for top in tops]
     taus = _solve(ring, q, k, rows, tops)
-    found: list[parts.ThresholdPartial | None] = [None] * len(rows)
+    found: list[partials.ThresholdPartial | None] = [None] * len(rows)
     for source, (some_k, some_v) in circulate((k, v), ring.ranks):
         for i, mine, keys, _ in meetings(ring, rows, source):
             own_k, own_v = some_k[:, :, keys], some_v[:, :, keys]
             own_q = q[:, :, mine.part]
-            new = parts.threshold_partial(
+            new = partials.threshold_partial(
                 mine.formed, own_q, own_k, own_v, tops[i], taus[i], needs_grad
             )
             old = found[i]
-            found[i] = new if old is None else parts.ThresholdPartial(*map(torch.add, old, new))
+            found[i] = new if old is None else partials.ThresholdPartial(*map(torch.add, old, new))
     saved = []
     for mine, x, top, tau in zip(rows, found, tops, taus, strict=True):
-        out, z, _ = parts.nothing(mine.formed)
+        out, z, _ = partials.nothing(mine.formed)
         out, z, mean, slope = x or (out, z, torch.zeros_like(out), torch.zeros_like(z))
         mean = mean.div_(slope.masked_fill(slope == 0, 1.0)[..., None]) if needs_grad else None
         done = walk.divided(mine.formed, Partial(out, z, tau))
@@ -164,7 +165,7 @@ def _solve(
         for source, (some_k,) in circulate((k,), ring.ranks):
             for i, mine, keys, _ in meetings(ring, rows, source):
                 own_q, own_k = q[:, :, mine.part], some_k[:, :, keys]
-                new = parts.threshold_sums(mine.formed, own_q, own_k, tops[i], taus[i])
+                new = partials.threshold_sums(mine.formed, own_q, own_k, tops[i], taus[i])
                 sums[i] = (sums[i][0] + new[0], sums[i][1] + new[1])
         done = True
         for i, mine in enumerate(rows):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Terms, Vectors
-from attnzoo.backends.tiled import parts
+from attnzoo.backends.tiled import partials
 from attnzoo.backends.tiled.walk import PairwiseCall
 from attnzoo.core.collectives import Ranks, circulate, pass_on
 from attnzoo.core.visibility import cut
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
 
         The sink is left out: it joins when all keys have been seen.
         """
-        formed = parts.among(self.formed, keys)
+        formed = partials.among(self.formed, keys)
         seed = formed.seed
         if seed is not None:  # other random numbers for each chunk of keys
             seed = (seed + 0x9E3779B1 * index) & 0xFFFFFFFF

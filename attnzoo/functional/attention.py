@@ -7,12 +7,13 @@ from typing import Any, Literal, TypeVar, overload
 from torch import Tensor
 
 from attnzoo.backends import eager
-from attnzoo.backends.selection import check_backend, choose
+from attnzoo.backends.selection import check_backend
 from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import shown
 from attnzoo.functional import packed
-from attnzoo.functional.call_cache import find, key_of, remember
+from attnzoo.functional.call_cache import find, key_of
 from attnzoo.functional.prepare import check_supported, prepare
+from attnzoo.functional.run import run
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -178,18 +179,9 @@ def attention(
         out, lse = chosen.run(q, k, v, call, form)
     else:
         ready = prepare(q, k, v, variant, arguments | params)
-        q, k, v, call = ready.q, ready.k, ready.v, ready.call
+        call = ready.call
         check_backend(backend)
-        check_supported(ready)
-        runs = packed.runs_of(ready) if split else None
-        with in_full_precision(call.device):
-            if runs is not None:
-                out, lse = packed.run(ready, runs, backend)
-            else:
-                forms = ready.forms
-                chosen, form = choose(variant, (*forms, ready.definition), call, backend)
-                remember(key, ready, forms, chosen, form, params)
-                out, lse = chosen.run(q, k, v, call, form)
+        out, lse = run(ready, backend, key, params)
     if out.dtype != call.input_dtype:
         out = out.to(call.input_dtype)
     if not return_lse:

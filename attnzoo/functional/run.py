@@ -1,17 +1,27 @@
-"""Runs a prepared call on a backend, without the cache of repeated calls."""
+"""Runs a prepared call on a backend."""
 
 from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
 
 from torch import Tensor
 
 from attnzoo.backends.selection import choose
 from attnzoo.core.call import in_full_precision
 from attnzoo.functional import packed
+from attnzoo.functional.call_cache import remember
 from attnzoo.functional.prepare import Prepared, check_supported
 
 
-def run(ready: Prepared, backend: str | None) -> tuple[Tensor, Tensor | None]:
-    """The output (B, H, Nq, Dv) in the dtype of the inputs, and lse if the call asks for it."""
+def run(
+    ready: Prepared, backend: str | None, key: Hashable | None = None,
+    params: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The output (B, H, Nq, Dv) in the dtype of the inputs, and lse if the call asks for it.
+
+    With a ``key`` the call is remembered for `call_cache.find`, with its parameters ``params``.
+    """
     check_supported(ready)
     call = ready.call
     with in_full_precision(call.device):
@@ -20,7 +30,8 @@ def run(ready: Prepared, backend: str | None) -> tuple[Tensor, Tensor | None]:
             runs = packed.runs_of(ready)
         if runs is not None:
             return packed.run(ready, runs, backend)
-        forms = (*ready.forms, ready.definition)
-        chosen, form = choose(ready.variant.name, forms, call, backend)
+        forms = ready.forms
+        chosen, form = choose(ready.variant.name, (*forms, ready.definition), call, backend)
+        remember(key, ready, forms, chosen, form, params or {})
         out, lse = chosen.run(ready.q, ready.k, ready.v, call, form)
     return out.to(call.input_dtype), lse

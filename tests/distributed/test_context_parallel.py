@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from helpers.cases import ALL_VARIANTS
-from helpers.context_cases import METHODS, cases, outcomes, outcomes_of_short_chunks
+from helpers.context_cases import (
+    METHODS,
+    cases,
+    dropped,
+    low_precision,
+    outcomes,
+    outcomes_of_short_chunks,
+)
 from helpers.ranks import on_ranks
 
 # One variant of each kind of merging: exp, other sums with a second normalizer, no normalizer, a
@@ -61,3 +68,21 @@ def test_one_rank_is_attention() -> None:
     (found,) = on_ranks(1, outcomes, ("ssmax",), seconds=120)
     assert isinstance(found, dict), found
     assert all(text is None for text in found.values()), found
+
+
+def test_bf16_and_named_backends() -> None:
+    """One process and several add in another order, and may round to neighbours in bf16."""
+    for of_rank in on_ranks(2, low_precision):
+        assert isinstance(of_rank, dict), of_rank
+        assert max(of_rank.values()) <= 2.0, of_rank
+
+
+def test_dropout_drops_equal_weights_forward_and_backward() -> None:
+    for of_rank in on_ranks(2, dropped):
+        assert isinstance(of_rank, dict), of_rank
+        for method, (out, dv, expected, spread) in of_rank.items():
+            assert out == pytest.approx(dv, rel=1e-12), method
+            # 512 rows of 128 weights 1/128, each dropped or doubled: a row has a standard
+            # deviation of 1/√128 = 0.088, and the mean of all rows one of 0.4 %.
+            assert out == pytest.approx(expected, rel=0.02), method
+            assert 0.07 < spread < 0.11, method

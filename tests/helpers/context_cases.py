@@ -22,7 +22,7 @@ HEADS = ((4, 2), (4, 4), (6, 2), (3, 1))  # query and key/value heads
 # What a call may have besides queries, keys and values.
 FEATURES = (
     "plain", "causal", "causal window", "window pair", "alibi", "causal segments", "key mask",
-    "float key mask", "causal dense mask", "softcap", "causal lse", "scale",
+    "float key mask", "causal dense mask", "query mask", "softcap", "causal lse", "scale",
 )  # fmt: skip
 
 
@@ -85,14 +85,15 @@ def inputs_of(case: Case, tokens: int) -> Inputs:
         ids[:, 4:], ids[:, CHUNK + 1 :] = 1, 2
         tensors["segment_ids"], along["segment_ids"] = ids, 1
     if "mask" in words:
-        shape = (2, 1, tokens, tokens) if "dense" in words else (2, 1, 1, tokens)
-        mask = rand(*shape, seed=5)
+        rows = {"dense": (tokens, tokens), "query": (tokens, 1), "key": (1, tokens)}
+        kind = next(word for word in rows if word in words)
+        mask = rand(2, 1, *rows[kind], seed=5)
         if "float" in words:
             mask = mask.masked_fill(mask > 1, float("-inf"))
             mask[0] = float("-inf")  # a sequence without visible keys
         else:
             mask = mask > -1
-        tensors["attn_mask"], along["attn_mask"] = mask, -2 if "dense" in words else -1
+        tensors["attn_mask"], along["attn_mask"] = mask, -1 if kind == "key" else -2
     if "softcap" in words:
         options["softcap"] = 3.0
     if "scale" in words:
@@ -189,3 +190,57 @@ def outcomes_of_short_chunks(rank: int, variants: tuple[str, ...]) -> dict[str, 
     """The same with chunks of one token, which make dense masks look like key masks."""
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     return {case.id: outcome(case, rank, mesh, chunk=1) for case in cases(variants)}
+
+
+def low_precision(rank: int) -> dict[str, float]:
+    """The largest difference of bf16 calls from one process, in units in the last place.
+
+    By method and backend. The sums are in fp32 on both sides, in another order.
+    """
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    found = {}
+    for variant in ("ssmax", "entmax"):
+        for method, backend in (("all_gather", "tiled"), ("ulysses", "eager"), ("ring", None)):
+            layout = Shards("zigzag", mesh.size(), 2 * CHUNK)
+            case = Case(variant, method, layout.layout, "causal", (4, 2), False, False)
+            given = inputs_of(case, layout.total)
+            tensors = {name: x.bfloat16() for name, x in given.tensors.items()}
+            whole = _learnable(tensors)
+            mine = _learnable({name: _shard(x, 2, layout, rank) for name, x in tensors.items()})
+            exact = attnzoo.attention(variant=variant, **whole, **given.options)
+            out = context_parallel_attention(
+                variant=variant, **mine, **given.options, mesh=mesh, method=method, backend=backend
+            )
+            assert out.dtype == torch.bfloat16
+            weight = rand(*exact.shape, seed=20).bfloat16()
+            wanted = _gradients(whole, (exact,), [weight])
+            got = _gradients(mine, (out,), [_shard(weight, 2, layout, rank)])
+            pairs = [(out, exact), *((got[name], wanted[name]) for name in got)]
+            errors = [
+                (x.float() - _shard(y, 2, layout, rank).float()).abs().max() / y.abs().max()
+                for x, y in pairs
+            ]
+            found[f"{variant} {method}"] = float(torch.stack(errors).max()) * 2**8
+    return found
+
+
+def dropped(rank: int) -> dict[str, tuple[float, ...]]:
+    """Σ out, Σ dv, the expected sum and the spread of out.
+
+    All values are 1, and half of the weights are dropped.
+
+    Σ out and Σ dv are both the sum of all kept weights.
+    """
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    found = {}
+    for method in METHODS:
+        torch.manual_seed(rank)
+        q, k = torch.zeros(2, 1, 4, 64, 8, dtype=torch.float64).unbind()
+        v = torch.ones(1, 4, 64, 8, dtype=torch.float64, requires_grad=True)
+        out = context_parallel_attention(q, k, v, mesh=mesh, method=method, dropout_p=0.5)
+        out.sum().backward()
+        assert v.grad is not None
+        sums = torch.stack([out.detach().sum(), v.grad.sum()])
+        dist.all_reduce(sums)
+        found[method] = (*sums.tolist(), float(mesh.size() * out.numel()), float(out.std()))
+    return found
