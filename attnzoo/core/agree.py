@@ -67,11 +67,14 @@ def agree(what: str, mine: str, error: Exception | None, ranks: Ranks) -> None:
 def _explain(what: str, mine: str, error: Exception | None, ranks: Ranks) -> None:
     """Exchange the texts or errors, and raise."""
     text = mine if error is None else f"{type(error).__name__}: {error}"
-    texts: list[str] = [""] * ranks.count
-    dist.all_gather_object(texts, text, group=ranks.group)
+    found: list[tuple[bool, str]] = [(False, "")] * ranks.count
+    dist.all_gather_object(found, (error is not None, text), group=ranks.group)
     if error is not None:
         raise error
-    mistaken = [f"rank {r}: {x}" for r, x in enumerate(texts) if x != mine]
+    failed = [f"rank {r}: {x}" for r, (raised, x) in enumerate(found) if raised]
+    if failed:
+        raise ValueError(f"{what} raised on another rank; {'; '.join(failed)}")
+    mistaken = [f"rank {r}: {x}" for r, (_, x) in enumerate(found) if x != mine]
     raise ValueError(
         f"{what} must be called with equal arguments on all ranks; rank {ranks.rank}: {mine}; "
         f"{'; '.join(mistaken)}"

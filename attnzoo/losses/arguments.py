@@ -39,13 +39,22 @@ class LossArguments(NamedTuple):
     return_stats: bool
 
 
+def check_plain(**tensors: Any) -> None:
+    """Raise if an argument is a DTensor."""
+    for name, x in tensors.items():
+        if is_dtensor(x):
+            raise TypeError(
+                f"{name} must be a plain tensor, got a DTensor; only linear_loss takes DTensors"
+            )
+
+
 def check_layer(input: Any, weight: Any, bias: Any) -> int:
-    """Validate input, matrix and bias, or logits; return the number of classes."""
+    """Validate input, matrix and bias, or logits; return the number of classes.
+
+    Only shapes, dtypes and devices are read, so that DTensors can be checked too.
+    """
     name = "logits" if weight is None else "input"
     check_dense(name, input)
-    for what, x in ((name, input), ("linear_weight", weight), ("linear_bias", bias)):
-        if is_dtensor(x):
-            raise TypeError(f"{what} must be a plain tensor, got a DTensor; linear_loss takes one")
     if input.dtype not in DTYPES:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {input.dtype}")
     if input.dim() == 0 or input.shape[-1] == 0:

@@ -10,8 +10,14 @@ from torch import Tensor
 from attnzoo.backends.transforms import uses_transforms
 from attnzoo.core.call import score_dtype
 from attnzoo.functional.prepare import cast_by_autocast
-from attnzoo.losses.arguments import check_class_mask, check_layer, check_reduction, check_target
-from attnzoo.losses.classes import ALL, Classes
+from attnzoo.losses.arguments import (
+    check_class_mask,
+    check_layer,
+    check_plain,
+    check_reduction,
+    check_target,
+)
+from attnzoo.losses.classes import WHOLE, ClassShard
 
 
 class Batch(NamedTuple):
@@ -25,7 +31,7 @@ class Batch(NamedTuple):
     ignore_index: int
     reduction: str
     lead: torch.Size  # the shape of the tokens
-    shard: Classes = ALL  # the classes of weight and bias
+    shard: ClassShard = WHOLE  # the classes of weight and bias
 
     @property
     def classes(self) -> int:
@@ -72,7 +78,7 @@ class Batch(NamedTuple):
 def bind_batch(
     input: Any, weight: Any, bias: Any, target: Any, ignore_index: Any, reduction: Any,
     class_mask: Any = None, params: tuple[Any, ...] = (), logits: bool = False,
-    shard: Classes = ALL,
+    shard: ClassShard = WHOLE,
 ) -> Batch:  # fmt: skip
     """Validate the operands of a loss. ``logits``: ``input`` holds logits, and ``weight`` is None.
 
@@ -82,6 +88,9 @@ def bind_batch(
     if weight is None and not logits:
         raise TypeError("linear_weight must be a tensor (V, d), got None")
     check_reduction(reduction, ignore_index)
+    check_plain(
+        input=input, linear_weight=weight, linear_bias=bias, target=target, class_mask=class_mask
+    )
     if weight is not None:
         input, weight = cast_by_autocast(input, weight)
         if bias is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import Vectors
 from attnzoo.core.call import score_dtype
-from attnzoo.losses.classes import ALL, Classes
+from attnzoo.losses.classes import WHOLE, ClassShard
 from attnzoo.losses.tokens import Tokens
 
 NAN = float("nan")
@@ -33,7 +33,7 @@ class Layer(NamedTuple):
     weight: Tensor | None  # E [K, d]
     bias: Tensor | None  # b [K]
     class_mask: Tensor | None  # bool [1|N, K]
-    classes: Classes = ALL
+    shard: ClassShard = WHOLE
 
 
 # Outputs with one entry per token, and their values at ignored tokens.
@@ -72,7 +72,7 @@ def losses(
         result[name] = layer.input.new_full((size,), fill, dtype=dtype)
     tokens = (target != ignore_index).nonzero()[:, 0]
     # All ranks must have the same chunks, because each chunk exchanges sums.
-    size = max(1, min(CHUNK, count // 16), SMALL // max(layer.classes.most(classes), 1))
+    size = max(1, min(CHUNK, count // 16), SMALL // max(layer.shard.most(classes), 1))
     logits = layer.input.new_empty((min(size, len(tokens)), classes), dtype=dtype)
     for chosen in tokens.split(size) if len(tokens) else ():
         first, last = int(chosen[0]), int(chosen[-1])
@@ -84,22 +84,22 @@ def losses(
             mask = layer.class_mask
             hidden = ~(mask if len(mask) == 1 else mask[part])
         cut = Vectors(*(None if x is None else x[part] for x in vectors))
-        batch = Tokens(target[part], factor[part], hidden, cut, layer.classes)
+        batch = Tokens(target[part], factor[part], hidden, cut, layer.shard)
         found: dict[str, list[Tensor]] = {}
-        for rows in _blocks(z, layer.classes):
+        for rows in _blocks(z, layer.shard):
             for name, values in rule.compute(z[rows], batch.rows(rows), wanted).items():
                 found.setdefault(name, []).append(values)
         for name, values in found.items():
             result[name][part] = torch.cat(values).to(dtype)
         _propagate(layer, part, z, result, rule.sparse)
     if layer.weight is not None and "input" in wanted:
-        result["input"] = layer.classes.sum(result["input"])
+        result["input"] = layer.shard.sum(result["input"])
     return result
 
 
-def _blocks(z: Tensor, classes: Classes) -> Iterator[slice]:
+def _blocks(z: Tensor, shard: ClassShard) -> Iterator[slice]:
     # Each block of some of the classes exchanges sums, which costs more than a cache miss.
-    rows = max(1, BLOCK // max(z.shape[1], 1)) if classes.whole else len(z)
+    rows = max(1, BLOCK // max(z.shape[1], 1)) if shard.whole else len(z)
     for start in range(0, len(z), rows):
         yield slice(start, min(start + rows, len(z)))
 

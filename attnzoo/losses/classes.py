@@ -1,6 +1,6 @@
 """The classes of an output layer that a process holds, and results over all classes.
 
-Usually a process holds all classes. `sharded.ClassesOfRank` is for a matrix whose rows are shared
+Usually a process holds all classes. `sharded.ShardOfRank` is for a matrix whose rows are shared
 out over ranks: each rank has the logits of its own classes.
 """
 
@@ -15,7 +15,7 @@ from attnzoo.core.activations import Activation
 from attnzoo.functional.largest import Blocks, largest
 
 
-class Classes:
+class ClassShard:
     """All classes. Rows of scores are (n, K) for the K classes of this process."""
 
     whole = True
@@ -61,4 +61,4 @@ class Classes:
         return solve_threshold(x, shape, phi)
 
 
-ALL = Classes()
+WHOLE = ClassShard()

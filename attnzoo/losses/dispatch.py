@@ -25,7 +25,7 @@ from attnzoo.losses.arguments import (
     check_options,
 )
 from attnzoo.losses.batch import Batch, bind_batch
-from attnzoo.losses.classes import ALL, Classes
+from attnzoo.losses.classes import WHOLE, ClassShard
 from attnzoo.losses.operators import Setting, token_losses, weighted_sum
 
 
@@ -71,25 +71,29 @@ def compute_loss(
 ) -> Any:
     tensors = (input, linear_weight, linear_bias, target, given.class_mask, given.weight)
     if any(map(is_dtensor, (*tensors, *params.values()))):
-        from attnzoo.losses.sharded import unwrap  # DTensor takes a second to import
+        from attnzoo.losses.sharded import Sharded, on_ranks, replicated  # slow to import
 
-        own = unwrap(input, linear_weight, linear_bias, target, variant, given, params)
-        layer = (own.input, own.weight, own.bias, own.target)
-        checked = own.agreed(lambda: _checked(*layer, variant, own.given, own.params, own.classes))
-        return own.wrapped(_computed(checked))
+        def check(own: Sharded) -> Checked:
+            layer = (own.input, own.weight, own.bias, own.target)
+            return _checked(*layer, variant, own.given, own.params, own.shard)
+
+        checked, mesh = on_ranks(
+            input, linear_weight, linear_bias, target, variant, given, params, check
+        )
+        return replicated(_computed(checked), mesh)
     layer = (input, linear_weight, linear_bias, target)
-    return _computed(_checked(*layer, variant, given, params, ALL, logits))
+    return _computed(_checked(*layer, variant, given, params, WHOLE, logits))
 
 
 def _checked(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, variant: str,
-    given: LossArguments, params: dict[str, Any], classes: Classes, logits: bool = False,
+    given: LossArguments, params: dict[str, Any], shard: ClassShard, logits: bool = False,
 ) -> Checked:  # fmt: skip
     check_options(given.reduction, given.label_smoothing, given.lse_penalty, given.softcap,
                   given.ignore_index, given.return_stats)  # fmt: skip
     batch = bind_batch(
         input, weight, bias, target, given.ignore_index, given.reduction, given.class_mask,
-        tuple(params.values()), logits=logits, shard=classes,
+        tuple(params.values()), logits=logits, shard=shard,
     )  # fmt: skip
     input, mask = batch.input, batch.class_mask
     class_weight = None

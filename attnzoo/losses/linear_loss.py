@@ -146,9 +146,10 @@ def linear_loss(
     Notes:
         Sharded classes: ``linear_weight`` is a DTensor with placements (Shard(0),) on a mesh with
         one dimension, ``linear_bias`` is sharded like it, and ``input`` is a DTensor with
-        placements (Replicate(),). Everything else is whole on each rank. The result is a DTensor
-        with placements (Replicate(),), and every rank must call backward. If each rank has other
-        tokens instead, divide a sum by the number of tokens of all ranks. See
+        placements (Replicate(),). Everything else is whole and equal on each rank. The result is a
+        DTensor with placements (Replicate(),), and every rank must call backward. The ranks compare
+        targets, masks and class weights, but not hidden states and parameters. If each rank has
+        other tokens instead, divide a sum by the number of tokens of all ranks. See
         `attnzoo.distributed`.
 
         Scores are fp32, also under autocast and for 16-bit inputs. First derivatives only.

@@ -11,7 +11,7 @@ from attnzoo.functional.prepare import cast_by_autocast
 from attnzoo.functional.rows import bind_rows
 from attnzoo.functional.top_weights import top_weights
 from attnzoo.functional.topk import TopK, check_k, joined, parts, rows_per_step
-from attnzoo.losses.arguments import check_class_mask, check_layer, check_softcap
+from attnzoo.losses.arguments import check_class_mask, check_layer, check_plain, check_softcap
 from attnzoo.losses.chunks import Layer, chunk_logits
 
 LOGITS = 2**22  # logits that are computed at once on a CPU
@@ -69,6 +69,7 @@ def linear_topk(
         No gradients are computed. Logits are fp32 (fp64 for fp64 inputs), also under autocast,
         which casts ``input`` and ``linear_weight`` to its dtype.
     """
+    check_plain(input=input, linear_weight=linear_weight, linear_bias=linear_bias)
     check_dense("linear_weight", linear_weight)
     given = input
     input, linear_weight = cast_by_autocast(input, linear_weight)

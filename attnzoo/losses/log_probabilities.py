@@ -15,7 +15,7 @@ from attnzoo.functional.largest import Blocks, largest
 from attnzoo.functional.prepare import cast_by_autocast
 from attnzoo.functional.probabilities import probabilities
 from attnzoo.functional.topk import COPIED, TopK, check_k, joined, parts, rows_per_step
-from attnzoo.losses.arguments import BoundForm, bind_form, check_layer, check_loss
+from attnzoo.losses.arguments import BoundForm, bind_form, check_layer, check_loss, check_plain
 from attnzoo.losses.dispatch import LossStats
 
 LOGITS = 2**22  # logits held at a time, if log w_y needs the logits of all classes
@@ -54,6 +54,7 @@ def has_zeros(form: Pairwise) -> bool:
 
 def log_probabilities(input: Tensor, head: Head) -> Tensor:
     """log w (*, V) of all classes for hidden states (*, d), in fp32 or fp64; differentiable."""
+    check_plain(input=input, linear_weight=head.weight, linear_bias=head.bias)
     input, weight = cast_by_autocast(input, head.weight)
     bias = None if head.bias is None else cast_by_autocast(head.bias)[0]
     classes = check_layer(input, weight, bias)

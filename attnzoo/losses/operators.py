@@ -21,7 +21,7 @@ from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.core.keys import ACTIVATIONS, key_of
 from attnzoo.losses.batch import Batch
 from attnzoo.losses.chunks import PER_TOKEN, Layer, Rule, losses
-from attnzoo.losses.classes import ALL, Classes
+from attnzoo.losses.classes import WHOLE, ClassShard
 from attnzoo.losses.perturbed import perturbed_losses
 from attnzoo.losses.rest import rest_losses
 from attnzoo.losses.tokens import Options, form_losses
@@ -44,7 +44,7 @@ class Setting(NamedTuple):
     """Operands that are not differentiable and not tensors.
 
     ``deviation`` belongs to the rules "perturbed" and "error", all fields after it to "form".
-    The fields from ``group`` on are those of `sharded.ClassesOfRank`; no group: all classes.
+    The fields from ``group`` on are those of `sharded.ShardOfRank`; no group: all classes.
     """
 
     rule: str  # a key of RULES
@@ -95,12 +95,12 @@ RULES = {
 }
 
 
-def _classes(s: Setting) -> Classes:
+def _shard(s: Setting) -> ClassShard:
     if not s.group:
-        return ALL
-    from attnzoo.losses.sharded import ClassesOfRank  # DTensor takes a second to import
+        return WHOLE
+    from attnzoo.losses.sharded import ShardOfRank  # DTensor takes a second to import
 
-    return ClassesOfRank(s.group, s.first, s.here, s.classes, s.largest_shard)
+    return ShardOfRank(s.group, s.first, s.here, s.classes, s.largest_shard)
 
 
 @first_derivatives_only
@@ -111,7 +111,7 @@ def output_layer(
 ) -> list[Tensor]:  # fmt: skip
     """Loss and statistics per token, then the gradients of Σ factor · loss that are wanted."""
     rule = RULES[setting.rule](setting, class_weight)
-    layer = Layer(input, weight, bias, class_mask, _classes(setting))
+    layer = Layer(input, weight, bias, class_mask, _shard(setting))
     with in_full_precision(input.device):
         found = losses(layer, target, factor, vectors, rule, setting.ignore_index, wanted)
     return [found[name] for name in (*PER_TOKEN, *wanted)]

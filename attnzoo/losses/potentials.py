@@ -30,7 +30,7 @@ from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.threshold import solve_threshold
 from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import Activation
-from attnzoo.losses.classes import ALL, Classes
+from attnzoo.losses.classes import WHOLE, ClassShard
 
 NEG_INF = float("-inf")
 GROUP = 16  # classes per group in the search for classes with a nonzero weight
@@ -52,32 +52,32 @@ class Potential(NamedTuple):
 
 def potential(
     s: Tensor, how: Normalizer, vectors: Vectors, hidden: Tensor | None, target: Tensor,
-    by_shape: bool, classes: Classes = ALL,
+    by_shape: bool, shard: ClassShard = WHOLE,
 ) -> Potential:  # fmt: skip
     """A of rows of scores s, which are −∞ where ``hidden``. Overwrites s.
 
     by_shape: whether a threshold's derivative by ``shape`` is wanted. It takes many passes.
-    classes: which classes the scores are of. A is over all classes, its gradient over those of s.
+    shard: which classes the scores are of. A is over all classes, its gradient over those of s.
     """
     shape = None if vectors.shape is None else vectors.shape[:, None]
     if how.normalize == "threshold":
-        return _threshold(s, how.activation, shape, by_shape, classes)
+        return _threshold(s, how.activation, shape, by_shape, shard)
     if how.normalize == "none":
         assert vectors.offset is not None
         offset = vectors.offset[:, None]
-        return _elementwise(s, how.activation, shape, offset, hidden, classes)
+        return _elementwise(s, how.activation, shape, offset, hidden, shard)
     if how.normalize == "select":
-        return _selected(s, how.keep, target[:, None], classes)
+        return _selected(s, how.keep, target[:, None], shard)
     if how.activation.exponential:
-        return _exponential(s, vectors.sink, classes)
-    return _sum(s, how.activation, shape, vectors.sink, hidden, classes)
+        return _exponential(s, vectors.sink, shard)
+    return _sum(s, how.activation, shape, vectors.sink, hidden, shard)
 
 
-def _exponential(s: Tensor, sink: Tensor | None, classes: Classes) -> Potential:
-    peak = classes.max(s.amax(-1))
+def _exponential(s: Tensor, sink: Tensor | None, shard: ClassShard) -> Potential:
+    peak = shard.max(s.amax(-1))
     if sink is not None:
         peak = torch.maximum(peak, sink)
-    z = classes.sum(s.sub_(peak[:, None]).exp_().sum(-1))
+    z = shard.sum(s.sub_(peak[:, None]).exp_().sum(-1))
     lse = peak + z.log()
     if sink is None:
         return Potential(lse, s, 1 / z, {}, lse, 1 / z)
@@ -86,27 +86,27 @@ def _exponential(s: Tensor, sink: Tensor | None, classes: Classes) -> Potential:
     return Potential(value, s, 1 / whole, {"sink": (sink - value).exp()}, lse, 1 / z)
 
 
-def _selected(s: Tensor, keep: int | None, target: Tensor, classes: Classes) -> Potential:
+def _selected(s: Tensor, keep: int | None, target: Tensor, shard: ClassShard) -> Potential:
     assert keep is not None
-    values, top = classes.largest(s, keep)
+    values, top = shard.largest(s, keep)
     # The target comes last, with score −∞ if it is in ``top`` already.
     twice = (top == target).any(-1, keepdim=True)
     places = torch.cat([top, target], 1)
-    x = torch.cat([values, classes.at(s, target).masked_fill_(twice, NEG_INF)], 1)
-    found = _exponential(x, None, ALL)
-    return found._replace(slope=classes.add_at(s.zero_(), places, found.slope))
+    x = torch.cat([values, shard.at(s, target).masked_fill_(twice, NEG_INF)], 1)
+    found = _exponential(x, None, WHOLE)
+    return found._replace(slope=shard.add_at(s.zero_(), places, found.slope))
 
 
 def _sum(
     s: Tensor, phi: Activation, shape: Tensor | None, sink: Tensor | None, hidden: Tensor | None,
-    classes: Classes,
+    shard: ClassShard,
 ) -> Potential:  # fmt: skip
     value = _zero(phi.value(s.clone(), shape), hidden)
     slope = _zero(phi.slope(s, value, shape), hidden)
-    z = classes.sum(value.sum(-1))
+    z = shard.sum(value.sum(-1))
     by_shape = None
     if phi.shape_slope is not None:
-        by_shape = classes.sum(_zero(phi.shape_slope(s, value, shape), hidden).sum(-1))
+        by_shape = shard.sum(_zero(phi.shape_slope(s, value, shape), hidden).sum(-1))
     by_vector = {}
     if sink is not None:
         at = sink[:, None]
@@ -117,29 +117,29 @@ def _sum(
             by_shape = by_shape + phi.shape_slope(at, extra, shape)[:, 0]
     if by_shape is not None:
         by_vector["shape"] = by_shape / z
-    support = classes.sum((value != 0).sum(-1))
+    support = shard.sum((value != 0).sum(-1))
     return Potential(z.log(), slope, 1 / z, by_vector, support=support)
 
 
 def _elementwise(
     s: Tensor, phi: Activation, shape: Tensor | None, offset: Tensor, hidden: Tensor | None,
-    classes: Classes,
+    shard: ClassShard,
 ) -> Potential:  # fmt: skip
     assert phi.integral is not None
     s.sub_(offset)
-    area = classes.sum(_zero(phi.integral(s, shape), hidden).sum(-1))
+    area = shard.sum(_zero(phi.integral(s, shape), hidden).sum(-1))
     w = _zero(phi.value(s, shape), hidden)
-    return Potential(area, w, None, {"offset": -classes.sum(w.sum(-1))})
+    return Potential(area, w, None, {"offset": -shard.sum(w.sum(-1))})
 
 
 def _threshold(
-    s: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool, classes: Classes
+    s: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool, shard: ClassShard
 ) -> Potential:
     places = _places(s, phi, shape)
     x = s if places is None else s.gather(1, places)
-    peak = classes.max(x.amax(-1, keepdim=True))
+    peak = shard.max(x.amax(-1, keepdim=True))
     x.sub_(peak)
-    found = _solve(x, phi, shape, by_shape, classes)
+    found = _solve(x, phi, shape, by_shape, shard)
     slope = found.slope if places is None else s.zero_().scatter_(1, places, found.slope)
     value, tau = found.value + peak[:, 0], found.statistic + peak[:, 0]  # type: ignore[operator]
     return found._replace(value=value, slope=slope, statistic=tau)
@@ -172,31 +172,31 @@ def _places(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:
 
 
 def _solve(
-    x: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool, classes: Classes
+    x: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool, shard: ClassShard
 ) -> Potential:
     """The `Potential` of "threshold", for rows whose largest score is 0."""
-    tau = classes.threshold(x, None if shape is None else shape[:, 0], phi)
+    tau = shard.threshold(x, None if shape is None else shape[:, 0], phi)
     at = x - tau[:, None]
     if phi.alpha is None:
         assert phi.integral is not None
-        value = tau + classes.sum(phi.integral(at, shape).sum(-1)) - _single(x, phi, shape)
+        value = tau + shard.sum(phi.integral(at, shape).sum(-1)) - _single(x, phi, shape)
         return Potential(value, phi.value(at, shape), None, {}, tau)
     if not by_shape:
         w = phi.value(at, shape)
         if isinstance(phi.alpha, float):
-            alpha, power_sum = phi.alpha, classes.sum(w.pow(phi.alpha).sum(-1))
+            alpha, power_sum = phi.alpha, shard.sum(w.pow(phi.alpha).sum(-1))
         else:
             assert shape is not None
-            alpha, power_sum = shape[:, 0], classes.sum(w.pow(shape).sum(-1))
+            alpha, power_sum = shape[:, 0], shard.sum(w.pow(shape).sum(-1))
         return Potential(tau - (1 - power_sum) / alpha, w, None, {}, tau, power_sum=power_sum)
     assert shape is not None
     assert phi.shape_slope is not None
     alpha, w = shape[:, 0], phi.value(at.clone(), shape)
     power = w.pow(shape - 1)
-    power_sum = classes.sum((w * power).sum(-1))
+    power_sum = shard.sum((w * power).sum(-1))
     # ∂A/∂α at fixed τ, because ∂A/∂τ = 0. ∂(φ^α)/∂α = φ^α log φ + α φ^{α−1} ∂φ/∂α.
     by_power = power * (torch.xlogy(w, w) + shape * phi.shape_slope(at, w, shape))
-    slope = (1 - power_sum) / alpha**2 + classes.sum(by_power.sum(-1)) / alpha
+    slope = (1 - power_sum) / alpha**2 + shard.sum(by_power.sum(-1)) / alpha
     value = tau - (1 - power_sum) / alpha
     return Potential(value, w, None, {"shape": slope}, tau, power_sum=power_sum)
 

@@ -1,8 +1,8 @@
 """An output layer whose classes are shared out over ranks: its matrix is a sharded DTensor.
 
-All ranks have the same tokens. Each computes the logits of its own classes. For a chunk of tokens
-the ranks exchange one number per token and sum: the largest score, Σφ, the target's score, and for
-a threshold Σφ and Σφ' once per solver step. The gradient of the hidden states is summed once.
+All ranks have the same tokens. Each computes the logits of its own classes. For each chunk of
+tokens the ranks exchange a few numbers per token: the largest score, Σφ and the target's score; for
+a threshold also Σφ and Σφ' in each solver step. The gradient of the hidden states is summed once.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from attnzoo.backends.tiled.threshold import newton, newton_step, threshold_sums
 from attnzoo.core.activations import Activation
 from attnzoo.core.agree import agree, described, ranks_of
+from attnzoo.core.checks import is_dtensor
 from attnzoo.core.collectives import joined, reduced
 from attnzoo.functional.largest import Blocks, largest
-from attnzoo.losses.arguments import LossArguments
-from attnzoo.losses.classes import Classes
+from attnzoo.functional.prepare import cast_by_autocast
+from attnzoo.losses.arguments import LossArguments, check_layer
+from attnzoo.losses.classes import ClassShard
+from attnzoo.losses.potentials import NEG_INF
 
 T = TypeVar("T")
-NEG_INF = float("-inf")
+WHOLE = (Replicate(),)
+BY_CLASSES = (Shard(0),)
 
 
 @dataclass(frozen=True)
-class ClassesOfRank(Classes):
+class ShardOfRank(ClassShard):
     """The classes ``first`` to ``first + here − 1`` of ``classes``.
 
     group: The name of the process group whose ranks hold the others.
@@ -63,9 +67,11 @@ class ClassesOfRank(Classes):
 
     def at(self, x: Tensor, classes: Tensor) -> Tensor:
         place, here = self._place(classes)
-        found = x.gather(1, place).where(here, torch.zeros_like(x[:, :1]))
-        # Reductions have no bool.
-        return self.sum(found.int() if x.dtype == torch.bool else found).to(x.dtype)
+        found = x.gather(1, place)
+        found = found.float() if x.dtype == torch.bool else found  # reductions have no bool
+        value, ranks = self.sum(torch.stack([found.where(here, 0.0), here.to(found.dtype)]))
+        # Targets are not checked on a GPU. A class that no rank has must not count as score 0.
+        return value.where(ranks > 0, float("nan")).to(x.dtype)
 
     def add_at(self, x: Tensor, classes: Tensor, values: Tensor) -> Tensor:
         place, here = self._place(classes)
@@ -95,6 +101,7 @@ class ClassesOfRank(Classes):
             z, slope = self.sum(torch.stack(threshold_sums(x, tau, shape, phi)))
             return newton_step(z, slope, shape, phi)
 
+        # Ranks whose parameters differ by rounding must not differ in the number of steps.
         def agreed(done: bool) -> bool:
             return not bool(self.max(torch.tensor(not done, device=x.device, dtype=torch.int)))
 
@@ -111,109 +118,124 @@ class Sharded:
     target: Any
     given: LossArguments
     params: dict[str, Any]
-    classes: ClassesOfRank
-    mesh: DeviceMesh
-    text: str  # describes the call
-
-    def agreed(self, check: Callable[[], T]) -> T:
-        """The result of ``check``; raises on all ranks if it raises on one, or the calls differ."""
-        found, error, text = None, None, ""
-        try:
-            found = check()
-            # Ranks with different targets would wait for each other.
-            text = f"{self.text}, sum of target {int(self.target.sum())}"
-        except Exception as raised:
-            error = raised
-        agree("linear_loss", text, error, ranks_of(self.mesh))
-        assert found is not None
-        return found
-
-    def wrapped(self, result: Any) -> Any:
-        """The result with a DTensor, equal on all ranks, in place of each tensor."""
-        if isinstance(result, Tensor):
-            return DTensor.from_local(result, self.mesh, [Replicate()], run_check=False)
-        if isinstance(result, tuple):
-            parts = map(self.wrapped, result)
-            return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
-        return result
+    shard: ShardOfRank
 
 
-def unwrap(
+def on_ranks(
     input: Any, weight: Any, bias: Any, target: Any, variant: Any, given: LossArguments,
-    params: dict[str, Any],
-) -> Sharded:  # fmt: skip
-    """Validate placements. ``weight`` or another argument is a DTensor."""
-    mesh = _check_weight(weight)
-    _check_replicated(input, mesh)
-    if bias is not None and not (
-        isinstance(bias, DTensor) and bias.device_mesh == mesh and bias.placements == (Shard(0),)
-    ):
-        raise ValueError(
-            f"linear_bias must be a DTensor sharded like linear_weight, got {_shown(bias)}"
-        )
-    ranks, count, here = ranks_of(mesh), len(weight), len(weight.to_local())
-    most = -(-count // ranks.count)
-    first = min(ranks.rank * most, count)
-    if here != min(most, count - first):
-        raise ValueError(
-            f"linear_weight must be sharded as by distribute_tensor, {most} of {count} classes per "
-            f"rank, got {here} on rank {ranks.rank}"
-        )
-    if most * (ranks.count - 1) >= count:
-        raise ValueError(
-            f"linear_weight must have classes on each of {ranks.count} ranks, got {count} classes, "
-            f"{most} per rank"
-        )
-    classes = ClassesOfRank(ranks.group.group_name, first, here, count, most)
+    params: dict[str, Any], check: Callable[[Sharded], T],
+) -> tuple[T, DeviceMesh]:  # fmt: skip
+    """``check`` of the arguments of this rank, and the mesh. At least one argument is a DTensor.
+
+    Raises on all ranks if it raises on one, or if the ranks have different arguments. The values of
+    the hidden states and of the variant's parameters are not compared.
+    """
     whole = {"target": target, "class_mask": given.class_mask, "weight": given.weight, **params}
-    text = described(
-        {"input": input, "linear_weight": weight, "linear_bias": bias, "variant": variant}
-        | given._asdict() | whole
-    )  # fmt: skip
-    whole = {name: _plain(name, x, mesh) for name, x in whole.items()}
-    target, mask, factors = (whole.pop(name) for name in ("target", "class_mask", "weight"))
-    given = given._replace(class_mask=mask, weight=factors)
-    own_bias = None if bias is None else bias.to_local()
-    return Sharded(
-        input.to_local(), weight.to_local(), own_bias, target, given, whole, classes, mesh, text
-    )
+    mesh = _check_weight(weight, {"input": input, "linear_bias": bias, **whole})
+    found, error, text = None, None, ""
+    try:
+        own = _unwrap(input, weight, bias, given, whole, mesh)
+        found = check(own)
+        text = described(
+            {"input": input, "linear_weight": weight, "linear_bias": bias, "variant": variant}
+            | given._asdict() | whole
+        )  # fmt: skip
+        for name in ("target", "class_mask", "weight"):
+            if (x := own.target if name == "target" else getattr(own.given, name)) is not None:
+                text += f", checksum of {name} {_checksum(x)}"
+    except Exception as raised:
+        error = raised
+    agree("linear_loss", text, error, ranks_of(mesh))
+    assert found is not None
+    return found, mesh
 
 
-def _check_weight(weight: Any) -> DeviceMesh:
-    """Validate the matrix, and return its mesh."""
-    if weight is None:
-        raise TypeError("logits must be a plain tensor, got a DTensor; linear_loss takes DTensors")
+def replicated(result: Any, mesh: DeviceMesh) -> Any:
+    """A result that is equal on all ranks, with a DTensor in place of each tensor."""
+    if isinstance(result, Tensor):
+        return DTensor.from_local(result, mesh, WHOLE, run_check=False)
+    if isinstance(result, tuple):
+        parts = [replicated(part, mesh) for part in result]
+        return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
+    return result
+
+
+def _check_weight(weight: Any, others: dict[str, Any]) -> DeviceMesh:
+    """Validate the placement of the matrix, and return its mesh."""
     if not isinstance(weight, DTensor):
-        raise TypeError(
-            "linear_weight must be a DTensor if another argument is one, got a plain tensor"
-        )
-    if weight.placements != (Shard(0),):
+        named = next((name for name, x in others.items() if is_dtensor(x)), "linear_weight")
+        if weight is None:
+            named = "logits" if named == "input" else named
+            raise TypeError(f"{named} must be a plain tensor, got a DTensor; see linear_loss")
+        raise TypeError(f"linear_weight must be a DTensor, as {named} is one, got a plain tensor")
+    if weight.device_mesh.ndim != 1 or weight.placements != BY_CLASSES:
         raise ValueError(
-            "linear_weight must be sharded over classes on a mesh with one dimension, placements "
-            f"(Shard(dim=0),), got {tuple(weight.placements)}"
+            "linear_weight must have placements (Shard(dim=0),) on a mesh with one dimension, such "
+            f"as mesh['tp'], got {_shown(weight)}"
         )
     return weight.device_mesh
 
 
-def _check_replicated(input: Any, mesh: DeviceMesh) -> None:
-    if isinstance(input, DTensor) and input.device_mesh == mesh and _replicated(input):
-        return
-    raise ValueError(
-        "input must be a DTensor with placements (Replicate(),) on the mesh of linear_weight, "
-        f"which is sharded over classes, got {_shown(input)}. If linear_weight is sharded by "
-        "FSDP2, call the loss in the forward of the module that owns it"
-    )
+def _unwrap(
+    input: Any, weight: Any, bias: Any, given: LossArguments, whole: dict[str, Any],
+    mesh: DeviceMesh,
+) -> Sharded:  # fmt: skip
+    _check_input(input, mesh)
+    if bias is not None and not (
+        isinstance(bias, DTensor) and bias.device_mesh == mesh and bias.placements == BY_CLASSES
+    ):
+        raise ValueError(
+            f"linear_bias must be a DTensor sharded like linear_weight, got {_shown(bias)}"
+        )
+    input, weight = cast_by_autocast(input, weight)
+    if bias is not None:
+        (bias,) = cast_by_autocast(bias)
+    check_layer(input, weight, bias)
+    ranks, classes, here = ranks_of(mesh), len(weight), len(weight.to_local())
+    most = -(-classes // ranks.count)
+    if most * (ranks.count - 1) >= classes:
+        raise ValueError(
+            f"linear_weight must have classes on each of {ranks.count} ranks, got {classes} "
+            f"classes, {most} per rank"
+        )
+    first = ranks.rank * most
+    if here != min(most, classes - first):
+        raise ValueError(
+            f"linear_weight must be sharded as by distribute_tensor, {most} of {classes} classes "
+            f"per rank, got {here} on rank {ranks.rank}"
+        )
+    shard = ShardOfRank(ranks.group.group_name, first, here, classes, most)
+    plain = {name: _plain(name, x, mesh) for name, x in whole.items()}
+    target = plain.pop("target")
+    given = given._replace(class_mask=plain.pop("class_mask"), weight=plain.pop("weight"))
+    own_bias = None if bias is None else bias.to_local()
+    return Sharded(input.to_local(), weight.to_local(), own_bias, target, given, plain, shard)
 
 
-def _replicated(x: DTensor) -> bool:
-    return all(isinstance(placement, Replicate) for placement in x.placements)
+def _check_input(input: Any, mesh: DeviceMesh) -> None:
+    if not isinstance(input, DTensor):
+        raise ValueError(
+            "input must be a DTensor with placements (Replicate(),), got a plain tensor. Use "
+            "DTensor.from_local(input, linear_weight.device_mesh, [Replicate()]) if all ranks have "
+            "the same tokens. If linear_weight is sharded by FSDP2, call the loss in the forward "
+            "of the module that owns it"
+        )
+    if input.device_mesh != mesh:
+        raise ValueError(
+            f"input must be on the mesh of linear_weight, {mesh}, got {input.device_mesh}"
+        )
+    if input.placements != WHOLE:
+        raise ValueError(
+            f"input must have placements (Replicate(),), got {tuple(input.placements)}; use "
+            "input.redistribute(placements=[Replicate()])"
+        )
 
 
 def _plain(name: str, x: Any, mesh: DeviceMesh) -> Any:
     """x as a plain value: every rank has all of it."""
     if not isinstance(x, DTensor):
         return x
-    if x.device_mesh != mesh or not _replicated(x):
+    if x.device_mesh != mesh or x.placements != WHOLE:
         raise ValueError(
             f"{name} must be whole on each rank: a plain tensor, or a DTensor with placements "
             f"(Replicate(),) on the mesh of linear_weight, got {_shown(x)}"
@@ -223,5 +245,19 @@ def _plain(name: str, x: Any, mesh: DeviceMesh) -> Any:
 
 def _shown(x: Any) -> str:
     if isinstance(x, DTensor):
-        return f"a DTensor with placements {tuple(x.placements)} on {x.device_mesh}"
+        return f"placements {tuple(x.placements)} on {x.device_mesh}"
     return "a plain tensor" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _checksum(x: Tensor) -> int:
+    """A number that differs for other values, or values in another order.
+
+    Ranks with different targets would not only be wrong, but wait for each other.
+    """
+    x = x.detach()
+    if x.dtype == torch.bool and x.dim() > 1:
+        x = x.sum(-1)  # a mask (tokens, classes) is large
+    numbers = x.flatten().double().nan_to_num() if x.is_floating_point() else x.flatten().long()
+    places = torch.arange(1, len(numbers) + 1, device=x.device, dtype=numbers.dtype)
+    mixed = (numbers * (places * 0x9E3779B1 % 0x7FFFFFFF)).sum()
+    return int(mixed.view(torch.int64))

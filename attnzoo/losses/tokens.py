@@ -17,7 +17,7 @@ from torch import Tensor
 from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import Activation
-from attnzoo.losses.classes import ALL, Classes
+from attnzoo.losses.classes import WHOLE, ClassShard
 from attnzoo.losses.potentials import NEG_INF, Potential, potential
 
 VECTORS = ("gain", "offset", "shape", "sink")
@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
     factor: Tensor  # [n], multiplies the gradient, not the loss
     hidden: Tensor | None  # bool [1|n, K]
     vectors: Vectors  # each [n]
-    classes: Classes = ALL
+    shard: ClassShard = WHOLE
 
     def rows(self, part: slice) -> Tokens:
         hidden = self.hidden
@@ -50,7 +50,7 @@ class Tokens(NamedTuple):
             hidden = hidden[part]
         vectors = Vectors(*(None if x is None else x[part] for x in self.vectors))
         target, factor = self.target[part], self.factor[part]
-        return Tokens(target, factor, hidden, vectors, self.classes)
+        return Tokens(target, factor, hidden, vectors, self.shard)
 
 
 class _Target(NamedTuple):
@@ -78,13 +78,13 @@ def form_losses(
         z.mul_(gain)
     if tokens.hidden is not None:
         z.masked_fill_(tokens.hidden, NEG_INF)
-    column, classes = tokens.target[:, None], tokens.classes
-    scores = classes.at(z, column)  # of the targets, [n, 1]
+    column, shard = tokens.target[:, None], tokens.shard
+    scores = shard.at(z, column)  # of the targets, [n, 1]
     a = _target(tokens, class_weight, options.label_smoothing, z)
     linear = _LogValues if _has_log_values(how) else _Scores
     ell = linear(z, scores, a, how, tokens)
     by_shape = "shape" in wanted
-    found = potential(z, how, tokens.vectors, tokens.hidden, tokens.target, by_shape, classes)
+    found = potential(z, how, tokens.vectors, tokens.hidden, tokens.target, by_shape, shard)
     loss = a.total[:, 0] * found.value - ell.value
     by_vector = {name: a.total[:, 0] * x for name, x in found.by_vector.items()}
     for name, x in ell.by_vector.items():
@@ -102,16 +102,16 @@ def form_losses(
         scale = scale + (2 * options.lse_penalty * found.statistic * found.lse_scale)[:, None]
     result = {"loss": loss}
     if options.want_stats:
-        result |= _statistics(found, scores, classes)
+        result |= _statistics(found, scores, shard)
     if not wanted:
         return result
     factor = tokens.factor
     slope = found.slope.mul_(scale * factor[:, None])
-    classes.add_at(slope, column, -factor[:, None] * ell.target_slope)
+    shard.add_at(slope, column, -factor[:, None] * ell.target_slope)
     if ell.spread_slope is not None:
         slope.addcmul_(ell.spread_slope, factor[:, None], value=-1)
     if "gain" in wanted:
-        result["gain"] = classes.sum(torch.linalg.vecdot(slope, capped))
+        result["gain"] = shard.sum(torch.linalg.vecdot(slope, capped))
     for name in ("offset", "shape", "sink"):
         if name in wanted:
             result[name] = factor * by_vector[name]
@@ -125,17 +125,17 @@ def form_losses(
 
 
 def _target(tokens: Tokens, weight: Tensor | None, smoothing: float, z: Tensor) -> _Target:
-    column, classes = tokens.target[:, None], tokens.classes
+    column, shard = tokens.target[:, None], tokens.shard
     own = z.new_ones(column.shape) if weight is None else weight[tokens.target][:, None]
     own = own * (1 - smoothing)
     if not smoothing:
         return _Target(own, None, None, own)
-    u = z.new_ones(1, z.shape[1]) if weight is None else classes.own(weight)[None]
+    u = z.new_ones(1, z.shape[1]) if weight is None else shard.own(weight)[None]
     visible = z.new_ones(1, z.shape[1])
     if tokens.hidden is not None:
         u, visible = u * ~tokens.hidden, visible * ~tokens.hidden
-    spread = (smoothing / classes.sum(visible.sum(-1, keepdim=True))).expand_as(own)
-    return _Target(own, spread, u, own + spread * classes.sum(u.sum(-1, keepdim=True)))
+    spread = (smoothing / shard.sum(visible.sum(-1, keepdim=True))).expand_as(own)
+    return _Target(own, spread, u, own + spread * shard.sum(u.sum(-1, keepdim=True)))
 
 
 def _has_log_values(how: Normalizer) -> bool:
@@ -153,7 +153,7 @@ class _Scores:
         if a.spread is not None:
             assert a.u is not None
             finite = s if tokens.hidden is None else s.masked_fill(tokens.hidden, 0.0)
-            value = value + a.spread * tokens.classes.sum((finite * a.u).sum(-1, keepdim=True))
+            value = value + a.spread * tokens.shard.sum((finite * a.u).sum(-1, keepdim=True))
             self.spread_slope = a.spread * a.u
         self.by_vector: dict[str, Tensor] = {}
         if tokens.vectors.offset is not None:
@@ -173,7 +173,7 @@ class _LogValues:
         value, slope, by_shape = _log(phi, scores, shape)
         # Targets are not checked on a GPU or under torch.compile. A masked target has weight 0.
         if tokens.hidden is not None:
-            hidden = tokens.classes.at(tokens.hidden.expand(s.shape), tokens.target[:, None])
+            hidden = tokens.shard.at(tokens.hidden.expand(s.shape), tokens.target[:, None])
             value, slope = value.masked_fill(hidden, NEG_INF), slope.masked_fill(hidden, 0.0)
         total, by_vector = a.own * value, None if by_shape is None else a.own * by_shape
         self.target_slope, self.spread_slope = a.own * slope, None
@@ -182,10 +182,10 @@ class _LogValues:
             finite = s if tokens.hidden is None else s.masked_fill(tokens.hidden, 0.0)
             value, slope, by_shape = _log(phi, finite, shape)
             share = a.spread * a.u
-            total = total + tokens.classes.sum((share * value).sum(-1, keepdim=True))
+            total = total + tokens.shard.sum((share * value).sum(-1, keepdim=True))
             self.spread_slope = share * slope
             if by_shape is not None and by_vector is not None:
-                spread = tokens.classes.sum((share * by_shape).sum(-1, keepdim=True))
+                spread = tokens.shard.sum((share * by_shape).sum(-1, keepdim=True))
                 by_vector = by_vector + spread
         self.value = total[:, 0]
         self.by_vector = {} if by_vector is None else {"shape": by_vector[:, 0]}
@@ -204,25 +204,25 @@ def _omega(a: _Target, tokens: Tokens, phi: Activation) -> tuple[Tensor, Tensor 
     """m·Ω(a/m) and its derivative by α. Without smoothing both are 0."""
     assert a.u is not None
     assert a.spread is not None
-    shape, classes = tokens.vectors.shape, tokens.classes
+    shape, shard = tokens.vectors.shape, tokens.shard
     alpha: Any = phi.alpha if shape is None else shape[:, None]
     p = a.spread * a.u
-    p = (p + classes.add_at(torch.zeros_like(p), tokens.target[:, None], a.own)) / a.total
+    p = (p + shard.add_at(torch.zeros_like(p), tokens.target[:, None], a.own)) / a.total
     log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log()
     # Σ p^α − 1 = Σ p (p^{α−1} − 1), because Σ p = 1. This is accurate as α → 1.
-    excess = classes.sum((p * torch.expm1((alpha - 1) * log_p)).sum(-1, keepdim=True))
+    excess = shard.sum((p * torch.expm1((alpha - 1) * log_p)).sum(-1, keepdim=True))
     value = excess / (alpha * (alpha - 1))
     if shape is None:
         return (a.total * value)[:, 0], None
-    by_power = classes.sum((p.pow(alpha) * log_p).sum(-1, keepdim=True))
+    by_power = shard.sum((p.pow(alpha) * log_p).sum(-1, keepdim=True))
     slope = (by_power - value * (2 * alpha - 1)) / (alpha * (alpha - 1))
     return (a.total * value)[:, 0], (a.total * slope)[:, 0]
 
 
-def _statistics(found: Potential, scores: Tensor, classes: Classes) -> dict[str, Tensor]:
+def _statistics(found: Potential, scores: Tensor, shard: ClassShard) -> dict[str, Tensor]:
     support = found.support
     if support is None:
-        support = classes.sum((found.slope != 0).sum(-1))
+        support = shard.sum((found.slope != 0).sum(-1))
     stats = {"target_score": scores[:, 0], "support": support}
     for name in ("statistic", "power_sum"):
         if (x := getattr(found, name)) is not None:

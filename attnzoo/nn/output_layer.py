@@ -66,6 +66,7 @@ class OutputLayer(VariantParameters):
     Attributes:
         weight: (V, d), initialized as in `torch.nn.Linear`.
         bias: (V,) or None.
+        shards_classes: whether `shard_classes` was called.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or the variant has no loss; the message names
@@ -126,6 +127,7 @@ class OutputLayer(VariantParameters):
         self.softcap = None if softcap is None else float(softcap)
         self.label_smoothing, self.lse_penalty = float(label_smoothing), float(lse_penalty)
         self.ignore_index = int(ignore_index)
+        self.shards_classes = False
         self.weight = nn.Parameter(
             torch.empty(num_classes, in_features, device=device, dtype=dtype)
         )
@@ -184,7 +186,36 @@ class OutputLayer(VariantParameters):
 
     def loss(self, input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
         """The loss alone; ``reduction`` is "mean", "sum" or "none"."""
+        if self.shards_classes and not is_dtensor(input):
+            from attnzoo.losses.sharded import replicated  # slow to import
+
+            weight: Any = self.weight
+            input = replicated(input, weight.device_mesh)
+            loss = linear_loss(input, target=target, reduction=reduction, **self._arguments())
+            return loss.to_local()
         return linear_loss(input, target=target, reduction=reduction, **self._arguments())
+
+    def shard_classes(self, mesh: Any) -> OutputLayer:
+        """Shards the classes over ranks for tensor parallelism, in place.
+
+        ``weight`` and ``bias`` become sharded `DTensor` objects. All ranks must call `loss` with
+        the same tokens; it has the gradients of one device. The methods that return probabilities
+        raise, and `logits` takes a DTensor.
+
+        Args:
+            mesh: a one-dimensional `torch.distributed.device_mesh.DeviceMesh`.
+
+        Returns:
+            The module itself. A tie to an embedding's weight is lost.
+        """
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        for name, x in (("weight", self.weight), ("bias", self.bias)):
+            if x is not None:
+                sharded = distribute_tensor(x.detach(), mesh, [Shard(0)])
+                setattr(self, name, nn.Parameter(sharded, requires_grad=x.requires_grad))
+        self.shards_classes = True
+        return self
 
     def logits(self, input: Tensor) -> Tensor:
         """Logits z of all classes, (*, V), for hidden states (*, d), before ``softcap``."""

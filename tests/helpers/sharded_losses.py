@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from attnzoo.distributed import shard_batch
-from attnzoo.losses import linear_loss, loss
+from attnzoo.losses import arguments, linear_loss, loss, margin_loss
 from attnzoo.nn import OutputLayer
 from helpers.cases import rand
 from helpers.covering import Row
@@ -88,19 +91,35 @@ def output_layer(mesh: DeviceMesh) -> Pair:
     for shards in (True, False):
         torch.manual_seed(0)
         layer = OutputLayer(4, 11, "ssmax", learn=["s"]).double()
-        x, y = rand(6, 4), torch.arange(6)
         if shards:
-            for name in ("weight", "bias"):
-                whole = getattr(layer, name).detach()
-                setattr(layer, name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
-            value = layer.loss(replicated(x, mesh), y)
-        else:
-            value = layer.loss(x, y)
+            layer.shard_classes(mesh)
+        value = layer.loss(rand(6, 4), torch.arange(6))
         value.backward()
         parts = [value, *(p.grad for p in layer.parameters())]
         whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in parts]
         found.append(torch.cat([x.detach().flatten() for x in whole]).tolist())
     return found[0], found[1]
+
+
+def logits_that_are_not_finite(mesh: DeviceMesh) -> dict[str, Pair]:
+    """Loss, statistics and gradient with a logit that is inf or NaN, on each rank."""
+    found = {}
+    for variant, value, place in itertools.product(
+        ("softmax", "entmax"), (float("inf"), float("nan")), (0, 10)
+    ):
+        pair = []
+        for shards in (True, False):
+            x, e, y = rand(6, 4).abs(), rand(11, 4, seed=1), torch.tensor([1, 2, 3, 4, 5, 6])
+            e[place, 0] = value
+            e = distribute_tensor(e, mesh, [Shard(0)]) if shards else e
+            x = replicated(x, mesh) if shards else x
+            loss, stats = linear_loss(x, e.requires_grad_(), y, variant, return_stats=True)
+            (de,) = torch.autograd.grad(loss, e)
+            parts = [loss, de, *(x for x in stats[:2] if x is not None)]
+            plain = [x.full_tensor() if isinstance(x, DTensor) else x for x in parts]
+            pair.append(torch.cat([x.isnan().double().flatten() for x in plain]).tolist())
+        found[f"NaN of {variant} with {value} in class {place}"] = (pair[0], pair[1])
+    return found
 
 
 class Model(nn.Module):
@@ -139,8 +158,16 @@ def fsdp(mesh: DeviceMesh) -> Pair:
 # ---- mistakes ---
 
 
-def _error(**changes: Any) -> str:
+def _text(call: Callable[[], object]) -> str:
     """The error of a call as text."""
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _error(**changes: Any) -> str:
     mesh = mesh_of_all()
     x, e = rand(6, 4), rand(11, 4, seed=1)
     arguments = {
@@ -148,11 +175,7 @@ def _error(**changes: Any) -> str:
         "linear_weight": distribute_tensor(e, mesh, [Shard(0)]),
         "target": torch.arange(6),
     }
-    try:
-        linear_loss(**{**arguments, **changes})
-    except (ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return _text(lambda: linear_loss(**{**arguments, **changes}))
 
 
 def a_plain_input(rank: int) -> str:
@@ -191,8 +214,62 @@ def a_wrong_target_on_one_rank(rank: int) -> str:
     return _error(target=torch.arange(6) + 10 * rank)
 
 
-def other_targets_on_one_rank(rank: int) -> str:
-    return _error(target=torch.arange(6) + rank)
+def targets_in_another_order(rank: int) -> str:
+    y = torch.arange(6)
+    return _error(target=y.flip(0) if rank else y)
+
+
+def other_ignored_tokens(rank: int) -> str:
+    y = torch.tensor([[-1, 2, 2, 2, 2, 2], [1, 2, 2, 2, 1, 1]][rank])
+    return _error(target=y, ignore_index=-1)
+
+
+def other_class_weights_on_one_rank(rank: int) -> str:
+    return _error(weight=torch.ones(11, dtype=torch.float64) + rank)
+
+
+def another_mask_on_one_rank(rank: int) -> str:
+    mask = torch.ones(6, 11, dtype=torch.bool)
+    mask[3, 7 + rank] = False
+    return _error(class_mask=mask[3], target=torch.zeros(6, dtype=torch.long))
+
+
+def a_plain_bias_on_one_rank(rank: int) -> str:
+    sharded = distribute_tensor(rand(11), mesh_of_all(), [Shard(0)])
+    return _error(linear_bias=rand(11) if rank else sharded)
+
+
+def another_number_of_biases(rank: int) -> str:
+    return _error(linear_bias=distribute_tensor(rand(12), mesh_of_all(), [Shard(0)]))
+
+
+def two_dimensional_mesh(rank: int) -> str:
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
+    weight = distribute_tensor(rand(11, 4), mesh, [Replicate(), Shard(0)])
+    return _error(linear_weight=weight)
+
+
+def a_class_that_does_not_exist(rank: int) -> str:
+    """On a GPU, targets are not read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "is_readable", lambda x: False)
+        mesh = mesh_of_all()
+        e = distribute_tensor(rand(11, 4, seed=1), mesh, [Shard(0)])
+        y = torch.tensor([0, 1, 11, 3, 4, 5])
+        found = linear_loss(replicated(rand(6, 4), mesh), e, y, reduction="none").to_local()
+    return f"NaN at {found.isnan().nonzero().flatten().tolist()}"
+
+
+def probabilities_of_sharded_classes(rank: int) -> str:
+    layer = OutputLayer(4, 11).shard_classes(mesh_of_all())
+    x, y = torch.zeros(3, 4), torch.arange(3)
+    calls = (lambda: layer(x, y), lambda: layer.predict(x), lambda: layer.log_prob(x))
+    return " | ".join(map(_text, calls))
+
+
+def other_losses(rank: int) -> str:
+    e = distribute_tensor(rand(11, 4, seed=1), mesh_of_all(), [Shard(0)])
+    return _text(lambda: margin_loss(rand(6, 4), e, torch.arange(6)))
 
 
 def another_variant_on_one_rank(rank: int) -> str:
@@ -201,26 +278,38 @@ def another_variant_on_one_rank(rank: int) -> str:
 
 def sharded_logits(rank: int) -> str:
     z = distribute_tensor(rand(6, 4), mesh_of_all(), [Shard(1)])
-    try:
-        loss(z, torch.zeros(6, dtype=torch.long))
-    except (ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return _text(lambda: loss(z, torch.zeros(6, dtype=torch.long)))
 
 
-MISTAKES = {
-    a_plain_input: "input must be a DTensor with placements .* got a plain tensor. If .* FSDP2",
-    a_sharded_input: "input must be a DTensor with placements .* got a DTensor with placements",
-    a_plain_weight: "linear_weight must be a DTensor if another argument is one",
-    a_replicated_weight: "linear_weight must be sharded over classes .* got .*Replicate",
-    features_sharded: "linear_weight must be sharded over classes .* got .*dim=1",
+def a_sharded_target_of_logits(rank: int) -> str:
+    y = distribute_tensor(torch.zeros(6, dtype=torch.long), mesh_of_all(), [Shard(0)])
+    return _text(lambda: loss(rand(6, 4), y))
+
+
+EQUAL = "linear_loss must be called with equal arguments on all ranks.*"
+MISTAKES: dict[Callable[[int], str], str] = {
+    a_plain_input: "input must be a DTensor .*got a plain tensor. Use DTensor.from_local.*FSDP2",
+    a_sharded_input: r"input must have placements .*got \(Shard.*use input.redistribute",
+    a_plain_weight: "linear_weight must be a DTensor, as input is one, got a plain tensor",
+    a_replicated_weight: r"linear_weight must have placements \(Shard.*got .*Replicate",
+    features_sharded: r"linear_weight must have placements \(Shard.*got .*dim=1",
+    two_dimensional_mesh: "on a mesh with one dimension, such as mesh..tp..",
     a_plain_bias: "linear_bias must be a DTensor sharded like linear_weight, got a plain tensor",
+    a_plain_bias_on_one_rank: "got a plain tensor|raised on another rank; rank 1: ValueError",
+    another_number_of_biases: r"linear_bias must have shape \(11,\).*got \(12,\)",
     a_sharded_class_weight: "weight must be whole on each rank",
     too_few_classes: "linear_weight must have classes on each of 2 ranks, got 1 classes",
-    a_wrong_target_on_one_rank: "target must be from 0 to 10|equal arguments on all ranks.*target",
-    other_targets_on_one_rank: "must be called with equal arguments .*sum of target 15",
-    another_variant_on_one_rank: "must be called with equal arguments .*variant='softmax'",
-    sharded_logits: "logits must be a plain tensor, got a DTensor",
+    a_wrong_target_on_one_rank: "target must be from 0 to 10|raised on another rank; rank 1",
+    targets_in_another_order: f"{EQUAL}checksum of target",
+    other_ignored_tokens: f"{EQUAL}checksum of target",
+    other_class_weights_on_one_rank: f"{EQUAL}checksum of weight",
+    another_mask_on_one_rank: f"{EQUAL}checksum of class_mask",
+    another_variant_on_one_rank: f"{EQUAL}variant='softmax'",
+    a_class_that_does_not_exist: r"NaN at \[2\]",
+    probabilities_of_sharded_classes: "only the methods loss .*got a DTensor.*got a DTensor",
+    other_losses: "linear_weight must be a plain tensor, got a DTensor; only linear_loss",
+    sharded_logits: "logits must be a plain tensor, got a DTensor; see linear_loss",
+    a_sharded_target_of_logits: "target must be a plain tensor, got a DTensor",
 }
 
 
@@ -233,6 +322,7 @@ def everything(rank: int, rows: list[tuple[int, Row]]) -> dict[str, Any]:
             **{f"statistics of {variant}": statistics(variant, mesh) for variant in STATISTICS},
             "output layer": output_layer(mesh),
             "fsdp": fsdp(mesh),
+            **logits_that_are_not_finite(mesh),
         },
         "errors": {function.__name__: function(rank) for function in MISTAKES},
     }

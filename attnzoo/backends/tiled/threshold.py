@@ -105,9 +105,9 @@ def threshold_sums(
 def newton_step(
     z: Tensor, slope: Tensor, shape: Tensor | None, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """Return Z − 1 and the step to add to τ, from Z = Σφ and Σφ'."""
+    """Return Z − 1 and the step to add to τ, from Z = Σφ and Σφ'. NaN stays NaN."""
     alpha = shape if activation.alpha == "shape" else activation.alpha
     change = z - 1
     if alpha is not None:  # (Z − Z^{2−α})/(α−1), without cancellation as α → 1
         change = -z * torch.expm1(-(alpha - 1) * z.log()) / (alpha - 1)
-    return z - 1, torch.where(z > 0, change / slope, 0.0)
+    return z - 1, torch.where(z == 0, 0.0, change / slope)
