@@ -244,3 +244,12 @@ def dropped(rank: int) -> dict[str, tuple[float, ...]]:
         dist.all_reduce(sums)
         found[method] = (*sums.tolist(), float(mesh.size() * out.numel()), float(out.std()))
     return found
+
+
+def everything(rank: int, variants: tuple[str, ...]) -> dict[str, Any]:
+    """All of the above, because starting ranks takes seconds."""
+    return {
+        "outcomes": outcomes(rank, variants),
+        "bf16": low_precision(rank),
+        "dropout": dropped(rank),
+    }
