@@ -9,6 +9,7 @@ from torch import Tensor
 import attnzoo
 import attnzoo.losses
 from attnzoo.backends.tiled import blocks
+from attnzoo.variants import perturb_max
 from helpers.cases import rand
 
 BACKENDS = ["eager", "tiled"]
@@ -111,6 +112,19 @@ def test_perturb_max_gives_the_frequencies_of_draws(noise: str) -> None:
     w = attnzoo.probabilities(scores, "perturb_max", noise=noise, std=0.6)
     deviation = (w * (1 - w) / draws).sqrt()
     assert bool(((frequencies - w).abs() < 5 * deviation).all())
+
+
+@pytest.mark.parametrize("keys", [1, 2, 40, 1000, 100_000])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-9), (torch.float64, 1e-10)])
+def test_perturb_max_of_equal_scores_has_enough_points(
+    keys: int, dtype: torch.dtype, error: float
+) -> None:
+    """Π Φ rises in a shorter interval for more keys. The points of a dtype are used in fp64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(perturb_max.POINTS, torch.float64, perturb_max.POINTS[dtype])
+        w = attnzoo.probabilities(torch.zeros(keys, dtype=torch.float64), "perturb_max")
+    assert abs(float(w[0]) - 1 / keys) < error / keys**0.5
+    assert float(w.sum()) == pytest.approx(1.0, abs=1e-6 if dtype == torch.float32 else 1e-9)
 
 
 def test_perturb_max_agrees_with_the_loss_of_each_class() -> None:
