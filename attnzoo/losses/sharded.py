@@ -96,14 +96,21 @@ class ShardOfRank(ClassShard):
 
     def threshold(self, x: Tensor, shape: Tensor | None, phi: Activation) -> Tensor:
         shape = None if shape is None else shape[:, None]
+        # Ranks whose parameters differ by rounding must take equally many steps. The sums of a step
+        # carry whether a rank was waiting after the step before.
+        waiting, all_done = True, False
 
         def step(tau: Tensor) -> tuple[Tensor, Tensor]:
-            z, slope = self.sum(torch.stack(threshold_sums(x, tau, shape, phi)))
+            nonlocal all_done
+            flag = torch.full_like(tau, float(waiting))
+            z, slope, flags = self.sum(torch.stack([*threshold_sums(x, tau, shape, phi), flag]))
+            all_done = not bool(flags.any())
             return newton_step(z, slope, shape, phi)
 
-        # Ranks whose parameters differ by rounding must not differ in the number of steps.
         def agreed(done: bool) -> bool:
-            return not bool(self.max(torch.tensor(not done, device=x.device, dtype=torch.int)))
+            nonlocal waiting
+            waiting = not done
+            return all_done
 
         return newton(step, x.new_zeros(len(x), 1), agreed)[:, 0]
 
