@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnzoo.core.checks import shown
 from attnzoo.core.collectives import Ranks, all_gather
 
+T = TypeVar("T")
 _FAILED = -1
 
 
@@ -62,6 +63,21 @@ def agree(what: str, mine: str, error: Exception | None, ranks: Ranks) -> None:
             _explain(what, mine, error, ranks)
     if error is not None:
         raise error
+
+
+def agreed(what: str, ranks: Ranks, check: Callable[[], tuple[T, str]]) -> T:
+    """The result of ``check``, which also returns a text that must be equal on all ranks.
+
+    If it raises on one rank, every rank raises, so that no rank waits for another.
+    """
+    found, error, text = None, None, ""
+    try:
+        found, text = check()
+    except Exception as raised:
+        error = raised
+    agree(what, text, error, ranks)
+    assert found is not None
+    return found
 
 
 def _explain(what: str, mine: str, error: Exception | None, ranks: Ranks) -> None:

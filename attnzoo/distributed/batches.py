@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnzoo.core.agree import agree, described, ranks_of
+from attnzoo.core.agree import agreed, described, ranks_of
 from attnzoo.core.checks import check_dense, is_int, shown
 from attnzoo.core.collectives import all_gather
-from attnzoo.distributed.layout import Layout, shards_of
+from attnzoo.distributed.layout import Layout, Shards, shards_of
 
 
 def shard(
@@ -75,15 +75,13 @@ def unshard(
         ValueError: An argument is wrong.
     """
     ranks = ranks_of(mesh)
-    text, error = "", None
-    try:
+
+    def check() -> tuple[Shards, str]:
         _check_dim(x, dim)
-        shards_of(layout, ranks.count, x.shape[dim])
-        text = described({"x": x, "dim": dim, "layout": layout, "length": length})
-    except Exception as found:  # the other ranks must not wait
-        error = found
-    agree("unshard", text, error, ranks)
-    found = shards_of(layout, ranks.count, x.shape[dim])
+        found = shards_of(layout, ranks.count, x.shape[dim])
+        return found, described({"x": x, "dim": dim, "layout": layout, "length": length})
+
+    found = agreed("unshard", ranks, check)
     whole = found.to_sequence(all_gather(x, dim, ranks), dim)
     if length is None:
         return whole

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnzoo.backends.selection import check_backend
-from attnzoo.core.agree import agree, described, ranks_of
+from attnzoo.core.agree import agreed, described, ranks_of
 from attnzoo.core.arguments import ARGUMENTS, check_tensors
 from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import shown
@@ -100,17 +100,12 @@ def context_parallel_attention(
         ranks; this costs one small exchange per call.
     """
     ranks = ranks_of(mesh)
-    error: Exception | None = None
-    given = local = None
-    text = ""
-    try:
+
+    def check() -> tuple[tuple[Inputs, Prepared], str]:
         given, local = _checked(q, k, v, variant, arguments, ranks, method, layout, backend)
-        text = _description(given, method, layout, backend)
-    except Exception as found:  # the other ranks must not wait
-        error = found
-    agree(NAME, text, error, ranks)
-    assert given is not None
-    assert local is not None
+        return (given, local), _description(given, method, layout, backend)
+
+    given, local = agreed(NAME, ranks, check)
     out, lse = _run(given, local, method, backend)
     return (out, lse) if local.call.return_lse else out
 

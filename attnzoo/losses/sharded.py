@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from attnzoo.backends.tiled.threshold import newton, newton_step, threshold_sums
 from attnzoo.core.activations import Activation
-from attnzoo.core.agree import agree, described, ranks_of
+from attnzoo.core.agree import agreed, described, ranks_of
 from attnzoo.core.checks import is_dtensor
 from attnzoo.core.collectives import joined, reduced
 from attnzoo.functional.largest import Blocks, largest
@@ -28,7 +28,7 @@ from attnzoo.losses.classes import ClassShard
 from attnzoo.losses.potentials import NEG_INF
 
 T = TypeVar("T")
-WHOLE = (Replicate(),)
+REPLICATED = (Replicate(),)
 BY_CLASSES = (Shard(0),)
 
 
@@ -139,8 +139,8 @@ def on_ranks(
     """
     whole = {"target": target, "class_mask": given.class_mask, "weight": given.weight, **params}
     mesh = _check_weight(weight, {"input": input, "linear_bias": bias, **whole})
-    found, error, text = None, None, ""
-    try:
+
+    def checked() -> tuple[T, str]:
         own = _unwrap(input, weight, bias, given, whole, mesh)
         found = check(own)
         text = described(
@@ -150,17 +150,15 @@ def on_ranks(
         for name in ("target", "class_mask", "weight"):
             if (x := own.target if name == "target" else getattr(own.given, name)) is not None:
                 text += f", checksum of {name} {_checksum(x)}"
-    except Exception as raised:
-        error = raised
-    agree("linear_loss", text, error, ranks_of(mesh))
-    assert found is not None
-    return found, mesh
+        return found, text
+
+    return agreed("linear_loss", ranks_of(mesh), checked), mesh
 
 
 def replicated(result: Any, mesh: DeviceMesh) -> Any:
     """A result that is equal on all ranks, with a DTensor in place of each tensor."""
     if isinstance(result, Tensor):
-        return DTensor.from_local(result, mesh, WHOLE, run_check=False)
+        return DTensor.from_local(result, mesh, REPLICATED, run_check=False)
     if isinstance(result, tuple):
         parts = [replicated(part, mesh) for part in result]
         return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
@@ -231,7 +229,7 @@ def _check_input(input: Any, mesh: DeviceMesh) -> None:
         raise ValueError(
             f"input must be on the mesh of linear_weight, {mesh}, got {input.device_mesh}"
         )
-    if input.placements != WHOLE:
+    if input.placements != REPLICATED:
         raise ValueError(
             f"input must have placements (Replicate(),), got {tuple(input.placements)}; use "
             "input.redistribute(placements=[Replicate()])"
@@ -242,7 +240,7 @@ def _plain(name: str, x: Any, mesh: DeviceMesh) -> Any:
     """x as a plain value: every rank has all of it."""
     if not isinstance(x, DTensor):
         return x
-    if x.device_mesh != mesh or x.placements != WHOLE:
+    if x.device_mesh != mesh or x.placements != REPLICATED:
         raise ValueError(
             f"{name} must be whole on each rank: a plain tensor, or a DTensor with placements "
             f"(Replicate(),) on the mesh of linear_weight, got {_shown(x)}"

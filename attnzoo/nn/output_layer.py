@@ -207,9 +207,30 @@ class OutputLayer(VariantParameters):
 
         Returns:
             The module itself. A tie to an embedding's weight is lost.
-        """
-        from torch.distributed.tensor import Shard, distribute_tensor
 
+        Raises:
+            ValueError: the classes are sharded already, or mesh has more than one dimension.
+            TypeError: mesh is not a DeviceMesh.
+
+        Example:
+            >>> import torch
+            >>> import torch.distributed as dist
+            >>> from attnzoo.nn import OutputLayer
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> mesh = dist.init_device_mesh("cpu", (1,))
+            >>> layer = OutputLayer(8, 100, "entmax").shard_classes(mesh)
+            >>> layer.loss(torch.randn(4, 8), torch.arange(4)).backward()
+            >>> layer.weight.grad.placements
+            (Shard(dim=0),)
+            >>> dist.destroy_process_group()
+        """
+        from torch.distributed.tensor import Shard, distribute_tensor  # slow to import
+
+        from attnzoo.core.agree import ranks_of
+
+        if is_dtensor(self.weight):
+            raise ValueError("shard_classes must be called once, before other sharding of weight")
+        ranks_of(mesh)
         for name, x in (("weight", self.weight), ("bias", self.bias)):
             if x is not None:
                 sharded = distribute_tensor(x.detach(), mesh, [Shard(0)])

@@ -267,6 +267,17 @@ def probabilities_of_sharded_classes(rank: int) -> str:
     return " | ".join(map(_text, calls))
 
 
+def wrong_calls_of_shard_classes(rank: int) -> str:
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
+    layer = OutputLayer(4, 11).shard_classes(mesh["tp"])
+    calls = (
+        lambda: OutputLayer(4, 11).shard_classes("cpu"),
+        lambda: OutputLayer(4, 11).shard_classes(mesh),
+        lambda: layer.shard_classes(mesh["tp"]),
+    )
+    return " | ".join(map(_text, calls))
+
+
 def other_losses(rank: int) -> str:
     e = distribute_tensor(rand(11, 4, seed=1), mesh_of_all(), [Shard(0)])
     return _text(lambda: margin_loss(rand(6, 4), e, torch.arange(6)))
@@ -307,6 +318,7 @@ MISTAKES: dict[Callable[[int], str], str] = {
     another_variant_on_one_rank: f"{EQUAL}variant='softmax'",
     a_class_that_does_not_exist: r"NaN at \[2\]",
     probabilities_of_sharded_classes: "only the methods loss .*got a DTensor.*got a DTensor",
+    wrong_calls_of_shard_classes: "mesh must be a DeviceMesh.*one dimension.*must be called once",
     other_losses: "linear_weight must be a plain tensor, got a DTensor; only linear_loss",
     sharded_logits: "logits must be a plain tensor, got a DTensor; see linear_loss",
     a_sharded_target_of_logits: "target must be a plain tensor, got a DTensor",
