@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from attnzoo.core.normal import LOG_ROOT, SMALLEST, log_cdf_and_tail
 from attnzoo.losses.potentials import NEG_INF
 from attnzoo.losses.tokens import Tokens
 
@@ -58,7 +59,7 @@ def perturbed_losses(
             slope.mul_(before[:, None]).addcmul_(ratio, share[:, None])
         log_p = total
     # Rounding makes the loss of a certain target negative.
-    loss = (0.5 * math.log(2 * math.pi) - log_p).clamp(min=0).masked_fill(lost, float("inf"))
+    loss = (LOG_ROOT - log_p).clamp(min=0).masked_fill(lost, float("inf"))
     scale = torch.ones_like(loss)
     if error:
         loss, scale = -(-loss).expm1(), (-loss).exp()
@@ -102,12 +103,9 @@ def _mode(d: Tensor) -> tuple[Tensor, Tensor]:
 
 def _log_phi_and_ratio(x: Tensor) -> tuple[Tensor, Tensor]:
     """log Φ(x), and λ(x) = φ(x)/Φ(x)."""
-    if bool((x < -10).any()):
+    if bool((x < SMALLEST).any()):
         ratio = math.sqrt(2 / math.pi) / torch.special.erfcx(x * -math.sqrt(0.5))
         return torch.special.log_ndtr(x), ratio
-    # The same from one erfc, about ten times as fast. It is accurate until erfc underflows.
-    tail = torch.special.erfc(x.abs() * math.sqrt(0.5)).mul_(0.5)  # Φ(−|x|)
-    below = x < 0
-    log_phi = torch.where(below, tail.log(), torch.log1p(-tail))
+    log_phi, tail = log_cdf_and_tail(x)
     density = x.square().mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
-    return log_phi, density / torch.where(below, tail, 1 - tail)
+    return log_phi, density / torch.where(x < 0, tail, 1 - tail)

@@ -22,14 +22,13 @@ multiplies standard noise; standard Gumbel noise has the standard deviation π/�
 `losses.perturb_max_loss` computes −log w of one class, also where w underflows.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from attnzoo.core.activations import EXP
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, Pairwise
+from attnzoo.core.normal import LOG_ROOT, log_cdf
 from attnzoo.core.variant import Param, Variant
 
 # The integral is computed from the point where Π Φ is e^NEGLIGIBLE to LAST, relative to the largest
@@ -37,13 +36,12 @@ from attnzoo.core.variant import Param, Variant
 # would miss it.
 POINTS = {torch.float32: 48, torch.float64: 96}
 FIRST, LAST, NEGLIGIBLE = -9.0, 8.5, -40.0
-BISECTIONS = 12
-LOG_ROOT = 0.5 * math.log(2 * math.pi)
+BISECTIONS = 8
 
 
 def log_below(t: Tensor, x: Tensor, call: Call) -> Tensor:
     """log P(x_j + ε_j < t) for each key."""
-    return call.zero_hidden(torch.special.log_ndtr(t - x))
+    return call.zero_hidden(log_cdf(t - x))  # t − x ≥ FIRST, because x ≤ 0
 
 
 @torch.no_grad()

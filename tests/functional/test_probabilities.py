@@ -194,8 +194,6 @@ def test_nan_stays_in_its_row_and_reaches_the_weights(variant: str) -> None:
     assert not hidden.isnan().any()
 
 
-# torch has no batching rule for log_ndtr; vmap then runs a loop.
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("variant", ROWS)
 def test_vmap(variant: str) -> None:
     scores, params = rand(4, 3, 6), params_of(variant)
