@@ -127,7 +127,7 @@ def holding(found: Sequence[Change]) -> list[str]:
         lines.append(f"{task}, {label}: {f'does not hold at {at}' if broken else 'holds'}")
     lines.append(
         f"{held} of {len(rows)} rows hold: at every length their 95 % intervals over seeds in A "
-        "and B overlap"
+        f"and B overlap, and no seed's score in % differs by more than {100 * SPREAD:g} points"
     )
     return lines
 
