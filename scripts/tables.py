@@ -21,6 +21,7 @@ from evals.tasks import EXPERIMENTS
 from scripts import variant_facts as facts
 from scripts.kernels_table import kernels_table
 from scripts.profile_table import profile_table
+from scripts.support_table import support_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -105,6 +106,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "variants": variants_table,
     "tasks": lambda page: tasks_table(),
     "forms": lambda page: forms_table(),
+    "support": lambda page: support_table(),
     "evals": lambda page: scores(RESULTS),
     "results": lambda page: overview(RESULTS),
     **{name: lambda page, name=name: documented(RESULTS, name) for name in EXPERIMENTS},

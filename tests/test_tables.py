@@ -14,6 +14,7 @@ from commandline.errors import UsageError
 from scripts import tables, variant_facts
 from scripts.kernels_table import kernels_table
 from scripts.profile_table import profile_table
+from scripts.support_table import support_table
 
 
 def page(folder: Path, text: str) -> Path:
@@ -69,6 +70,25 @@ def test_a_wrong_block_is_one_line_and_no_page_is_written(
 def test_docstring_examples_of_variant_facts_run() -> None:
     found = doctest.testmod(variant_facts)
     assert (found.failed, found.attempted) == (0, 2)
+
+
+def test_the_table_of_arguments_is_what_calls_accept() -> None:
+    lines = [line.strip("| ").split(" | ") for line in support_table().splitlines()]
+    assert [row[0].strip("`") for row in lines[2:]] == attnzoo.list_variants()
+    rows = {row[0].strip("`"): dict(zip(lines[0], row, strict=True)) for row in lines[2:]}
+    assert rows["ssmax"]["parameters"] == "`s=0.168`, `b=0`"
+    assert rows["topk"]["parameters"] == "`top_k` (required)"
+    assert rows["forgetting"]["without `is_causal`"] == "–"
+    assert rows["taylor"]["float masks, ALiBi"] == "–"
+    assert rows["entmax"]["`return_lse`"] == "–"
+    assert rows["sink"]["rows sum to 1"] == "–"
+    assert [x for x in rows if rows[x]["[state](decoding.md)"] == "yes"] == [
+        "cosformer",
+        "elu",
+        "hedgehog",
+        "taylor",
+    ]
+    assert all(rows["softmax"][column] == "yes" for column in lines[0][2:-1])
 
 
 def test_every_variant_has_a_row_with_its_use() -> None:

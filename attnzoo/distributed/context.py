@@ -154,7 +154,9 @@ def _checked(
     before, (q, k, v) = q, cast_by_autocast(q, k, v)
     check_tensors("B, H, N, D", {"q": q, "k": k, "v": v})
     if q.device.type != ranks.mesh.device_type:
-        raise ValueError(f"q must be on a {ranks.mesh.device_type} as the mesh, got {q.device}")
+        raise ValueError(
+            f"q must be on the device type of the mesh, {ranks.mesh.device_type}, got {q.device}"
+        )
     local = q.shape[2]
     if k.shape[2] != local:
         raise ValueError(f"q and k must have equal lengths, got {local} and {k.shape[2]}")

@@ -162,7 +162,10 @@ def check_has_rows(function: str, variant: str) -> None:
             f"variant of {function} must not depend on positions, got {variant!r}, whose weights do"
         )
     if not found.has_logits:
-        raise ValueError(f"variant of {function} must have logits, got {variant!r}, which has none")
+        raise ValueError(
+            f"variant of {function} must have weights that depend on q and k through q·k only, got "
+            f"{variant!r}, whose weights do not"
+        )
 
 
 def _row_values(what: str, value: Tensor, lead: tuple[int, ...], example: Tensor) -> Tensor:

@@ -252,7 +252,9 @@ def bind_form(
     form = bound.pairwise(call)
     if form is None:
         extras = ", ".join(bound.extras(call))
-        why = f"losses do not support {extras} of its form" if extras else "it has no pairwise form"
+        why = "it has no pairwise form"
+        if extras:
+            why = f"its form has {extras}, which losses do not support"
         raise ValueError(f"variant {variant!r} has no loss: {why}")
     return BoundForm(bound, call, form)
 
@@ -277,7 +279,7 @@ def check_loss(
         and isinstance(form.shape, Tensor)
         and form.shape.requires_grad
     ):
-        reason = f"the loss has no gradient for the shape of activation {phi.name}"
+        reason = f"the loss has no gradient for the parameter of activation {phi.name}"
     if reason is not None:
         raise ValueError(f"variant {variant.name!r} has no loss: {reason}")
     if label_smoothing and (how == "select" or (how == "threshold" and phi.alpha is None)):

@@ -102,7 +102,7 @@ class VariantParameters(nn.Module):
         if head_dim is None:
             raise TypeError(
                 f"head_dim must be given, because {what} is learned and its size depends on it; or "
-                f"give {spec.name}, or a learn without it"
+                f"pass {spec.name}, or leave it out of learn"
             )
         with torch.device("cpu"):
             made = [spec.init(head_dim) for _ in range(count)]

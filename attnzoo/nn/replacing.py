@@ -58,7 +58,10 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
     theirs = [m for m in model.modules() if type(m) is nn.MultiheadAttention]
     ours = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
     if not theirs and not ours:
-        raise ValueError(f"model has no torch.nn.MultiheadAttention: {type(model).__name__}")
+        raise ValueError(
+            "model must be or contain a torch.nn.MultiheadAttention, got a "
+            f"{type(model).__name__} without one"
+        )
     attends = [layer.new_attend(variant, **options) for layer in ours]
     new: dict[Any, nn.Module] = {
         layer: MultiheadAttention.of(layer, variant, **options) for layer in theirs

@@ -39,7 +39,10 @@ from attnzoo.core.variant import Param, Variant
 
 def unsupported(call: Call, order: int) -> str | None:
     if call.has_bias:
-        return "taylor does not vanish at −∞: attn_mask must be bool (True = attend) and alibi None"
+        return (
+            "taylor supports neither a float mask nor alibi, because a score of −∞ would get a "
+            "positive weight: attn_mask must be bool (True = attend) and alibi None"
+        )
     return None
 
 

@@ -241,7 +241,7 @@ def test_a_third_party_activation_runs(relu2: str) -> None:
     ("normalize", "named", "reason"),
     [
         ("sum", True, None),
-        ("threshold", False, "does not support a gradient for the shape of q_exp"),
+        ("threshold", False, "does not support a gradient for the parameter of q_exp"),
         ("threshold", True, None),
     ],
 )

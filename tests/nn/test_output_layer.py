@@ -292,8 +292,8 @@ def test_repr_shows_what_differs_from_the_defaults() -> None:
     ("variant", "options", "message"),
     [
         ("adaptive_temperature", {}, "has no loss: its gain depends on statistics"),
-        ("relu", {}, "has no loss: losses do not support factor of its form"),
-        ("softpick", {}, "has no loss: losses do not support eps, normalizer of its form"),
+        ("relu", {}, "has no loss: its form has factor, which losses do not support"),
+        ("softpick", {}, "has no loss: its form has eps, normalizer, which losses do not support"),
         ("forgetting", {}, "variant of OutputLayer must not depend on positions, got 'forgetting'"),
         ("cosformer", {"max_length": 9}, "depend on positions"),
         ("topk", {}, "requires the parameter 'top_k'"),

@@ -28,7 +28,8 @@ def unsupported(form: Form, call: Call) -> str | None:
     rows, most = packed_rows(call)
     if rows > most:
         return (
-            f"does not support more than {most} queries × heads per group, got {rows} (flash does)"
+            f"does not support more than {most} queries × query heads per key/value head, got "
+            f"{rows} (flash does)"
         )
     return None
 

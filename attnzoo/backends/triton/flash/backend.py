@@ -64,7 +64,7 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
         return "does not support a gradient through the statistics of the logits (tiled does)"
     learned = isinstance(form.shape, Tensor) and form.shape.requires_grad
     if call.needs_grad and learned and form.activation.triton_shape_slope is None:
-        return f"does not support a gradient for the shape of {name} (tiled does)"
+        return f"does not support a gradient for the parameter of {name} (tiled does)"
     return None
 
 
