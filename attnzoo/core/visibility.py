@@ -89,6 +89,12 @@ class Visibility:
         return self._kept("log_n", lambda: self.counts.clamp(min=1).log())
 
     @property
+    def sees_no_later_key(self) -> bool:
+        """Whether the call is causal, or all queries stand at or behind the last key."""
+        causal = self.right is not None and self.right <= 0
+        return causal or self.keys == 0 or self.query_origin - self.key_origin >= self.keys - 1
+
+    @property
     def sees_all(self) -> bool:
         """True if causality and window hide no key.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict, overload
 
+import torch
 from torch import Tensor
 
 from attnzoo.core.arguments import Segments, Window
@@ -144,6 +145,9 @@ def _attend_to_state(
             )
     made_by = {"variant": variant, "scale": None}
     made_by |= {n: x for n, x in arguments.items() if not isinstance(x, Tensor)}
+    for param in get_variant(variant).params:  # of a tensor only the shape is compared
+        if isinstance(x := arguments.get(param.name), Tensor):
+            made_by[param.name] = x.shape
     if cache.state is not None:
         _check_same(cache.made_by, made_by)
     mask = arguments.get("attn_mask")
@@ -166,9 +170,13 @@ def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
     for name in dict.fromkeys(names):
         if now.get(name) != before.get(name):
             raise ValueError(
-                f"{name} must be {before.get(name)!r} as in the first call of this StateCache, got "
-                f"{shown(now.get(name))}"
+                f"{name} must be {_described(before.get(name))} as in the first call of this "
+                f"StateCache, got {_described(now.get(name))}"
             )
+
+
+def _described(value: Any) -> str:
+    return f"a tensor {tuple(value)}" if isinstance(value, torch.Size) else shown(value)
 
 
 def _check_mask(mask: Tensor | None, length: int) -> None:

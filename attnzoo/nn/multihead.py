@@ -20,9 +20,9 @@ from attnzoo.nn.wrappers import Choice, Wrapper, host_attention
 class MultiheadAttention(nn.Module):
     """`torch.nn.MultiheadAttention` with the weights of a variant.
 
-    Constructor, forward and state_dict are those of torch's layer, so its checkpoints load. The
-    learned parameters of the variant are added under ``attend``. With ``variant="softmax"`` outputs
-    and gradients equal torch's.
+    Constructor, forward and state_dict are those of torch's layer. The learned parameters of the
+    variant are added under ``attend``; checkpoints of torch's layer do not have them, so load those
+    with ``strict=False``. With ``variant="softmax"`` outputs and gradients equal torch's.
 
     Args:
         embed_dim: number of features of queries and outputs, E.
@@ -43,6 +43,7 @@ class MultiheadAttention(nn.Module):
         wrapper: a name such as "output_gate" or a pair (name, arguments), as for `Transformer`.
             With Q queries per head (see `Wrapper`) the matrix of the queries has Q·E rows, and
             checkpoints of torch's layer do not load if Q > 1. None is no wrapper.
+        layer: number of the layer in its model, from 0, for wrappers that depend on it.
         **params: parameters of the variant, as for `Attention`. If a parameter has a projection,
             and no value is given here, the layer learns the projection: from ``key`` for one value
             per key, from ``query`` for one per query.
@@ -90,6 +91,7 @@ class MultiheadAttention(nn.Module):
         learn: Names | None = None,
         softcap: float | None = None,
         wrapper: Choice = None,
+        layer: int = 0,
         **params: Any,
     ) -> None:
         super().__init__()
@@ -104,7 +106,7 @@ class MultiheadAttention(nn.Module):
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
         self.head_dim, self.dropout = embed_dim // num_heads, dropout
-        self.batch_first, self.add_zero_attn = batch_first, add_zero_attn
+        self.batch_first, self.add_zero_attn, self.layer = batch_first, add_zero_attn, layer
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
         options = {"learn": learn, "softcap": softcap, "wrapper": wrapper, **params}
         self.appends = add_bias_kv or add_zero_attn
@@ -144,12 +146,15 @@ class MultiheadAttention(nn.Module):
         return [weight for weight in found if weight is not None]
 
     @classmethod
-    def of(cls, layer: nn.MultiheadAttention, variant: str, **options: Any) -> MultiheadAttention:
+    def of(
+        cls, layer: nn.MultiheadAttention, variant: str, *, number: int = 0, **options: Any
+    ) -> MultiheadAttention:
         """Creates a layer that shares its parameters with a `torch.nn.MultiheadAttention`.
 
         Args:
             layer: torch's layer. Its parameters are used, not copied.
             variant: a name from `attnzoo.list_variants`.
+            number: number of the layer in its model, from 0.
             **options: ``learn``, ``softcap``, ``wrapper`` and parameters of the variant.
 
         Raises:
@@ -161,7 +166,7 @@ class MultiheadAttention(nn.Module):
         new = cls(
             layer.embed_dim, layer.num_heads, layer.dropout, layer.in_proj_bias is not None,
             layer.bias_k is not None, bool(layer.add_zero_attn), layer.kdim, layer.vdim,
-            bool(layer.batch_first), device="meta", variant=variant, **options,
+            bool(layer.batch_first), device="meta", variant=variant, layer=number, **options,
         )  # fmt: skip
         _check_queries(new.attend, 1, options)
         expected = {name for name, _ in new.named_parameters() if not name.startswith("attend.")}
@@ -194,8 +199,8 @@ class MultiheadAttention(nn.Module):
         options = dict(options)
         new = host_attention(
             options.pop("wrapper", None), variant, self.num_heads, self.embed_dim, options,
-            key_dim=self.kdim, qk_dim=self.head_dim, v_dim=self.head_dim, device=device,
-            dtype=dtype,
+            key_dim=self.kdim, qk_dim=self.head_dim, v_dim=self.head_dim, layer=self.layer,
+            device=device, dtype=dtype,
         )  # fmt: skip
         made = (new if isinstance(new, Attention) else new.attention).given
         for param in get_variant(variant).params:

@@ -48,6 +48,9 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         Attention('ssmax', num_heads=4, s=0.168 (learned), b=0.0)
 
     Notes:
+        Layers are numbered in the order of ``model.modules()``, for wrappers that depend on the
+        number.
+
         A variant that supports causal calls only raises a ValueError when a layer calls it without
         ``is_causal``, as attention to another sequence does. Replace the other layers one by one::
 
@@ -64,7 +67,8 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         )
     attends = [layer.new_attend(variant, **options) for layer in ours]
     new: dict[Any, nn.Module] = {
-        layer: MultiheadAttention.of(layer, variant, **options) for layer in theirs
+        layer: MultiheadAttention.of(layer, variant, number=number, **options)
+        for number, layer in enumerate(theirs)
     }
     for layer, attend in zip(ours, attends):
         layer.attend = attend

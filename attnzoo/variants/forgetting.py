@@ -33,9 +33,7 @@ from attnzoo.core.variant import Param, Projection, Variant
 
 
 def unsupported(call: Call, log_gates: PerKey) -> str | None:
-    causal = call.right is not None and call.right <= 0
-    after = call.query_origin - call.key_origin >= call.keys - 1
-    if causal or after:
+    if call.sees_no_later_key:
         return None
     return (
         "forgetting has no gates from a query to later keys: is_causal must be True, unless all "

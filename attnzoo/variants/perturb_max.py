@@ -37,6 +37,9 @@ from attnzoo.core.variant import Param, Variant
 POINTS = {torch.float32: 48, torch.float64: 96}
 FIRST, LAST, NEGLIGIBLE = -9.0, 8.5, -40.0
 BISECTIONS = 8
+# Scores so far below the largest have the weight 0, also in fp64. (t − x)² would be infinite for a
+# score such as −3e38, and its gradient NaN.
+LOWEST = -100.0
 
 
 def log_below(t: Tensor, x: Tensor, call: Call) -> Tensor:
@@ -65,7 +68,8 @@ def weights(q: Tensor, k: Tensor, call: Call, noise: str, std: float) -> Tensor:
         return x
     # A hidden key becomes 0, because the gradient of log Φ is infinite for large scores, and the 0
     # that multiplies it later would make it NaN.
-    x = call.zero_hidden(x - call.hide(x).detach().amax(-1, keepdim=True))
+    x = x - call.hide(x).detach().amax(-1, keepdim=True)
+    x = call.zero_hidden(x.clamp(min=LOWEST))
     first = first_point(x, call)
     points = POINTS[x.dtype]
     step = (LAST - first) / (points - 1)

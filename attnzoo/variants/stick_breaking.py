@@ -24,8 +24,7 @@ from attnzoo.core.variant import Variant
 
 
 def unsupported(call: Call) -> str | None:
-    causal = call.right is not None and call.right <= 0
-    if causal or call.query_origin - call.key_origin >= call.keys - 1:
+    if call.sees_no_later_key:
         return None
     return (
         "stick_breaking only has weights for earlier keys: is_causal must be True, unless all "

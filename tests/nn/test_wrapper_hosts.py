@@ -63,7 +63,23 @@ def test_rope_depends_on_distances_only(name: str) -> None:
 def test_differential_counts_layers() -> None:
     model = Transformer(20, E, H, 2, wrapper="differential")
     initial = [attend.initial for attend in model._attends()]  # pyright: ignore
-    assert initial == pytest.approx([0.2, 0.8 - 0.6 * torch.tensor(-0.3).exp().item()])
+    expected = pytest.approx([0.2, 0.8 - 0.6 * torch.tensor(-0.3).exp().item()])
+    assert initial == expected
+    layer = nn.TransformerEncoderLayer(E, H, batch_first=True)
+    encoder = replace(nn.TransformerEncoder(layer, 2), "softmax", wrapper="differential")
+    replace(encoder, "ssmax", wrapper="differential")  # the layers keep their numbers
+    assert [block.self_attn.attend.initial for block in encoder.layers] == expected  # pyright: ignore
+    second = MultiheadAttention(E, H, wrapper="differential", layer=1)
+    assert [0.2, second.attend.initial] == expected  # pyright: ignore
+
+
+def test_the_dtype_under_autocast_is_that_of_attention() -> None:
+    for which in MADE:
+        module = make(which).float()
+        q, k, v, x = (y.float() for y in inputs(module))
+        with torch.autocast("cpu", torch.bfloat16):
+            out, weights = module(q, k, v, need_weights=True, **module.projected(x, x))
+        assert out.dtype == weights.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("which", MADE)

@@ -163,6 +163,16 @@ def test_hidden_rows_and_extreme_inputs() -> None:
         assert all(g.isfinite().all() for g in gradients(out, [q, k, v]))
 
 
+@pytest.mark.parametrize("which", MADE)
+def test_fp64_inputs_are_computed_in_fp64(which: str) -> None:
+    """Also if the wrapper's own parameters are fp32."""
+    module = make(which).float()
+    q, k, v, x = inputs(module)
+    gate = {name: y.double() for name, y in module.projected(x.float(), x.float()).items()}
+    exact = copy.deepcopy(module).double()(q, k, v, **gate)
+    assert torch.allclose(module(q, k, v, **gate), exact, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("which", MADE)
 def test_half_precision(which: str, dtype: torch.dtype) -> None:

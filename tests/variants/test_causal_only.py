@@ -63,6 +63,9 @@ def test_other_calls_raise_with_the_reason(variant: str) -> None:
         q, k, v, variant, is_causal=True, enable_gqa=True, **params_of(variant)
     )
     torch.testing.assert_close(last, whole[:, :, -1:])
+    empty = k[:, :, :0], v[:, :, :0]
+    nothing = attnzoo.attention(q, *empty, variant, enable_gqa=True, **params_of(variant))
+    assert bool((nothing == 0).all())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

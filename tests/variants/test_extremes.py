@@ -60,6 +60,17 @@ def supported(variant: str, backend: str, options: dict[str, Any]) -> bool:
     return plan.chosen is not None
 
 
+@every_pair
+def test_keys_at_the_lowest_float_give_finite_gradients(variant: str, backend: str) -> None:
+    """Such masks are usual. Their keys are visible, and have no weight beside other keys."""
+    dtype = precise(backend)
+    mask = torch.zeros(N, N, dtype=dtype)
+    mask[:, 2] = torch.finfo(dtype).min
+    options = {"attn_mask": mask, "is_causal": True, **params_of(variant)}
+    if supported(variant, backend, options):
+        assert all(x.isfinite().all() for x in results(variant, backend, qkv(dtype), options))
+
+
 # ---- scales and gains that are not positive ---------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,19 @@ def test_masks_and_a_state_with_grouped_heads() -> None:
         )  # fmt: skip
         parts.append(out)
     assert torch.allclose(torch.cat(parts, 2), expected, atol=1e-12)
+
+
+def test_a_state_needs_maps_of_the_same_kind() -> None:
+    q, k, v = rand(3, 1, H, 4, D, seed=1).unbind()
+    maps, cache = rand(H, D, D, seed=2), attnzoo.nn.StateCache()
+    attnzoo.nn.attend(cache, q[:, :, :3], k[:, :, :3], v[:, :, :3], "hedgehog", query_map=maps)
+    shape = re.escape(f"a tensor {(H, D, D)}")
+    for given, message in (
+        ({}, f"query_map must be {shape} as in the first call of this StateCache, got None"),
+        ({"query_map": maps, "key_map": maps}, f"key_map must be None .*, got {shape}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attnzoo.nn.attend(cache, q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], "hedgehog", **given)
 
 
 @pytest.mark.parametrize("size", [1e3, 1e30])

@@ -194,18 +194,16 @@ class Wrapper(nn.Module):
         if check_bool("return_lse", keywords.pop("return_lse", False)):
             raise ValueError(f"return_lse must be False for {type(self).__name__}, got True")
         options = {**keywords, "enable_gqa": True}
-        for name, dim in (("alibi", -1), ("attn_mask", -3)):
+        for name, dims in (("alibi", (1,)), ("attn_mask", (3, 4))):
             x = options.get(name)
-            if isinstance(x, Tensor) and x.dim() >= -dim:
-                options[name] = self._per_map(name, x, dim)
+            if isinstance(x, Tensor) and x.dim() in dims:
+                options[name] = self._per_map(name, x, -dims[0])
         q, k, v, options = self._inputs(q, k, v, options)
         check_bool("need_weights", need_weights)
         found: Any = self.attention(q, k, v, cache=cache, need_weights=need_weights, **options)
-        if not need_weights:
-            return self._output(self._mixed(found, gate), gate).to(q.dtype)
-        out, weights = found
-        out = self._output(self._mixed(out, gate), gate).to(q.dtype)
-        return out, self._mixed(weights, gate).to(weights.dtype)
+        out, weights = found if need_weights else (found, None)
+        out = self._output(self._mixed(out, gate), gate).to(out.dtype)
+        return out if weights is None else (out, self._mixed(weights, gate).to(weights.dtype))
 
     def _check_inputs(self, q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
         for name, x, dim in (("q", q, self.qk_dim), ("k", k, self.qk_dim), ("v", v, self.v_dim)):
@@ -229,6 +227,8 @@ class Wrapper(nn.Module):
                 f"k must have a divisor of num_heads={self.num_heads} heads, got {tuple(k.shape)}"
             )
         check_heads(("q", "k"), self.num_heads, k.shape[1], enable_gqa)
+        if k.shape[0] != q.shape[0]:
+            raise ValueError(f"k must have q's B={q.shape[0]}, got {tuple(k.shape)}")
         if v.shape[:3] != k.shape[:3]:
             raise ValueError(
                 f"v must have the (B, Hkv, Nk) of k, {tuple(k.shape[:3])}, got {tuple(v.shape)}"
@@ -255,6 +255,8 @@ class Wrapper(nn.Module):
         check_dense("gate", gate)
         if gate.dtype not in DTYPES:
             raise TypeError(f"gate must be fp16, bf16, fp32 or fp64, got {gate.dtype}")
+        if gate.device != q.device:
+            raise ValueError(f"gate must be on q's device {q.device}, got {gate.device}")
         if gate.shape != shape:
             raise ValueError(f"gate must have shape {shape}, got {tuple(gate.shape)}")
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 from attnzoo.core.arguments import check_scale
-from attnzoo.core.call import score_dtype, widened
+from attnzoo.core.call import score_dtype
 from attnzoo.nn.wrappers.base import Wrapper
 
 
@@ -83,7 +84,10 @@ class Differential(Wrapper):
 
     def factor(self) -> Tensor:
         """λ, in fp32 or fp64."""
-        x = widened(self.vectors)
+        return self._factor(score_dtype(self.vectors))
+
+    def _factor(self, dtype: torch.dtype) -> Tensor:
+        x = self.vectors.to(dtype)
         return (x[0] * x[1]).sum().exp() - (x[2] * x[3]).sum().exp() + self.initial
 
     def _inputs(
@@ -99,10 +103,13 @@ class Differential(Wrapper):
 
     def _mixed(self, x: Tensor, gate: Tensor | None) -> Tensor:
         first, second = x.chunk(2, dim=1)
-        return first - self.factor().view(1, 1, 1, 1) * second
+        return first - self._factor(score_dtype(x)).view(1, 1, 1, 1) * second
 
     def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
-        return (1 - self.initial) * self.norm(out.to(self.norm.weight.dtype)).to(out.dtype)
+        dtype = torch.promote_types(out.dtype, self.norm.weight.dtype)
+        weight = self.norm.weight.to(dtype)
+        normed = rms_norm(out.to(dtype), (self.v_dim,), weight, self.norm.eps)
+        return (1 - self.initial) * normed.to(out.dtype)
 
 
 class DifferentialV2(Wrapper):

@@ -53,7 +53,9 @@ class Laser(Wrapper):
         variants whose weights need not sum to 1 raise an error.
 
         exp(v̂) and the sum are rounded to the dtype of q. Each is an absolute error of o: at most
-        0.004 in bf16 and 0.0005 in fp16. A cache holds exp(v̂).
+        0.004 in bf16 and 0.0005 in fp16. The backward divides the gradient of o by exp(o), between
+        exp(−c) and exp(c). In fp16 it can therefore overflow, or become 0: prefer bf16 to train, or
+        a clamp such as 4. A cache holds exp(v̂).
     """
 
     def __init__(
