@@ -5,12 +5,27 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from commandline.errors import UsageError
+
 
 class NotWritten(OSError):
     """A file could not be written, for example because the disk is full."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(f"{path} could not be written: {error.strerror or error}")
+
+
+def check_writable(what: str, folder: Path) -> None:
+    """Make a folder if it does not exist; raises UsageError unless files can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{what} must be writable, got {str(folder)!r}: {error.strerror or error}"
+        ) from error
 
 
 def write_whole(path: Path, data: str | bytes) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for path in publish(args):
             print(f"written: {path}")
-    except UsageError as error:
+    except (UsageError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -76,6 +77,8 @@ def publish(args: argparse.Namespace) -> list[Path]:
             "holds": _holds(rows, read_rows([args.against])),
         }
     name = args.name or tasks[0]
+    if not re.fullmatch(rf"{re.escape(tasks[0])}(\.[a-z0-9-]+)?", name):
+        raise UsageError(f"--name must be {tasks[0]} or {tasks[0]}.OTHER-WORDS, got {name!r}")
     written: dict[Path, str | bytes] = {
         args.to / f"{name}.csv": _summary(rows),
         args.to / f"{name}.json": json.dumps(made, indent=1, ensure_ascii=False) + "\n",
@@ -115,8 +118,20 @@ def _holds(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     """Whether each row of the table holds in other results, by its label."""
     if is_pretrained(rows[0]) or is_trial(rows[0]):
         raise UsageError("--against compares results of tasks only")
+    ours, theirs = groups(rows), groups(others)
     found: dict[str, bool] = {}
-    for change in compare.changes(groups(rows), groups(others)):
+    changes = compare.changes(ours, theirs)
+    if missing := sorted({change.series.label for change in changes if change.after is None}):
+        raise UsageError(f"--against must have every row of DIR, it lacks {', '.join(missing)}")
+    if wrong := [line for line in compare.differing(ours, theirs) if " has device " not in line]:
+        raise UsageError("--against must have the settings of DIR; " + "; ".join(wrong))
+    for group, other in zip(ours, theirs, strict=True):
+        for series in group.series:
+            a, b = group.tuned(series)["values"], other.tuned(series)["values"]
+            if a != b:
+                raise UsageError(f"--against must have the tuned values of DIR, {series.label} "
+                                 f"has {b} in place of {a}")  # fmt: skip
+    for change in changes:
         label = change.series.label
         found[label] = found.get(label, True) and compare.holds(change)
     return found

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from commandline.errors import UsageError
+from commandline.files import check_writable
 from evals.experiment import Experiment
 from evals.harness import costs
 from evals.harness.any_run import AnyRun, Context
@@ -111,8 +112,9 @@ class Studies:
         if not self.runs:
             return []
         context = Context(self.options.device, self.options.plugin, self.out)
-        # If the folder cannot be made, the error comes before the training.
-        self.out.mkdir(parents=True, exist_ok=True)
+        # If results cannot be written, the error comes before the training.
+        for name in self.studies:
+            check_writable("--out", self.out / name)
         progress = Progress(len(self.runs), verbose=self.options.verbose)
         try:
             failures = self._execute(self._sweep_runs(), context, progress)
@@ -182,6 +184,13 @@ def _check_record(studies: Studies, options: Options) -> None:
     for name, study in studies.studies.items():
         if not isinstance(study, Study) or not study.sweep.grid:
             raise UsageError(f"--record needs a sweep, and {name} has none here")
+        preset = study.task.presets["quick"].settings
+        changed = [x for x, value in vars(study.settings).items() if value != vars(preset)[x]]
+        if options.preset == "quick" and changed:
+            raise UsageError(
+                "--record needs the settings of preset quick, because presets use the choices, got "
+                f"another {', '.join(changed)}"
+            )
     if options.preset != "quick":
         raise UsageError(f"--record needs --preset quick, got {options.preset!r}")
 

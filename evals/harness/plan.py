@@ -23,8 +23,9 @@ def key_of(identity: Mapping[str, object]) -> str:
 
 
 def origin() -> dict[str, str]:
-    """The versions that every result row names."""
+    """The versions and the CPU's arithmetic, which every result row names."""
     return {
+        "arithmetic": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "attnzoo": version("attnzoo"),
         "commit": commit() or "unknown",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from commandline.variants import (
 from evals.harness.options import Options
 from evals.harness.plan import check_device, check_unique, chosen_settings
 from evals.harness.study import Study
-from evals.harness.sweeps import plan_sweep
+from evals.harness.sweeps import SWEEP_SEEDS, plan_sweep
 from evals.measures.heads import own_parameters
 from evals.task import EVERY_VARIANT, Preset, Settings, Task
 
@@ -55,6 +56,14 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
         )
     check_unique("--positions", positions)
     sweep = plan_sweep(task.name, preset, options)
+    if sweep.grid and seeds > SWEEP_SEEDS[0]:
+        raise UsageError(
+            f"--seeds must be at most {SWEEP_SEEDS[0]} with a sweep, which uses the seeds "
+            f"{' and '.join(map(str, SWEEP_SEEDS))}, got {seeds}"
+        )
+    chance = task.chance(settings)
+    if not isinstance(chance, (int, float)) or not math.isfinite(chance):
+        raise UsageError(f"the chance score of {task.name} must be a finite number, got {chance!r}")
     for length in (settings.train_shortest, *lengths):
         _check_data(task, length, settings, options.verbose)
     for encoding in positions:
@@ -105,9 +114,15 @@ def _own(preset: Preset, options: Options) -> dict[str, Mapping[str, Any]]:
 
 
 def _check_data(task: Task, length: int, settings: Settings, verbose: bool) -> None:
-    """Draw one sequence; raises UsageError if the task does not support this length."""
+    """Draw one sequence twice.
+
+    Raises:
+        UsageError: the task does not support this length, or the draws differ.
+    """
     try:
-        task.batch(0, "test", length, 0, 1, settings)
+        first, second = (vars(task.batch(0, "test", length, 0, 1, settings)) for _ in range(2))
+        if not all(torch.equal(first[name], second[name]) for name in first):
+            raise ValueError("two draws with the same arguments must be equal: use evals.draws")
     except UsageError:
         raise
     except Exception as error:

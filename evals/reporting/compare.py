@@ -104,9 +104,10 @@ def table(task: str, found: Sequence[Change]) -> Table:
 def holds(change: Change) -> bool:
     """Whether the 95 % intervals of A and B overlap, and no seed's score changed by much.
 
-    A single seed's interval is its score. The intervals of seeds that fail now and then are wide.
+    False if B lacks a seed of A. A single seed's interval is its score. The intervals of seeds that
+    fail now and then are wide.
     """
-    if change.before is None or change.after is None or not change.steady:
+    if change.problem or change.before is None or change.after is None or not change.steady:
         return False
     (low, high), (least, most) = (
         side.interval or (side.mean, side.mean) for side in (change.before, change.after)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from commandline.table import Table
-from evals.results.paired import LEVEL
+from evals.results.paired import LEVEL, coverage
 from evals.results.summary import BASELINE, SPREAD, UNSTABLE, UNTRAINED, Group, Point, Series
 from evals.results.tuned import validation, values_text
 from evals.task import Metric
 
 PARTIAL = "*"
 BETTER, WORSE = "⁺", "⁻"  # than softmax, with a p value below `LEVEL`
-ENOUGH_SEEDS = 6  # with fewer seeds, a 95 % bootstrap interval is too narrow
+ENOUGH_SEEDS = 30  # with fewer seeds, a 95 % bootstrap interval is too narrow
 
 
 def legend(group: Group) -> list[str]:
@@ -23,11 +23,7 @@ def legend(group: Group) -> list[str]:
         variants=[series.variant for series in group.series],
         seeds=len(group.seeds),
         untrained=[series.variant for series in group.series if group.untrained(series)],
-        untuned=[
-            one.label
-            for one in group.series
-            if group.untrained(one) and not group.tuned(one)["values"]
-        ],
+        untuned=[one.label for one in group.series if not group.tuned(one)["values"]],
         at_edge=[one.label for one in group.series if group.at_edge(one)],
         swept=any(group.tuned(one)["values"] for one in group.series),
         unstable=any(map(group.unstable, group.series)),
@@ -56,7 +52,7 @@ def mark_lines(
     """The explanations of the marks that occur, and a note if there are few seeds.
 
     untrained: the variants with seeds whose score at the train length is below ``bar``. untuned:
-    those of them without a sweep. at_edge: those whose sweep chose its smallest or largest value.
+    the variants without a sweep. at_edge: those whose sweep chose its smallest or largest value.
     swept: whether any variant has one. factor: tables show
     score · factor. tested: the number of comparisons with softmax.
     """
@@ -68,10 +64,12 @@ def mark_lines(
         mark, count = ("1/1", "") if seeds == 1 else (f"k/{seeds}", f" in k of {seeds} seeds")
         lines.append(
             f"{UNTRAINED} {mark}: did not reach {100 * (bar or 0):g} % at the train length "
-            f"(n = {train_length}){count}{_tuning(untuned, at_edge, swept)}"
+            f"(n = {train_length}){count}{_tuning(at_edge, swept)}"
         )
         if untrained_substitution:
-            lines[-1] += "; for a->b the reason may be b, not the training of a"
+            lines[-1] += ". For a->b, the substitution b may be the cause"
+    if swept and untuned:
+        lines.append(f"Trained with the settings of the preset, not tuned: {', '.join(untuned)}")
     if unstable:
         lines.append(
             f"{UNSTABLE} unstable: the seeds differ by more than {factor * SPREAD:g} points at the "
@@ -85,24 +83,28 @@ def mark_lines(
     if partial:
         lines.append(f"{PARTIAL} some seeds failed or are missing; the mean leaves them out")
     if 1 < seeds < ENOUGH_SEEDS:
-        lines.append(
-            f"With only {seeds} seeds the 95 % interval is too narrow: it covers the true mean in "
-            "fewer than 95 % of cases"
-        )
+        lines.append(coverage_line(seeds))
     return lines
 
 
-def _tuning(untuned: Sequence[str], at_edge: Sequence[str], swept: bool) -> str:
+def coverage_line(seeds: int) -> str:
+    """How often a 95 % bootstrap interval over so few seeds covers the true mean."""
+    share = 100 * coverage(seeds)
+    return (
+        f"The 95 % interval is too narrow with {seeds} seeds: if scores are normally distributed, "
+        f"it covers the true mean in about {share:.0f} % of cases"
+    )
+
+
+def _tuning(at_edge: Sequence[str], swept: bool) -> str:
     """Whether the variants of such seeds were tuned."""
     if not swept:
         return " with these settings, not tuned"
     text = ", with the best values of a sweep"
-    if untuned:
-        text += f"; not tuned: {', '.join(untuned)}"
     if at_edge:
         text += (
-            "; the best value was the smallest or largest of the sweep, so that others may be "
-            f"better: {', '.join(at_edge)}"
+            f". For {', '.join(at_edge)} the best value was the smallest or largest of the sweep, "
+            "so values beyond it may be better"
         )
     return text
 

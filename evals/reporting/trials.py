@@ -12,7 +12,7 @@ from markupsafe import Markup
 from commandline.files import write_whole
 from commandline.table import Table, markdown
 from evals.experiment import Experiment
-from evals.reporting.tables import ENOUGH_SEEDS, PARTIAL, chance_text
+from evals.reporting.tables import PARTIAL, chance_text
 from evals.results.rows import Row
 from evals.results.trials import Line, TrialGroup, summary_lines, trial_groups, trials_csv
 from evals.task import Metric
@@ -20,6 +20,8 @@ from evals.tasks import EXPERIMENTS
 
 TEMPLATE = Path(__file__).parent / "template"
 CURVE_OF = "softmax"  # the documentation shows the curve of this output layer only
+
+ENOUGH_SEEDS = 6  # with fewer seeds, the estimated standard errors vary much
 
 
 def _cell(line: Line, name: str, metric: Metric, sign: bool) -> str:

@@ -36,6 +36,8 @@ def provenance(rows: Sequence[Row], command: str, note: str | None = None) -> di
             f"say what was changed; got commit {', '.join(unknown)}"
         )
     reported = [row for row in rows if not is_validation(row)]
+    if not reported:
+        raise UsageError("the folder must have results, got only those of a sweep")
     found: dict[str, Any] = {"command": command} | ({"note": note} if note else {})
     for name in (*_FIELDS, *_MODEL):
         if values := _values(reported, name):

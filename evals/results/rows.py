@@ -54,6 +54,7 @@ class Measured(BaseModel):
     torch: str
     attnzoo: str
     commit: str
+    arithmetic: str = ""  # the CPU's vector instructions, which decide how sums are rounded
 
 
 class Common(Measured):

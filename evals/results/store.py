@@ -52,8 +52,11 @@ class Rows:
 
         Raises:
             NotWritten: the file could not be written and is unchanged.
+            UsageError: the row is invalid, for example because a task of a plugin lacks its score.
             ValueError: the row has a value that JSON cannot hold, such as NaN.
         """
+        if (wrong := problem(row)) is not None:
+            raise UsageError(f"invalid result of {row['task']}, {row['variant']}: {wrong}")
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         if self._lacks_newline:
             line = b"\n" + line
@@ -81,6 +84,11 @@ def _append(path: Path, line: bytes) -> None:
         os.close(file)
 
 
+def _changed(path: Path) -> tuple[int, str]:
+    """Orders files by the time of their last change: of several versions the last one counts."""
+    return path.stat().st_mtime_ns, path.name
+
+
 @dataclass(frozen=True)
 class Shard:
     """Part ``index`` of ``count`` parts of a study. local_rank: LOCAL_RANK of torchrun, if set."""
@@ -103,9 +111,14 @@ class Folder:
         self.own = Rows(path / name)
         self.damaged = self.own.damaged
         self.by_key: dict[str, Row] = {}
-        for file in sorted(path.glob("rows*.jsonl")):
+        for file in sorted(path.glob("rows*.jsonl"), key=_changed):
             others = self.own if file == self.own.path else Rows(file)
-            self.by_key |= others.by_key
+            # A failure that another shard has repeated with success does not replace its result.
+            self.by_key |= {
+                key: row
+                for key, row in others.by_key.items()
+                if row["status"] == "ok" or self.by_key.get(key, row)["status"] != "ok"
+            }
             self.damaged += 0 if others is self.own else others.damaged
 
     def append(self, row: Row) -> None:

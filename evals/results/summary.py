@@ -135,18 +135,23 @@ class Group:
         """The label of a series, with "† k/S" added if k > 0 of S seeds are `untrained`, and "‡" if
         it is `unstable`."""
         count = self.untrained(series)
-        mark = f" {UNTRAINED} {count}/{len(self.seeds)}" if count else ""
+        mark = f" {UNTRAINED} {count}/{self._trained(series)}" if count else ""
         return series.label + mark + (f" {UNSTABLE}" if self.unstable(series) else "")
 
     def untrained(self, series: Series) -> int:
-        """The number of seeds without a score of ``trained_score`` or more at the train length.
+        """The number of trained seeds without a score of ``trained_score`` or more at the train
+        length. Seeds without a row are not counted.
 
         It is 0 if the task has no ``trained_score`` or the series has no result at this length.
         """
         scores = self._scores_at_train_length(series)
         if self.task.trained_score is None or scores is None:
             return 0
-        return len(self.seeds) - sum(score >= self.task.trained_score for score in scores)
+        return self._trained(series) - sum(score >= self.task.trained_score for score in scores)
+
+    def _trained(self, series: Series) -> int:
+        """The number of seeds of a series with a row at the train length."""
+        return len(self.points[series, self.settings["train_longest"]].rows)
 
     def unstable(self, series: Series) -> bool:
         """Whether the scores of the seeds at the train length differ by more than `SPREAD`.
@@ -377,8 +382,8 @@ def version_warnings(groups: Sequence[Group]) -> list[str]:
     """Warnings if results differ in commit or in the version of a variant, torch or attnzoo."""
     found = [f"warning: {group.task.name}: {text}" for group in groups for text in group.left_out]
     every = [row for group in groups for row in group.rows]
-    for name in ("commit", "torch", "attnzoo"):
-        values = sorted({str(row[name]) for row in every})
+    for name in ("commit", "torch", "attnzoo", "arithmetic"):
+        values = sorted({str(row[name]) for row in every if name in row})
         if len(values) > 1:
             found.append(f"warning: results differ in {name}: {', '.join(values)}")
     return found

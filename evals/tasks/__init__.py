@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evals.experiment import Experiment
-from evals.task import NOTES, Task
+from evals.task import NOTES, Preset, Task
 from evals.tasks import (
     flip_flop,
     language_model,
@@ -67,5 +67,10 @@ def register_task(task: Task) -> Task:
             f"presets of task {task.name!r} must be among {', '.join(NOTES)}, "
             f"got {', '.join(unknown)}"
         )
+    for name, preset in task.presets.items():
+        if not isinstance(preset, Preset):
+            raise ValueError(
+                f"presets of task {task.name!r} must be Preset, got {preset!r} for {name!r}"
+            )
     TASKS[task.name] = task
     return task

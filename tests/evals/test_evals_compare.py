@@ -91,6 +91,9 @@ def test_compare_prints_which_rows_hold(tmp_path: Path, capsys: pytest.CaptureFi
     assert "1 of 2 rows hold: at every length their 95 % intervals" in text
     assert main(["compare", folders[0], folders[0], "--holds"]) == 0
     assert "2 of 2 rows hold" in capsys.readouterr().out
+    written(tmp_path / "c", [one for one in rows(0.5, 0.9) if one["seed"] == 0])
+    assert main(["compare", folders[0], str(tmp_path / "c"), "--holds"]) == 1
+    assert "0 of 2 rows hold" in capsys.readouterr().out  # seed 1 is missing
     assert main(["compare", *folders]) == 0
 
 

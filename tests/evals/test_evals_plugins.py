@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from evals import SequenceTask, register_task
+from evals import RetrievalTask, SequenceTask, register_task
 from evals.__main__ import main
 from evals.harness import runs
 from evals.tasks import TASKS
@@ -122,7 +125,7 @@ def test_a_plugin_named_in_the_config_file_is_loaded(
         ("return tokens, answers", "ValueError: draw must return a SequenceBatch, got tuple"),
         (
             "return SequenceBatch(tokens[:, 1:], answers[:, 1:])",
-            "ValueError: tokens must have the shape (stop - start, size(2)) = (1, 2), got (1, 1)",
+            "ValueError: tokens must be a tensor (stop - start, size(2)) = (1, 2), got (1, 1)",
         ),
         ("return SequenceBatch(tokens, answers.int())", "ValueError: answers must be int64, got"),
         (
@@ -141,6 +144,11 @@ def test_a_plugin_named_in_the_config_file_is_loaded(
             "return SequenceBatch(tokens, answers * 0 - 1)",
             "ValueError: answers must have an entry >= 0, got only -1",
         ),
+        ("return SequenceBatch(tokens.numpy(), answers)", "ValueError: tokens must be a tensor"),
+        (
+            "return SequenceBatch(torch.randint(16, tokens.shape), answers)",
+            "ValueError: two draws with the same arguments must be equal: use evals.draws",
+        ),
         ("return tokens[99]", "IndexError: "),
     ],
 )
@@ -155,6 +163,43 @@ def test_a_wrong_draw_is_a_one_line_error_before_training(
     assert "--verbose" in shown
     with pytest.raises((ValueError, IndexError)):
         main([*options, "--verbose"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("chance_score=1 / SYMBOLS", "chance_score=float('nan')", "a finite number, got nan"),
+        ('Preset(lengths=(16, 32, 64, 128), positions=("rope",), settings=settings)', "3",
+         "presets of task 'recall' must be Preset, got 3 for 'quick'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_task_is_a_one_line_error_before_training(
+    old: str, new: str, message: str, recall: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert old in RECALL
+    recall.write_text(RECALL.replace(old, new))
+    assert main(["recall", "--plugin", str(recall), *SMALL]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"features": torch.full((1, 4, 1), math.nan)}, "features must be finite"),
+        ({"features": torch.zeros(1, 3, 1)}, r"features must be a tensor (1, 4, 1), got (1, 3, 1)"),
+        ({"classes": torch.full((1, 4), 10)}, "classes must be from 0 to 9, got 10 to 10"),
+        ({"query": torch.zeros(1, 1).double()}, "query must be torch.float32, got torch.float64"),
+        ({"closeness": None}, "closeness must be a tensor (1, 4), got NoneType"),
+    ],
+)
+def test_a_wrong_draw_of_items_is_an_error(change: dict[str, Any], message: str) -> None:
+    task = TASKS["max-retrieval"]
+    assert isinstance(task, RetrievalTask)
+    settings = task.presets["smoke"].settings
+    good = task.batch(0, "test", 4, 0, 1, settings)
+    wrong = dataclasses.replace(task, draw=lambda *_: dataclasses.replace(good, **change))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        wrong.batch(0, "test", 4, 0, 1, settings)
 
 
 EXAMPLES = {"kth_largest.py": "kth-largest", "count.py": "count"}

@@ -83,11 +83,41 @@ def test_rows_that_do_not_hold_in_another_arithmetic_are_named(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (rows()[:1], "--against must have every row of DIR, it lacks"),
+        (
+            [one | {"settings": {**one["settings"], "steps": 9999}} for one in rows()],
+            "--against must have the settings of DIR; note: max-retrieval has steps =",
+        ),
+        (
+            [one | {"tuned": {"values": {"learning_rate": 1.0}, "tried": []}} for one in rows()],
+            r"--against must have the tuned values of DIR, ",
+        ),
+    ],
+)
+def test_a_second_run_with_other_settings_is_an_error(
+    other: list, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    against = written(tmp_path / "default", other) / "max-retrieval"
+    options = ("--against", str(against), "--environment", "ATEN_CPU_CAPABILITY=default")
+    assert published(tmp_path, rows(), *options) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("found", "options", "message"),
     [
         (rows(commit="abc-dirty"), (), "must be made by committed code"),
         (rows(commit="unknown"), (), "must be made by committed code"),
         (rows(), ("--environment", "X=1"), "--against and --environment must be given together"),
+        (rows(), ("--name", "mqar"), "--name must be max-retrieval or max-retrieval.OTHER-WORDS"),
+        (rows(), ("--name", "max-retrieval/../x"), "--name must be max-retrieval or"),
+        (
+            [one | {"split": "validation"} for one in rows()],
+            (),
+            "the folder must have results, got only those of a sweep",
+        ),
     ],
 )
 def test_wrong_results_or_options_are_one_error_and_write_nothing(

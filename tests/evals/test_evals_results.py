@@ -14,7 +14,7 @@ from commandline.table import Table
 from evals.__main__ import main
 from evals.reporting.readme_tables import scores as scores_table
 from evals.reporting.tables import cost_table, learned_table, legend, score_tables
-from evals.results.store import read_rows
+from evals.results.store import Folder, Shard, read_rows
 from evals.results.summary import (
     Series,
     bootstrap,
@@ -101,8 +101,17 @@ def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
     ]
     seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
     assert groups(seeds)[0].untrained(SOFTMAX) == 2  # the failed seed and the seed with score 0.5
+    (partial,) = groups([*rows, row("softmax", 0.99, seed=1)])  # ssmax has no seed 1
+    assert partial.name(SSMAX) == "ssmax † 1/1"
     (text,) = groups([row("softmax", 4.0, task="language-model", positions="rope")])
     assert text.untrained(Series("softmax", "rope")) == 0
+
+
+def test_a_repeated_run_of_another_shard_replaces_a_failure(tmp_path: Path) -> None:
+    for shard, score in ((Shard(0, 2), 0.5), (Shard(0, 1), None)):
+        Folder(tmp_path, shard).append(row("softmax", score, key="same"))
+    (found,) = read_rows([tmp_path])
+    assert found["metrics"] == {"accuracy": 0.5}
 
 
 def test_tables_show_intervals_differences_costs_and_learned_parameters() -> None:

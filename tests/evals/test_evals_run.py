@@ -188,7 +188,7 @@ def test_output_has_a_plan_a_line_per_run_a_score_table_and_the_report(
     assert len(table) == 3
     assert all(re.fullmatch(pattern, line) for line in table)
     assert effective.startswith("effective length: the longest n")
-    assert (legend[:5], note[:5], few[:14]) == ("a->b:", "† k/2", "With only 2 se")
+    assert (legend[:5], note[:5], few[:14]) == ("a->b:", "† k/2", "The 95 % inter")
     assert preset == "The smoke preset checks that everything runs. Its scores mean nothing."
     assert report == f"Report: {tmp_path / TASK / 'report.html'}"
 

@@ -28,8 +28,8 @@ def test_the_paired_t_test_agrees_with_scipy(count: int) -> None:
 
 
 def test_the_paired_t_test_of_equal_differences_and_of_few() -> None:
-    assert t_test([0.25, 0.25, 0.25]) is None
-    assert t_test([0.9 - 0.6, 0.8 - 0.5, 0.7 - 0.4]) is None  # these differ by rounding only
+    assert t_test([0.25, 0.25, 0.25]) == 0
+    assert t_test([0.9 - 0.6, 0.8 - 0.5, 0.7 - 0.4]) == 0  # these differ by rounding only
     assert t_test([0.0, 0.0, 0.0]) == 1
     assert t_test([0.5, 0.4]) is None
 
@@ -79,7 +79,7 @@ def test_notes_name_untrained_rows_with_a_choice_at_the_edge_of_the_sweep(
     tried = [{"values": {"learning_rate": x}, "scores": [score]} for x in (0.001, 0.003, 0.01)]
     tuned = {"values": {"learning_rate": chosen}, "tried": tried}
     (group,) = groups([row("sigmoid", score) | {"tuned": tuned}])
-    text = "smallest or largest of the sweep, so that others may be better: sigmoid"
+    text = "For sigmoid the best value was the smallest or largest of the sweep"
     assert any(text in line for line in legend(group)) == noted
     summary = csv_text([group])
     assert [line["at_edge"] for line in csv.DictReader(io.StringIO(summary))] == [str(int(noted))]

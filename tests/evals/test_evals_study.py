@@ -313,8 +313,9 @@ def test_unreadable_lines_are_skipped(tmp_path: Path) -> None:
     rows = Rows(path)
     assert (sorted(rows.by_key), rows.damaged) == (["a", "b", "c"], 4)
     assert rows.by_key["c"]["metrics"] == {"accuracy": 0.75}
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        rows.append(row("softmax", float("nan"), key="d"))
+    for metrics in ({"accuracy": float("nan")}, {"acc": 0.5}):
+        with pytest.raises(UsageError, match=r"invalid result of .*, softmax: metrics.* must"):
+            rows.append(row("softmax", 0.5, key="d") | {"metrics": metrics})
     assert json.loads(path.read_bytes().splitlines()[0]) == row("softmax", 0.5, key="a")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -235,17 +237,27 @@ def test_record_writes_the_choices_of_preset_quick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("evals.harness.sweeps.RECORD", tmp_path / "tuned.json")
-    quick = [TASK, "--variants", "softmax", "--steps", "2", "--lengths", "16", "--workers", "0"]
-    quick += ["--seeds", "1", "--set", "test_items=640", "--set", "test_least=4", "--record"]
+    preset = TASKS[TASK].presets["quick"]
+    small = replace(preset.settings, steps=2, test_items=640, test_least=4)
+    presets = cast("dict[str, Any]", TASKS[TASK].presets)
+    monkeypatch.setitem(presets, "quick", replace(preset, settings=small))
+    quick = [TASK, "--variants", "softmax", "--lengths", "16", "--workers", "0", "--seeds", "1"]
+    quick += ["--record"]
     assert main([*quick, "--out", str(tmp_path / "out")]) == 0
     (choice,) = sweeps.recorded(TASK).items()
     (row, *_) = [row for row in stored(tmp_path / "out") if "split" not in row]
     assert choice[0] == ("softmax", "none")
     assert choice[1].values == row["tuned"]["values"]
     assert list(choice[1].tried) == row["tuned"]["tried"]
-    for more, message in ((["--sweep", "none"], "needs a sweep"), (["--preset", "smoke"], "needs")):
+    for more, message in (
+        (["--sweep", "none"], "needs a sweep"),
+        (["--preset", "smoke"], "needs"),
+        (["--set", "width=16"], "needs the settings of preset quick, .* got another width"),
+    ):
         assert main([*quick, *more]) == 2
-        assert f"--record {message}" in capsys.readouterr().err
+        assert re.search(f"--record {message}", capsys.readouterr().err)
+    assert main([TASK, "--seeds", "1001", "--dry-run"]) == 2
+    assert "--seeds must be at most 1000 with a sweep" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -302,7 +314,8 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
     assert legend(groups(found)[0])[0].endswith(", with the best values of a sweep")
     found[1]["tuned"] = {"values": {}, "tried": []}
     (group,) = groups(found)
-    assert legend(group)[0].endswith("best values of a sweep; not tuned: ssmax")
+    assert legend(group)[0].endswith("best values of a sweep")
+    assert legend(group)[1] == "Trained with the settings of the preset, not tuned: ssmax"
     table = settings_table(group)
     assert table is not None
     assert table.header[3:] == [f"learning_rate {x}" for x in (0.0003, 0.001, 0.003)]

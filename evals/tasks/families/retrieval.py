@@ -246,7 +246,32 @@ class RetrievalTask(Task):
     def batch(
         self, seed: int, split: str, length: int, start: int, stop: int, settings: Settings
     ) -> Batch:
-        return self.draw(seed, split, length, start, stop)
+        batch = self.draw(seed, split, length, start, stop)
+        self._check(batch, stop - start, self.tokens(length))
+        return batch
+
+    def _check(self, batch: object, count: int, items: int) -> None:
+        """Check a batch from ``draw``; raises ValueError if it is invalid."""
+        if not isinstance(batch, Batch):
+            raise ValueError(f"draw must return a Batch, got {type(batch).__name__}")
+        features, wide = self.sizes
+        for name, shape, dtype in (
+            ("features", (count, items, features), torch.float32),
+            ("classes", (count, items), torch.int64),
+            ("query", (count, wide), torch.float32),
+            ("closeness", (count, items), torch.float32),
+        ):
+            values = getattr(batch, name)
+            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            if found != shape:
+                raise ValueError(f"{name} must be a tensor {shape}, got {found}")
+            if values.dtype != dtype:
+                raise ValueError(f"{name} must be {dtype}, got {values.dtype}")
+            if not bool(values.isfinite().all()):
+                raise ValueError(f"{name} must be finite")
+        low, high = int(batch.classes.min()), int(batch.classes.max())
+        if low < 0 or high >= CLASSES:
+            raise ValueError(f"classes must be from 0 to {CLASSES - 1}, got {low} to {high}")
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch.items(), batch.query), batch.label)

@@ -290,10 +290,10 @@ class SequenceTask(Task):
             raise ValueError(f"draw must return a SequenceBatch, got {type(batch).__name__}")
         last = self.vocabulary_size(settings) - 1
         for name, values, low in (("tokens", batch.tokens, 0), ("answers", batch.answers, -1)):
-            if tuple(values.shape) != shape:
+            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            if found != shape:
                 raise ValueError(
-                    f"{name} must have the shape (stop - start, size({length})) = {shape}, "
-                    f"got {tuple(values.shape)}"
+                    f"{name} must be a tensor (stop - start, size({length})) = {shape}, got {found}"
                 )
             if values.dtype != torch.int64:
                 raise ValueError(f"{name} must be int64, got {values.dtype}")
