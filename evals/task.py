@@ -189,9 +189,16 @@ SEEDS = 5  # of the presets quick and paper, at least
 class Preset:
     """The default settings of a study. Options of the command line override them.
 
-    sweep: candidate values of `TUNABLE` settings, from which each variant gets the best;
-    `RECORDED`; or {} for no sweep. own: settings that only some variants have, by the variant's
-    name, because its paper requires them.
+    Attributes:
+        lengths: the lengths of the evaluation.
+        settings: the settings of training and evaluation, such as `SequenceSettings`.
+        variants: the variants to compare, as in ``--variants``.
+        seeds: the number of seeds.
+        positions: the position encodings, as in ``--positions``.
+        sweep: candidate values of `TUNABLE` settings, from which each variant gets the best;
+            `RECORDED`; or {} for no sweep.
+        own: settings that only some variants have, by the variant's name, because its paper
+            requires them.
     """
 
     lengths: tuple[int, ...]
@@ -205,15 +212,25 @@ class Preset:
 
 @dataclass(frozen=True)
 class Metric:
-    """The name and format of a metric. Tables show value · ``factor`` with ``digits`` decimals."""
+    """The name and format of a metric. Tables show value · ``factor`` with ``digits`` decimals.
+
+    Attributes:
+        name: its name in result rows and files.
+        title: its title in tables and figures.
+        factor: such as 100 for a fraction that is shown in %.
+        digits: the number of decimals.
+        log: whether figures have a log axis.
+        lower_is_better: whether lower values are better, as for a loss.
+        optional: whether it is left out if it occurs in no result.
+    """
 
     name: str
     title: str
     factor: float = 1.0
     digits: int = 3
-    log: bool = False  # plotted on a log axis
+    log: bool = False
     lower_is_better: bool = False
-    optional: bool = False  # left out if it occurs in no result
+    optional: bool = False
 
 
 @dataclass(frozen=True)

@@ -237,6 +237,9 @@ def get_variant(name: str) -> Variant:
 def list_variants() -> list[str]:
     """The names of all registered variants, sorted.
 
+    Returns:
+        A list of str: those of attnzoo and your own.
+
     Example:
         >>> import attnzoo
         >>> "softmax" in attnzoo.list_variants()

@@ -32,7 +32,7 @@ def shard(
         The tokens of this rank, ⌈N/R⌉ of them (an even number with "zigzag").
 
     Raises:
-        ValueError: N does not divide and ``fill`` is None, or an argument is wrong.
+        ValueError, TypeError: N does not divide and ``fill`` is None, or an argument is wrong.
 
     Example:
         >>> import torch
@@ -71,8 +71,22 @@ def unshard(
         mesh, dim, layout: As for `shard`.
         length: The number of tokens without the padding of `shard`; None keeps it.
 
+    Returns:
+        x of the whole sequence: R times as many tokens along ``dim``, or ``length`` of them.
+
     Raises:
-        ValueError: An argument is wrong.
+        ValueError, TypeError: An argument is wrong, or differs between ranks.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from attnzoo.distributed import shard, unshard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> own = shard(torch.arange(3)[None], mesh, fill=-1)
+        >>> unshard(own, mesh, length=3)
+        tensor([[0, 1, 2]])
+        >>> dist.destroy_process_group()
     """
     ranks = ranks_of(mesh)
 
@@ -150,6 +164,13 @@ def shard_batch(
         tokens: int (B, N), equal on all ranks.
         mesh, layout: As for `shard`. Sequences are padded if N does not divide.
         labels: int64 (B, N), the token that follows each token, or -100; None: the next token.
+
+    Returns:
+        A `Batch`: this rank's tokens, their positions, labels and mask, each (B, N/R), and the
+        number of labels on all ranks.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong.
 
     Example:
         >>> import torch

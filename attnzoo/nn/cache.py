@@ -156,8 +156,12 @@ class StateCache:
     """The state of a linear variant: its size does not grow with the length.
 
     The state is a sum over the keys' features. The features depend on the variant, the scale and
-    the variant's parameters. Every later call must use those of the first call. ``made_by`` holds
-    all of them that are not tensors.
+    the variant's parameters. Every later call must use those of the first call.
+
+    Attributes:
+        state: the `LinearState` after the tokens so far; None before the first call.
+        made_by: the variant and arguments of the first call; of tensors only the shapes.
+        length: the number of tokens in the state.
 
     Example:
         >>> import torch, attnzoo

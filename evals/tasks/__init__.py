@@ -50,6 +50,12 @@ def presets_of(name: str) -> Mapping[str, Any]:
 def register_task(task: Task) -> Task:
     """Add a task, so that ``python -m evals NAME --plugin FILE.py`` runs it.
 
+    Args:
+        task: a `SequenceTask`, a `RetrievalTask` or your own subclass of `Task`.
+
+    Returns:
+        The task.
+
     Raises:
         ValueError: the name is taken or malformed, or there is no preset or an unknown one.
     """

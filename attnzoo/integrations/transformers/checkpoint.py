@@ -51,6 +51,15 @@ def from_config(auto_class: Any, config: Any) -> Any:
 
     Raises:
         ValueError: the config has no attnzoo entry, or one that this version does not support.
+
+    Example:
+        >>> import transformers
+        >>> from attnzoo.integrations.transformers import convert, from_config
+        >>> config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4)
+        >>> trained = convert(transformers.GPT2LMHeadModel(config), "ssmax")
+        >>> model = from_config(transformers.AutoModelForCausalLM, trained.config)
+        >>> model.transformer.h[0].attn.attnzoo
+        Attention('ssmax', num_heads=4, s=0.168 (learned), b=0.0)
     """
     check_spec(config)
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
@@ -74,6 +83,17 @@ def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
 
     Raises:
         ValueError: the config has no attnzoo entry, or one that this version does not support.
+
+    Example:
+        >>> import tempfile, transformers
+        >>> from attnzoo.integrations.transformers import convert, from_pretrained
+        >>> config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4)
+        >>> trained = convert(transformers.GPT2LMHeadModel(config), "ssmax", start="identity")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trained.save_pretrained(folder)
+        ...     model = from_pretrained(transformers.AutoModelForCausalLM, folder)
+        >>> model.transformer.h[0].attn.attnzoo
+        Attention('ssmax', num_heads=4, s=0 (learned), b=1 (learned))
     """
     from transformers import AutoConfig
 
