@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from commandline.errors import UsageError
@@ -19,9 +20,7 @@ def check_writable(what: str, folder: Path) -> None:
     """Make a folder if it does not exist; raises UsageError unless files can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UsageError(
             f"{what} must be writable, got {str(folder)!r}: {error.strerror or error}"

@@ -28,7 +28,7 @@ from evals.results import pretrained
 from evals.results.provenance import provenance
 from evals.results.rows import Row, is_pretrained, is_trial
 from evals.results.store import read_rows
-from evals.results.summary import groups
+from evals.results.summary import Group, groups
 from evals.results.summary_csv import csv_text
 from evals.results.trials import trial_groups, trials_csv
 from scripts.tables import RESULTS
@@ -118,23 +118,44 @@ def _holds(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     """Whether each row of the table holds in other results, by its label."""
     if is_pretrained(rows[0]) or is_trial(rows[0]):
         raise UsageError("--against compares results of tasks only")
-    ours, theirs = groups(rows), groups(others)
-    found: dict[str, bool] = {}
+    ours, theirs = groups(rows), [x for x in groups(others) if x.task.name == rows[0]["task"]]
     changes = compare.changes(ours, theirs)
-    if missing := sorted({change.series.label for change in changes if change.after is None}):
-        raise UsageError(f"--against must have every row of DIR, it lacks {', '.join(missing)}")
-    if wrong := [line for line in compare.differing(ours, theirs) if " has device " not in line]:
-        raise UsageError("--against must have the settings of DIR; " + "; ".join(wrong))
-    for group, other in zip(ours, theirs, strict=True):
-        for series in group.series:
-            a, b = group.tuned(series)["values"], other.tuned(series)["values"]
-            if a != b:
-                raise UsageError(f"--against must have the tuned values of DIR, {series.label} "
-                                 f"has {b} in place of {a}")  # fmt: skip
+    for group, other in zip(ours, theirs, strict=False):
+        _check_same_settings(group, other)
+    if len(theirs) != len(ours):
+        raise UsageError(f"--against must have results of {rows[0]['task']}")
+    found: dict[str, bool] = {}
     for change in changes:
         label = change.series.label
         found[label] = found.get(label, True) and compare.holds(change)
     return found
+
+
+def _check_same_settings(group: Group, other: Group) -> None:
+    """Raise unless the second run has the settings of the first one, and all its rows."""
+    for name, value in group.settings.items():
+        if other.settings.get(name) != value:
+            raise UsageError(
+                f"--against must have the settings of DIR, {name} = {value}, got "
+                f"{other.settings.get(name)}"
+            )
+    for (series, length), point in group.points.items():
+        same = other.points.get((series, length))
+        if same is None or not same.rows:
+            raise UsageError(
+                f"--against must have every row of DIR, it lacks {series.label} at n = {length}"
+            )
+        a, b = group.tuned(series)["values"], other.tuned(series)["values"]
+        if a != b:
+            raise UsageError(
+                f"--against must have the tuned values of DIR, {series.label} has {b} for {a}"
+            )
+        sizes = {row["sequences"] for row in (*point.rows, *same.rows)}
+        if len(sizes) > 1:
+            raise UsageError(
+                "--against must have as many test sequences as DIR, "
+                f"{series.label} at n = {length} has {' and '.join(map(str, sorted(sizes)))}"
+            )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def support_table() -> str:
         call = partial(_call, name)
         cells = (
             _works(call, is_causal=False),
-            _works(call, alibi=torch.zeros(1)),
+            _works(call, alibi=torch.zeros(1)) and _works(call, attn_mask=torch.zeros(2, 2)),
             _works(call, softcap=30.0),
             _works(call, return_lse=True),
             variant.normalized,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 LOG_ROOT = 0.5 * math.log(2 * math.pi)  # the normal density is exp(−x²/2 − LOG_ROOT)
 SMALLEST = -10.0  # smallest x for which the functions are accurate: erfc has no subnormal result
@@ -18,8 +19,8 @@ SMALLEST = -10.0  # smallest x for which the functions are accurate: erfc has no
 
 def log_cdf(x: Tensor) -> Tensor:
     """log Φ(x) for x ≥ `SMALLEST`, elementwise. Derivatives of any order are supported."""
-    if torch.compiler.is_compiling():  # it rejects functions with a jvp
-        return torch.special.log_ndtr(x)
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return torch.special.log_ndtr(x)  # _LogCdf has no forward-mode derivative
     return _LogCdf.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -41,17 +42,9 @@ class _LogCdf(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs, output)
-        ctx.save_for_forward(*inputs, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad * _slope(*ctx.saved_tensors)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]
-        return tangent * _slope(*ctx.saved_tensors)
-
-
-def _slope(x: Tensor, log_cdf: Tensor) -> Tensor:
-    """(log Φ)'(x) = φ(x)/Φ(x), without a division of two small numbers."""
-    return (-0.5 * x.square() - log_cdf - LOG_ROOT).exp()
+        x, log_cdf = ctx.saved_tensors
+        # φ(x)/Φ(x), without a division of two small numbers
+        return grad * (-0.5 * x.square() - log_cdf - LOG_ROOT).exp()

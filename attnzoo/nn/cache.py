@@ -160,7 +160,7 @@ class StateCache:
 
     Attributes:
         state: the `LinearState` after the tokens so far; None before the first call.
-        made_by: the variant and arguments of the first call; of tensors only the shapes.
+        made_by: the variant, its parameters and the scale of the first call; of tensors the shapes.
         length: the number of tokens in the state.
 
     Example:

@@ -110,7 +110,7 @@ class MultiheadAttention(nn.Module):
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
         options = {"learn": learn, "softcap": softcap, "wrapper": wrapper, **params}
         self.appends = add_bias_kv or add_zero_attn
-        attend = self._attention(variant, options, device, dtype)
+        attend = self._attention(variant, options, device, dtype, layer)
         self.widths = attend.queries * embed_dim, kv_heads * self.head_dim
         queries, width = self.widths
 
@@ -183,23 +183,28 @@ class MultiheadAttention(nn.Module):
         new.attend = new.new_attend(variant, **options)
         return new
 
-    def new_attend(self, variant: str, **options: Any) -> Attention | Wrapper:
+    def new_attend(
+        self, variant: str, *, layer: int | None = None, **options: Any
+    ) -> Attention | Wrapper:
         """An `Attention` of another variant for this layer; assign it to ``layer.attend``.
 
         ``options`` may have a ``wrapper`` with as many queries per head as the layer has now.
+        ``layer`` is the number of the layer; None keeps its number.
         """
         weight = self.out_proj.weight
-        new = self._attention(variant, options, weight.device, weight.dtype).train(self.training)
+        number = self.layer if layer is None else layer
+        new = self._attention(variant, options, weight.device, weight.dtype, number)
+        new.train(self.training)
         _check_queries(new, self.widths[0] // self.embed_dim, options)
         return new
 
     def _attention(
-        self, variant: str, options: dict[str, Any], device: Any, dtype: Any
+        self, variant: str, options: dict[str, Any], device: Any, dtype: Any, layer: int
     ) -> Attention | Wrapper:
         options = dict(options)
         new = host_attention(
             options.pop("wrapper", None), variant, self.num_heads, self.embed_dim, options,
-            key_dim=self.kdim, qk_dim=self.head_dim, v_dim=self.head_dim, layer=self.layer,
+            key_dim=self.kdim, qk_dim=self.head_dim, v_dim=self.head_dim, layer=layer,
             device=device, dtype=dtype,
         )  # fmt: skip
         made = (new if isinstance(new, Attention) else new.attention).given

@@ -48,8 +48,9 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         Attention('ssmax', num_heads=4, s=0.168 (learned), b=0.0)
 
     Notes:
-        Layers are numbered in the order of ``model.modules()``, for wrappers that depend on the
-        number.
+        Wrappers that depend on the number of the layer get the number of the attention module in
+        the order of ``model.modules()``. A model that is a single layer has the number 0. For
+        another number use `MultiheadAttention.of`.
 
         A variant that supports causal calls only raises a ValueError when a layer calls it without
         ``is_causal``, as attention to another sequence does. Replace the other layers one by one::
@@ -60,18 +61,22 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
     check_module("model", model)
     theirs = [m for m in model.modules() if type(m) is nn.MultiheadAttention]
     ours = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
-    if not theirs and not ours:
+    both = {*theirs, *ours}
+    if not both:
         raise ValueError(
             "model must be or contain a torch.nn.MultiheadAttention, got a "
             f"{type(model).__name__} without one"
         )
-    attends = [layer.new_attend(variant, **options) for layer in ours]
+    if "layer" in options:
+        raise TypeError("layer must not be given: replace numbers the attention modules itself")
+    numbers = {m: number for number, m in enumerate(m for m in model.modules() if m in both)}
+    attends = [layer.new_attend(variant, layer=numbers[layer], **options) for layer in ours]
     new: dict[Any, nn.Module] = {
-        layer: MultiheadAttention.of(layer, variant, number=number, **options)
-        for number, layer in enumerate(theirs)
+        layer: MultiheadAttention.of(layer, variant, number=numbers[layer], **options)
+        for layer in theirs
     }
     for layer, attend in zip(ours, attends):
-        layer.attend = attend
+        layer.attend, layer.layer = attend, numbers[layer]
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # named_children skips repeated modules
             if child in new:

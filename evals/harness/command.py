@@ -181,18 +181,18 @@ def _planned(
 
 
 def _check_record(studies: Studies, options: Options) -> None:
+    if options.preset != "quick":
+        raise UsageError(f"--record needs --preset quick, got {options.preset!r}")
     for name, study in studies.studies.items():
         if not isinstance(study, Study) or not study.sweep.grid:
             raise UsageError(f"--record needs a sweep, and {name} has none here")
         preset = study.task.presets["quick"].settings
         changed = [x for x, value in vars(study.settings).items() if value != vars(preset)[x]]
-        if options.preset == "quick" and changed:
+        if changed:
             raise UsageError(
                 "--record needs the settings of preset quick, because presets use the choices, got "
                 f"another {', '.join(changed)}"
             )
-    if options.preset != "quick":
-        raise UsageError(f"--record needs --preset quick, got {options.preset!r}")
 
 
 def run_tasks(

@@ -120,8 +120,9 @@ def _check_data(task: Task, length: int, settings: Settings, verbose: bool) -> N
         UsageError: the task does not support this length, or the draws differ.
     """
     try:
-        first, second = (vars(task.batch(0, "test", length, 0, 1, settings)) for _ in range(2))
-        if not all(torch.equal(first[name], second[name]) for name in first):
+        drawn = (task.batch(0, "test", length, 0, 1, settings) for _ in range(2))
+        first, second = (_tensors(batch) for batch in drawn)
+        if not all(map(torch.equal, first, second)):
             raise ValueError("two draws with the same arguments must be equal: use evals.draws")
     except UsageError:
         raise
@@ -132,6 +133,11 @@ def _check_data(task: Task, length: int, settings: Settings, verbose: bool) -> N
             f"{task.name}: draw failed at length {length}: {type(error).__name__}: {error}\n"
             "Repeat the command with --verbose for the traceback."
         ) from error
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    """The tensors among the attributes of a batch."""
+    return [x for x in getattr(batch, "__dict__", {}).values() if isinstance(x, torch.Tensor)]
 
 
 def _left_out(

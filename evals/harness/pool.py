@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from commandline.errors import UsageError
 from commandline.files import NotWritten
 from commandline.variants import load_plugin
 from evals.harness.any_run import AnyRun, Context, Message
@@ -168,7 +169,12 @@ class Pool:
     def _receive(self, worker: _Worker, message: Message) -> None:
         run = worker.run
         assert run is not None
-        _forward(self.listener, self.progress, run, message)
+        try:
+            _forward(self.listener, self.progress, run, message)
+        except UsageError as error:  # an invalid result must not end other runs
+            failure = Failure(str(run), str(error))
+            if failure not in self.failures:
+                self.failures.append(failure)
         match message:
             case ("stage", point, _):
                 worker.stage = point

@@ -280,7 +280,7 @@ class Study:
             "sequences": self.settings.sequences(point),
             "settings": run.settings.identity(),
             "version": self.version(Spec(run.variant, substitute or run.variant)),
-            "schedule": run.settings.schedule_text(self._tuned(run)),
+            "schedule": run.settings.schedule_text(self.sweep.names),
             "data": self.task.data_version(),
             "device": self.device,
             **origin(),
@@ -289,11 +289,6 @@ class Study:
             "training": run.training_key,
             **run.fields,
         }
-
-    def _tuned(self, run: Run) -> list[str]:
-        """The names of the tuned settings of a run; a sweep's own runs try values of all."""
-        tuned = run.fields.get("tuned")
-        return self.sweep.names if tuned is None else list(tuned["values"])
 
     def log_at(self, run: Run, row: Row) -> tuple[str, int]:
         """The name and the step under which loggers show the metrics of a row."""

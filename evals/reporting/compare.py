@@ -124,7 +124,9 @@ def holding(found: Sequence[Change]) -> list[str]:
     for (task, label), mine in rows.items():
         broken = [change for change in mine if not holds(change)]
         held += not broken
-        at = ", ".join(f"n = {change.length} ({_means(change)})" for change in broken)
+        at = ", ".join(
+            f"n = {change.length} ({change.problem or _means(change)})" for change in broken
+        )
         lines.append(f"{task}, {label}: {f'does not hold at {at}' if broken else 'holds'}")
     lines.append(
         f"{held} of {len(rows)} rows hold: at every length their 95 % intervals over seeds in A "

@@ -110,7 +110,7 @@ class Scores:
             partial=any(value.failed and value.mean is not None for value in values),
             bar=self.task.trained_score,
             train_length=self.train_length,
-            untuned=[line.label for line in self.lines if line.untrained and not line.tuned],
+            untuned=[line.label for line in self.lines if not line.tuned],
             at_edge=[line.label for line in self.lines if line.at_edge],
             swept=any(line.tuned for line in self.lines),
             unstable=any(line.unstable for line in self.lines),

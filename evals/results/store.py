@@ -1,4 +1,5 @@
-"""Result files. Each line of rows.jsonl is one result row as JSON. The last row of a key is used.
+"""Result files. Each line of rows.jsonl is one result row as JSON. Of several rows with one
+key the last is used; of several files, one without a failure.
 
 A line is appended in one write, so a killed process loses at most that line. Each shard writes its
 own file, rows-I-of-N.jsonl, because network file systems do not append atomically from several
@@ -84,6 +85,13 @@ def _append(path: Path, line: bytes) -> None:
         os.close(file)
 
 
+def _merge(found: dict[str, Row], more: dict[str, Row]) -> None:
+    """Add the rows of another file. A failure does not replace the result of a repeated run."""
+    for key, row in more.items():
+        if row["status"] == "ok" or found.get(key, row)["status"] != "ok":
+            found[key] = row
+
+
 def _changed(path: Path) -> tuple[int, str]:
     """Orders files by the time of their last change: of several versions the last one counts."""
     return path.stat().st_mtime_ns, path.name
@@ -113,12 +121,7 @@ class Folder:
         self.by_key: dict[str, Row] = {}
         for file in sorted(path.glob("rows*.jsonl"), key=_changed):
             others = self.own if file == self.own.path else Rows(file)
-            # A failure that another shard has repeated with success does not replace its result.
-            self.by_key |= {
-                key: row
-                for key, row in others.by_key.items()
-                if row["status"] == "ok" or self.by_key.get(key, row)["status"] != "ok"
-            }
+            _merge(self.by_key, others.by_key)
             self.damaged += 0 if others is self.own else others.damaged
 
     def append(self, row: Row) -> None:
@@ -138,12 +141,12 @@ def read_rows(folders: Sequence[Path]) -> list[Row]:
         mine: dict[str, Row] = {}
         for path in (folder, *sorted(sub for sub in folder.glob("*") if sub.is_dir())):
             read = Folder(path)
-            mine |= read.by_key
+            _merge(mine, read.by_key)
             if read.damaged:
                 print(
                     f"warning: skipped {read.damaged} unreadable line(s) in {path}", file=sys.stderr
                 )
         if not mine:
             raise UsageError(f"no results in {folder}: it has no rows*.jsonl with rows")
-        found |= mine
+        _merge(found, mine)
     return list(found.values())

@@ -135,7 +135,7 @@ class Group:
         """The label of a series, with "† k/S" added if k > 0 of S seeds are `untrained`, and "‡" if
         it is `unstable`."""
         count = self.untrained(series)
-        mark = f" {UNTRAINED} {count}/{self._trained(series)}" if count else ""
+        mark = f" {UNTRAINED} {count}/{len(self.seeds)}" if count else ""
         return series.label + mark + (f" {UNSTABLE}" if self.unstable(series) else "")
 
     def untrained(self, series: Series) -> int:

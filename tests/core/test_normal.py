@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.func import jacfwd, jacrev
 
 from attnzoo.core.normal import SMALLEST, log_cdf, log_cdf_and_tail
 
@@ -48,6 +49,10 @@ def test_derivatives() -> None:
     x.requires_grad_()
     assert gradcheck(log_cdf, x, check_forward_ad=True)
     assert gradgradcheck(log_cdf, x)
+    nested = (jacfwd(jacfwd(log_cdf)), jacfwd(jacrev(log_cdf)), jacrev(jacfwd(log_cdf)))
+    want = jacrev(jacrev(torch.special.log_ndtr))(x.detach())
+    for second in nested:
+        torch.testing.assert_close(second(x.detach()), want)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

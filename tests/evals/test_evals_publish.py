@@ -82,13 +82,30 @@ def test_rows_that_do_not_hold_in_another_arithmetic_are_named(tmp_path: Path) -
     assert "`softmax` §" not in text
 
 
+def test_a_row_that_failed_in_another_arithmetic_does_not_hold(tmp_path: Path) -> None:
+    """The folder of the second run may have other tasks and lengths."""
+    other = [one | {"status": "nan", "metrics": {}} if one["variant"] == "ssmax" else one
+             for one in rows()]  # fmt: skip
+    other.append(rows()[0] | {"length": 32, "key": "longer"})
+    other.append(row("softmax", 0.5, task="needle"))
+    against = str(written(tmp_path / "default", other))
+    options = ("--against", against, "--environment", "ATEN_CPU_CAPABILITY=default")
+    assert published(tmp_path, rows(), *options) == 0
+    made = json.loads((tmp_path / "docs" / "max-retrieval.json").read_text())
+    assert made["arithmetic"]["holds"] == {"softmax": True, "ssmax": False}
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (rows()[:1], "--against must have every row of DIR, it lacks"),
+        (rows()[:1], "--against must have every row of DIR, it lacks ssmax at n = 16"),
+        (
+            [one | {"sequences": 3} for one in rows()],
+            "--against must have as many test sequences as DIR, softmax at n = 16 has",
+        ),
         (
             [one | {"settings": {**one["settings"], "steps": 9999}} for one in rows()],
-            "--against must have the settings of DIR; note: max-retrieval has steps =",
+            "--against must have the settings of DIR, steps = 10, got 9999",
         ),
         (
             [one | {"tuned": {"values": {"learning_rate": 1.0}, "tried": []}} for one in rows()],

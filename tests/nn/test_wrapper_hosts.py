@@ -67,8 +67,13 @@ def test_differential_counts_layers() -> None:
     assert initial == expected
     layer = nn.TransformerEncoderLayer(E, H, batch_first=True)
     encoder = replace(nn.TransformerEncoder(layer, 2), "softmax", wrapper="differential")
-    replace(encoder, "ssmax", wrapper="differential")  # the layers keep their numbers
     assert [block.self_attn.attend.initial for block in encoder.layers] == expected  # pyright: ignore
+    mixed = nn.ModuleList([MultiheadAttention(E, H), nn.MultiheadAttention(E, H)])
+    for _ in range(2):
+        replace(mixed, "ssmax", wrapper="differential")
+        assert [layer.attend.initial for layer in mixed] == expected  # pyright: ignore
+    with pytest.raises(TypeError, match="layer must not be given"):
+        replace(mixed, "ssmax", layer=1)
     second = MultiheadAttention(E, H, wrapper="differential", layer=1)
     assert [0.2, second.attend.initial] == expected  # pyright: ignore
 
