@@ -119,11 +119,10 @@ def _holds(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     if is_pretrained(rows[0]) or is_trial(rows[0]):
         raise UsageError("--against compares results of tasks only")
     ours, theirs = groups(rows), [x for x in groups(others) if x.task.name == rows[0]["task"]]
-    changes = compare.changes(ours, theirs)
-    for group, other in zip(ours, theirs, strict=False):
-        _check_same_settings(group, other)
-    if len(theirs) != len(ours):
-        raise UsageError(f"--against must have results of {rows[0]['task']}")
+    if not theirs:
+        raise UsageError(f"--against must have results of {rows[0]['task']}, got none")
+    changes = compare.changes(ours, theirs)  # raises if a side has several groups
+    _check_same_settings(ours[0], theirs[0])
     found: dict[str, bool] = {}
     for change in changes:
         label = change.series.label

@@ -98,6 +98,7 @@ def test_a_row_that_failed_in_another_arithmetic_does_not_hold(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("other", "message"),
     [
+        ([row("softmax", 0.5, task="needle")], "--against must have results of max-retrieval, got"),
         (rows()[:1], "--against must have every row of DIR, it lacks ssmax at n = 16"),
         (
             [one | {"sequences": 3} for one in rows()],
@@ -116,7 +117,7 @@ def test_a_row_that_failed_in_another_arithmetic_does_not_hold(tmp_path: Path) -
 def test_a_second_run_with_other_settings_is_an_error(
     other: list, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    against = written(tmp_path / "default", other) / "max-retrieval"
+    against = written(tmp_path / "default", other)
     options = ("--against", str(against), "--environment", "ATEN_CPU_CAPABILITY=default")
     assert published(tmp_path, rows(), *options) == 2
     assert message in capsys.readouterr().err
