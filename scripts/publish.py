@@ -4,9 +4,9 @@
     python -m scripts.publish results/quick/max-retrieval \\
         --command "python -m evals max-retrieval --record"
 
-writes max-retrieval.csv, the summary, and max-retrieval.json: the command, commit, versions, seeds
-and settings. For pretrained models it also writes the figures that the documentation shows.
-`make tables` then fills the tables of the documentation.
+writes max-retrieval.csv, the summary, and max-retrieval.json: the command, commit, versions, seeds,
+settings and the score of each seed. For pretrained models it also writes the figures that the
+documentation shows. `make tables` then fills the tables of the documentation.
 """
 
 from __future__ import annotations
@@ -71,10 +71,12 @@ def publish(args: argparse.Namespace) -> list[Path]:
     if len(tasks := sorted({row["task"] for row in rows})) > 1:
         raise UsageError(f"DIR must have results of one task, got {', '.join(tasks)}")
     made = provenance(rows, args.command, args.note)
+    if _of_lengths(rows):
+        made["scores"] = _scores(groups(rows))
     if args.against is not None:
         made["arithmetic"] = {
             "environment": args.environment,
-            "holds": _holds(rows, read_rows([args.against])),
+            **_second_run(rows, read_rows([args.against])),
         }
     name = args.name or tasks[0]
     if not re.fullmatch(rf"{re.escape(tasks[0])}(\.[a-z0-9-]+)?", name):
@@ -114,9 +116,28 @@ def _only(found: Sequence[tuple[str, T]]) -> list[T]:
     return [group for _, group in found]
 
 
-def _holds(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
-    """Whether each row of the table holds in other results, by its label."""
-    if is_pretrained(rows[0]) or is_trial(rows[0]):
+def _of_lengths(rows: Sequence[Row]) -> bool:
+    """Whether the rows are those of a task, which has a score for each length."""
+    return not is_pretrained(rows[0]) and not is_trial(rows[0])
+
+
+def _scores(found: Sequence[Group]) -> dict[str, dict[str, dict[str, float]]]:
+    """The score by label of the row, length and seed. Seeds without a score are left out."""
+    scores: dict[str, dict[str, dict[str, float]]] = {}
+    for group in found:
+        name = group.task.score.name
+        for (series, length), point in group.points.items():
+            scores.setdefault(series.label, {})[str(length)] = {
+                str(row["seed"]): float(f"{row['metrics'][name]:.6g}")
+                for row in point.rows
+                if row["status"] == "ok" and name in row["metrics"]
+            }
+    return scores
+
+
+def _second_run(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
+    """Whether each row of the table holds in other results, by its label; and their scores."""
+    if not _of_lengths(rows):
         raise UsageError("--against compares results of tasks only")
     ours, theirs = groups(rows), [x for x in groups(others) if x.task.name == rows[0]["task"]]
     if not theirs:
@@ -127,7 +148,8 @@ def _holds(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     for change in changes:
         label = change.series.label
         found[label] = found.get(label, True) and compare.holds(change)
-    return found
+    scores = _scores(theirs)
+    return {"holds": found, "scores": {label: scores[label] for label in found}}
 
 
 def _check_same_settings(group: Group, other: Group) -> None:

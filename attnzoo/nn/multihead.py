@@ -147,38 +147,38 @@ class MultiheadAttention(nn.Module):
 
     @classmethod
     def of(
-        cls, layer: nn.MultiheadAttention, variant: str, *, number: int = 0, **options: Any
+        cls, module: nn.MultiheadAttention, variant: str, *, layer: int = 0, **options: Any
     ) -> MultiheadAttention:
         """Creates a layer that shares its parameters with a `torch.nn.MultiheadAttention`.
 
         Args:
-            layer: torch's layer. Its parameters are used, not copied.
+            module: torch's layer. Its parameters are used, not copied.
             variant: a name from `attnzoo.list_variants`.
-            number: number of the layer in its model, from 0.
+            layer: number of the layer in its model, from 0.
             **options: ``learn``, ``softcap``, ``wrapper`` and parameters of the variant.
 
         Raises:
-            ValueError: the layer has hooks, or is pruned or parametrized; or the wrapper uses more
+            ValueError: the module has hooks, or is pruned or parametrized; or the wrapper uses more
                 than one query per head.
         """
-        if layer._forward_hooks or layer._forward_pre_hooks:
-            raise ValueError("layer has hooks, which would be lost: remove them first")
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError("module has hooks, which would be lost: remove them first")
         new = cls(
-            layer.embed_dim, layer.num_heads, layer.dropout, layer.in_proj_bias is not None,
-            layer.bias_k is not None, bool(layer.add_zero_attn), layer.kdim, layer.vdim,
-            bool(layer.batch_first), device="meta", variant=variant, layer=number, **options,
+            module.embed_dim, module.num_heads, module.dropout, module.in_proj_bias is not None,
+            module.bias_k is not None, bool(module.add_zero_attn), module.kdim, module.vdim,
+            bool(module.batch_first), device="meta", variant=variant, layer=layer, **options,
         )  # fmt: skip
         _check_queries(new.attend, 1, options)
         expected = {name for name, _ in new.named_parameters() if not name.startswith("attend.")}
-        if (names := {name for name, _ in layer.named_parameters()}) != expected:
+        if (names := {name for name, _ in module.named_parameters()}) != expected:
             raise ValueError(
-                f"layer must have the parameters {sorted(expected)}, got {sorted(names)}: "
+                f"module must have the parameters {sorted(expected)}, got {sorted(names)}: "
                 "pruned or parametrized layers cannot be replaced"
             )
-        for name, parameter in layer.named_parameters():
-            module, _, leaf = name.rpartition(".")
-            setattr(new.get_submodule(module), leaf, parameter)
-        new.train(layer.training)
+        for name, parameter in module.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            setattr(new.get_submodule(owner), leaf, parameter)
+        new.train(module.training)
         # ``attend`` is created again, because on meta the variant's parameters have no values.
         new.attend = new.new_attend(variant, **options)
         return new

@@ -72,7 +72,7 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
     numbers = {m: number for number, m in enumerate(m for m in model.modules() if m in both)}
     attends = [layer.new_attend(variant, layer=numbers[layer], **options) for layer in ours]
     new: dict[Any, nn.Module] = {
-        layer: MultiheadAttention.of(layer, variant, number=numbers[layer], **options)
+        layer: MultiheadAttention.of(layer, variant, layer=numbers[layer], **options)
         for layer in theirs
     }
     for layer, attend in zip(ours, attends):

@@ -46,6 +46,7 @@ def test_the_summary_and_what_made_it_are_published(tmp_path: Path) -> None:
     assert made["settings"]["steps"] == 10
     assert made["settings"]["softmax"] == {"learning_rate": 0.001}
     assert made["settings"]["ssmax"] == {"learning_rate": 0.003}
+    assert made["scores"]["ssmax"] == {"16": {"0": 0.99, "1": 0.99}}
     text = scores(tmp_path / "docs")
     assert "| `ssmax` | 99.0 (99.0–99.0) |" in text
     assert (
@@ -93,6 +94,9 @@ def test_a_row_that_failed_in_another_arithmetic_does_not_hold(tmp_path: Path) -
     assert published(tmp_path, rows(), *options) == 0
     made = json.loads((tmp_path / "docs" / "max-retrieval.json").read_text())
     assert made["arithmetic"]["holds"] == {"softmax": True, "ssmax": False}
+    assert made["scores"]["ssmax"]["16"] == {"0": 0.99, "1": 0.99}
+    assert made["arithmetic"]["scores"]["ssmax"]["16"] == {}
+    assert made["arithmetic"]["scores"]["softmax"]["32"] == {"0": 0.97}
 
 
 @pytest.mark.parametrize(

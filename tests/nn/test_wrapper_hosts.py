@@ -205,7 +205,7 @@ WRONG: WrongCalls = [
     (
         lambda: call("differential", alibi=torch.ones(2 * H)),
         ValueError,
-        r"alibi must have 4 slopes, got \(8,\)",
+        r"alibi must have one slope per head, shape \(4,\), got \(8,\)",
     ),
     (
         lambda: call("differential", attn_mask=torch.ones(B, 2 * H, N, N).bool()),

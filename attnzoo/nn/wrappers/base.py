@@ -194,10 +194,10 @@ class Wrapper(nn.Module):
         if check_bool("return_lse", keywords.pop("return_lse", False)):
             raise ValueError(f"return_lse must be False for {type(self).__name__}, got True")
         options = {**keywords, "enable_gqa": True}
-        for name, dims in (("alibi", (1,)), ("attn_mask", (3, 4))):
-            x = options.get(name)
-            if isinstance(x, Tensor) and x.dim() in dims:
-                options[name] = self._per_map(name, x, -dims[0])
+        if isinstance(slopes := options.get("alibi"), Tensor):
+            options["alibi"] = self._slopes_per_map(slopes)
+        if isinstance(mask := options.get("attn_mask"), Tensor) and mask.dim() in (3, 4):
+            options["attn_mask"] = self._mask_per_map(mask)
         q, k, v, options = self._inputs(q, k, v, options)
         check_bool("need_weights", need_weights)
         found: Any = self.attention(q, k, v, cache=cache, need_weights=need_weights, **options)
@@ -234,13 +234,24 @@ class Wrapper(nn.Module):
                 f"v must have the (B, Hkv, Nk) of k, {tuple(k.shape[:3])}, got {tuple(v.shape)}"
             )
 
-    def _per_map(self, name: str, x: Tensor, dim: int) -> Tensor:
-        """A mask or ALiBi of H heads, for the M·H heads of the attention."""
-        heads = self.num_heads
-        if x.shape[dim] != heads and not (name == "attn_mask" and x.shape[dim] == 1):
-            allowed = f"{heads} slopes" if name == "alibi" else f"1 or {heads} heads"
-            raise ValueError(f"{name} must have {allowed}, got {tuple(x.shape)}")
-        return x if x.shape[dim] == 1 else self._spread(x, dim)
+    def _slopes_per_map(self, alibi: Tensor) -> Tensor:
+        """ALiBi's slopes of H heads, for the M·H heads of the attention."""
+        if alibi.shape != (self.num_heads,):
+            raise ValueError(
+                f"alibi must have one slope per head, shape ({self.num_heads},), got "
+                f"{tuple(alibi.shape)}"
+            )
+        return self._spread(alibi, 0)
+
+    def _mask_per_map(self, mask: Tensor) -> Tensor:
+        """A mask of H heads, for the M·H heads of the attention."""
+        if mask.shape[-3] == 1:
+            return mask
+        if mask.shape[-3] != self.num_heads:
+            raise ValueError(
+                f"attn_mask must have 1 or {self.num_heads} heads, got {tuple(mask.shape)}"
+            )
+        return self._spread(mask, -3)
 
     def _check_gate(self, gate: Any, q: Tensor) -> None:
         if not self.gates:
