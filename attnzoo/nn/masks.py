@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnzoo.core.checks import runs_eagerly
+
 
 def attended_keys(
     name: str, mask: Tensor | None, shapes: list[tuple[int, ...]], extra: int
@@ -21,8 +23,8 @@ def attended_keys(
     if mask.dtype == torch.bool:
         return F.pad(~mask, (0, extra), value=True)
     # Torch's encoder layers turn bool masks into float masks of 0 and −∞. These become bool again,
-    # except in a compiled graph, which cannot branch on the values.
-    if not torch.compiler.is_compiling():
+    # except where the values cannot be read, as in a compiled graph.
+    if runs_eagerly() and not mask.is_meta:
         blocked = mask == float("-inf")
         if bool((blocked | (mask == 0)).all()):
             return F.pad(~blocked, (0, extra), value=True)

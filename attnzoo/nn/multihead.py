@@ -311,6 +311,11 @@ class MultiheadAttention(nn.Module):
         """Checks the inputs; returns whether they have a batch dimension."""
         given = {"query": query, "key": key, "value": value}
         for name, x in given.items():
+            if isinstance(x, Tensor) and x.is_nested:
+                raise TypeError(
+                    f"{name} must be a dense tensor, got a nested one: give replace the whole "
+                    "TransformerEncoder, or set its use_nested_tensor to False"
+                )
             check_dense(name, x)
             if x.dtype not in DTYPES:
                 raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")

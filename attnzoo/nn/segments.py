@@ -1,4 +1,4 @@
-"""Segments of packed sequences: positions that restart with each document."""
+"""Positions in packed and in padded sequences: from the start of a segment or after padding."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ def restarted(segment_ids: Tensor) -> Tensor:
     starts = segment_ids.new_ones(segment_ids.shape, dtype=torch.bool)
     starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
     return at - at.masked_fill(~starts, 0).cummax(dim=1).values
+
+
+def is_key_mask(mask: Any) -> bool:
+    """Whether a mask is bool (B, 1, 1, Nk) or (1, 1, 1, Nk), with keys."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
+        return False
+    return mask.shape[1] == mask.shape[2] == 1 and mask.shape[3] > 0
+
+
+def first_visible(key_mask: Tensor) -> Tensor:
+    """The index of the first visible key, (B, 1), for a key mask (B, 1, 1, Nk); 0 if none is."""
+    return key_mask[:, 0, 0].int().argmax(-1, keepdim=True)
 
 
 def check_segments(segment_ids: Any, tokens: Tensor, start: int) -> None:

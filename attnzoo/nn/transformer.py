@@ -25,7 +25,13 @@ from attnzoo.nn.checks import check_heads
 from attnzoo.nn.decoder_layer import DecoderLayer, Scale
 from attnzoo.nn.output_layer import OutputLayer
 from attnzoo.nn.per_layer import per_layer
-from attnzoo.nn.segments import check_segments, check_shape, restarted
+from attnzoo.nn.segments import (
+    check_segments,
+    check_shape,
+    first_visible,
+    is_key_mask,
+    restarted,
+)
 from attnzoo.nn.sharding import Sharding
 from attnzoo.nn.tied_output import output_of
 from attnzoo.nn.wrappers import Choice, Wrapper
@@ -210,7 +216,8 @@ class Transformer(nn.Module):
         Args:
             tokens: int (B, N).
             attn_mask: bool key mask, (B, 1, 1, N), True = attend. With caches its last dimension
-                counts all tokens so far, ``tokens`` included.
+                counts all tokens so far, ``tokens`` included. Positions count from the first
+                visible token.
             caches: from `new_caches`. ``tokens`` are then the next tokens of their sequences.
             segment_ids: int (B, N), the segment of each token, for documents packed in one
                 sequence. A token sees only its own segment, and the outputs are those of the
@@ -256,7 +263,7 @@ class Transformer(nn.Module):
         options: dict[str, Any] = {"attn_mask": attn_mask, "window": self.window}
         if self.positions in self.BIASED:
             options["alibi"] = self._slopes(tokens.device)
-        positions = self._positions(tokens, start, segment_ids)
+        positions = self._positions(tokens, start, segment_ids, attn_mask)
         if segment_ids is not None:
             options["segment_ids"] = segment_ids[:, start:], segment_ids
         rotation = self._rotation(positions)
@@ -265,8 +272,13 @@ class Transformer(nn.Module):
             x = layer(x, rotation, caches[n] if caches else None, options)
         return self.norm(x)
 
-    def _positions(self, tokens: Tensor, start: int, segment_ids: Tensor | None) -> Tensor:
-        """The position of each token in its sequence (N,), or in its segment (B, N)."""
+    def _positions(
+        self, tokens: Tensor, start: int, segment_ids: Tensor | None, attn_mask: Tensor | None
+    ) -> Tensor:
+        """The position of each token in its sequence (N,) or (B, N), or in its segment (B, N).
+
+        Padding on the left is not counted.
+        """
         count, sharding = tokens.shape[1], self.sharding
         if segment_ids is not None and sharding is not None:
             whole = sharding.whole(segment_ids, 1)  # raises on all ranks if they differ
@@ -276,9 +288,13 @@ class Transformer(nn.Module):
         if segment_ids is not None:
             check_segments(segment_ids, tokens, start)
             return restarted(segment_ids)[:, start:]
-        if sharding is not None:
-            return sharding.positions(count, tokens.device)
-        return torch.arange(start, start + count, device=tokens.device)
+        if sharding is None:
+            at = torch.arange(start, start + count, device=tokens.device)
+        else:
+            at = sharding.positions(count, tokens.device)
+        if attn_mask is None or not is_key_mask(attn_mask):  # the attention checks the mask
+            return at
+        return at - first_visible(attn_mask if sharding is None else sharding.whole(attn_mask, -1))
 
     def _slopes(self, device: torch.device) -> Tensor:
         """ALiBi's slope of each head, (H,)."""

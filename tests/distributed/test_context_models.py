@@ -50,6 +50,13 @@ def test_packed_documents_across_ranks() -> None:
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+def test_left_padding_across_ranks() -> None:
+    for result in on_ranks(2, context_models.left_padded, seconds=120):
+        assert not isinstance(result, str), result
+        found, expected = result
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
 def test_gradients_are_summed_over_the_ranks() -> None:
     for wrong in on_ranks(2, context_models.reduced_gradients, seconds=120):
         assert wrong == []

@@ -107,6 +107,20 @@ def packed(rank: int) -> list[list[float]]:
     return [found.flatten().tolist(), expected.flatten().tolist()]
 
 
+def left_padded(rank: int) -> list[list[float]]:
+    """The output of a transformer for padded tokens, and that of one process; both shards."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    tokens = data()[:, :24]
+    mask = torch.arange(24) >= torch.tensor([[0], [9]])
+    torch.manual_seed(0)
+    model = Transformer(TOKENS, 32, 4, 2, "elu").double()
+    with torch.no_grad():
+        expected = shard(model(tokens, attn_mask=mask[:, None, None]), mesh)
+        model = shard_sequence(model, mesh, "ring")
+        found = model(shard(tokens, mesh), attn_mask=shard(mask, mesh)[:, None, None])
+    return [found.flatten().tolist(), expected.flatten().tolist()]
+
+
 def gradients(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     model.zero_grad()
     states = model.states(batch.tokens, attn_mask=batch.key_mask)  # type: ignore[operator]

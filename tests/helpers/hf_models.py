@@ -15,6 +15,8 @@ with warnings.catch_warnings():
     from transformers import (
         BertConfig,
         BertModel,
+        CLIPConfig,
+        CLIPModel,
         Gemma2Config,
         Gemma2ForCausalLM,
         GPT2Config,
@@ -72,6 +74,14 @@ def vit() -> ViTModel:
 
 # Weights large enough that a wrong attention changes the outputs. Layers 0 and 1 differ in masks.
 WINDOWS = {**GQA, "head_dim": 8, "initializer_range": 0.3, "sliding_window": 5}
+
+
+def clip() -> CLIPModel:
+    text = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    vision = {"image_size": 32, "patch_size": 16}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+             "num_attention_heads": 4}  # fmt: skip
+    return CLIPModel(CLIPConfig(text_config={**text, **sizes}, vision_config={**vision, **sizes}))
 
 
 def large_llama() -> LlamaForCausalLM:

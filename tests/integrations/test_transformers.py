@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from helpers.hf_models import (
     DECODERS,
     MODELS,
     bert,
+    clip,
     generate,
     gpt2,
     ids,
@@ -199,8 +201,23 @@ def test_four_dimensional_mask_is_used_without_causality() -> None:
     # A mask entry near the lowest fp32 number hides a key, like −∞. n does not count this key.
     later = torch.zeros(1, 1, 12, 12).masked_fill(torch.ones(12, 12).triu(1).bool(), -3e38)
     model = convert(llama(), "ssmax", s=0.9)
-    actual = model(ids(), attention_mask=later.expand(2, -1, -1, -1)).logits
-    assert torch.allclose(actual, model(ids()).logits, atol=1e-6)
+    later = later.expand(2, -1, -1, -1)
+    expected = model(ids(), attention_mask=later).logits
+    assert torch.allclose(expected, model(ids()).logits, atol=1e-6)
+    compiled = torch.compile(model, backend="eager")
+    assert torch.allclose(compiled(ids(), attention_mask=later).logits, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "ssmax", "sigmoid"])
+def test_a_bias_with_hidden_keys_shows_no_later_token(variant: str) -> None:
+    """Models write the lowest number of the dtype over the bias of hidden keys."""
+    distance = (torch.arange(12)[:, None] - torch.arange(12)).float()
+    lowest = torch.finfo(torch.float32).min
+    bias = torch.where(distance >= 0, -0.1 * distance, lowest).expand(2, 1, 12, 12)
+    model = convert(llama(), variant)
+    whole = model(ids(), attention_mask=bias).logits
+    start = model(ids()[:, :5], attention_mask=bias[:, :, :5, :5]).logits
+    assert torch.allclose(whole[:, :5], start, atol=1e-6)
 
 
 def test_packed_sequences_do_not_see_each_other() -> None:
@@ -288,6 +305,7 @@ def test_parameter_groups_exclude_scales_from_weight_decay() -> None:
         (llama, ("softmaxx",), {}, ValueError, "'softmaxx'"),
         (llama, ("cosformer",), {}, TypeError, "requires the parameter 'max_length'"),
         (llama, ("ssmax",), {"layers": [2]}, ValueError, "layers must be from -2 to 1, got 2"),
+        (llama, ("ssmax",), {"layers": [np.int64(2)]}, ValueError, "layers must be from -2 to 1"),
         (llama, ("ssmax",), {"layers": "0"}, TypeError, "layers must be a non-empty list"),
         (llama, ("ssmax",), {"layers": ["x"]}, ValueError, "layers must be among model.layers.0"),
         (
@@ -298,6 +316,20 @@ def test_parameter_groups_exclude_scales_from_weight_decay() -> None:
             "'entmax' cannot be calibrated; variants that can: log_n, ssmax",
         ),
         (lambda: torch.nn.Linear(2, 2), ("ssmax",), {}, TypeError, "PreTrainedModel, got Linear"),
+        (
+            lambda: llama().to("meta"),
+            ("ssmax",),
+            {},
+            ValueError,
+            "model must have its weights lo",
+        ),
+        (
+            clip,
+            ("ssmax",),
+            {},
+            ValueError,
+            "inputs must be given for CLIPModel, which failed on the default batch with Attrib",
+        ),
     ],
 )
 def test_wrong_arguments_raise(
@@ -333,9 +365,11 @@ def test_unsupported_features_of_a_model_raise(make: Any, feature: str) -> None:
 
 @pytest.mark.parametrize("variant", CAUSAL_ONLY)
 def test_causal_variant_in_an_encoder_raises(variant: str) -> None:
-    model = convert(bert(), variant, **params_of(variant))
-    with pytest.raises(ValueError, match=f"{variant} .*is_causal must be True"):
-        outputs(model)
+    model = bert()
+    message = f"model must run .*, but BertModel raised: {variant} .*is_causal must be True"
+    with pytest.raises(ValueError, match=message):
+        convert(model, variant, **params_of(variant))
+    outputs(model)
 
 
 def test_positional_variant_in_cross_attention_raises() -> None:
@@ -343,9 +377,14 @@ def test_positional_variant_in_cross_attention_raises() -> None:
     layers = {f"{who}_{what}": n for who in ("encoder", "decoder")
               for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
     model = BartModel(BartConfig(**sizes, **layers)).eval()
-    convert(model, "cosformer", layers=[-1], max_length=64)
     with pytest.raises(ValueError, match="cosformer does not support the cross-attention of Bart"):
-        model(input_ids=ids(), decoder_input_ids=ids(5))
+        convert(model, "cosformer", layers=[-1], max_length=64)
+    model(input_ids=ids(), decoder_input_ids=ids(5))
+
+
+def test_revert_of_another_object_raises() -> None:
+    with pytest.raises(TypeError, match="PreTrainedModel, got int"):
+        revert(3)
 
 
 def test_failed_convert_restores_the_config() -> None:

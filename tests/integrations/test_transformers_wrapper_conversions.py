@@ -169,7 +169,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         olmo,
         {"wrapper": "differential_v2"},
         ValueError,
-        "model must run with the wrapper, but Olmo2ForCausalLM raised: .*must match",
+        "model must run after the conversion, but Olmo2ForCausalLM raised: .*must match",
     ),
     "tied": (
         lambda: tied(),
@@ -187,13 +187,13 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         lambda: llama().half(),
         {"wrapper": "laser"},
         ValueError,
-        "model must run with the wrapper, but LlamaForCausalLM raised: clamp must be at most 9",
+        "model must run after the conversion, but LlamaForCausalLM raised: clamp must be at most 9",
     ),
     "not causal": (
         bert,
         {"variant": "forgetting", "wrapper": "mixture", "log_gates": -0.1},
         ValueError,
-        "model must run with the wrapper, but BertModel raised: ",
+        "model must run after the conversion, but BertModel raised: ",
     ),
     "sinks": (
         gpt_oss,

@@ -340,6 +340,36 @@ def test_attn_mask_and_is_causal_both_apply_with_weights() -> None:
     assert torch.equal(weights > 0, (~first).tril().expand(2, 6, 6))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, under vmap
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_float_masks_whose_values_cannot_be_read() -> None:
+    """Under vmap, in a trace and on meta."""
+    layer = MultiheadAttention(16, 4, batch_first=True, variant="ssmax").requires_grad_(False)
+    x = rand(1, 5, 16).float()
+
+    def call(mask: Tensor) -> Tensor:
+        return layer(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+    later = nn.Transformer.generate_square_subsequent_mask(5)
+    both = torch.stack([later, later + rand(5, 5).float()])
+    expected = torch.stack([call(mask) for mask in both])
+    assert torch.allclose(torch.func.vmap(call)(both), expected, atol=1e-6)
+    traced = torch.jit.trace(call, (later,), check_trace=False)
+    assert torch.allclose(traced(both[1]), expected[1], atol=1e-6)
+    x, layer = x.to("meta"), layer.to("meta")
+    assert call(later.to("meta")).shape == (1, 5, 16)
+
+
+def test_nested_inputs_of_torchs_encoder_raise() -> None:
+    model = encoder().eval()
+    model.layers[1].self_attn = replace(model.layers[1].self_attn, "softmax")
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    with torch.no_grad(), pytest.raises(TypeError, match="give replace the whole TransformerEnco"):
+        model(rand(2, 6, 16).float(), src_key_padding_mask=padding)
+
+
 def test_compiles_as_one_graph() -> None:
     layer = MultiheadAttention(16, 4, batch_first=True, variant="ssmax")
     x = rand(2, 9, 16).float()

@@ -111,6 +111,8 @@ def check_model(model: Any) -> None:
             f"model must use transformers' AttentionInterface, which {type(model).__name__} does "
             "not"
         )
+    if (parameters := list(model.parameters())) and all(x.is_meta for x in parameters):
+        raise ValueError("model must have its weights loaded, but they are on meta")
 
 
 def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:

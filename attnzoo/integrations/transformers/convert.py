@@ -71,7 +71,8 @@ def convert(
         model: a `transformers.PreTrainedModel` that uses transformers' AttentionInterface.
         variant: a name from `attnzoo.list_variants`.
         layers: the layers to convert: numbers in the order of execution, or module names. None is
-            all of them.
+            all layers that run on ``inputs``. The minimal batch of a model for text and images is
+            a text: give ``inputs`` with an image to convert the layers of the images too.
         learn: names of the variant's parameters to learn, as for `attnzoo.nn.Attention`.
         start: "identity" starts with parameter values for which the variant equals softmax (ssmax:
             s = 0, b = 1; sink: b = -100), so that the model's outputs do not change. These
@@ -110,7 +111,8 @@ def convert(
         At b = -100 the gradient of a sink vanishes in fp32, so training does not move it. To
         train a sink, start with ``convert(model, "sink", b=-10.0)``, which is close to softmax.
 
-        The model is run once to find its attention modules, their order and numbers of heads.
+        The model is run once to find its attention modules, their order and numbers of heads, and
+        once after the conversion. If that fails, the conversion is undone.
 
         In an encoder, where all queries see equally many keys, a calibrated model stays close to
         the original. In a causal model it may differ as much as with the variant's own initial
@@ -118,8 +120,7 @@ def convert(
 
         A gate of a wrapper is made from the hidden states that the attention module gets; most
         models hand them on. ``layer`` of `attnzoo.nn.Differential` is the module's ``layer_idx``,
-        or else its place in the order of execution. After a conversion with a wrapper the model is
-        run again; if that fails, the conversion is undone.
+        or else its place in the order of execution.
 
         A wrapper with Q > 1 queries per head (differential_v2, mixture) needs a module that makes
         its queries with a `torch.nn.Linear`. Its matrix gets Q·H·D rows: each head's first query
@@ -166,7 +167,7 @@ def convert(
         check_loaded(name, call.module)
         entries[name] = _entry(child, call, own, wrapped)
     specs = [(part.config, _spec(part, prefix, entries)) for prefix, part in parts_of(model)]
-    _attach_and_try(model, children, None if wrapper is None else batches or [minimal_batch(model)])
+    _attach_and_try(model, children, batches or [minimal_batch(model)])
     for config, spec in specs:
         if spec["layers"]:
             write_spec(config, spec)
@@ -174,18 +175,18 @@ def convert(
 
 
 def _attach_and_try(
-    model: Any, children: Mapping[str, Attention | Wrapper], batches: list[dict[str, Any]] | None
+    model: Any, children: Mapping[str, Attention | Wrapper], batches: list[dict[str, Any]]
 ) -> None:
     """Adds the children and runs the model on the first batch. Undoes everything if this fails.
 
-    A model may do more with its queries than to split them into heads.
+    A variant may not support a call of the model, such as cross-attention. With a wrapper, a model
+    may do more with its queries than to split them into heads.
     """
     before, undo = implementations(model), []
     try:
         attach(model, children, undo)
-        if batches is not None:
-            # A copy, because the model may append to a cache in the batch.
-            _run_once(model, copy.deepcopy(batches[:1]))
+        # A copy, because the model may append to a cache in the batch.
+        _run_once(model, copy.deepcopy(batches[:1]))
     except BaseException:
         for function in reversed(undo):
             function()
@@ -198,7 +199,7 @@ def _run_once(model: Any, batches: list[dict[str, Any]]) -> None:
         run(model, batches)
     except Exception as error:
         raise ValueError(
-            f"model must run with the wrapper, but {type(model).__name__} raised: {error}"
+            f"model must run after the conversion, but {type(model).__name__} raised: {error}"
         ) from error
 
 
@@ -298,7 +299,7 @@ def revert(model: ModelT) -> ModelT:
         The model with its former attention implementation.
 
     Raises:
-        ValueError: the model was not converted.
+        ValueError, TypeError: the model was not converted.
 
     Example:
         >>> import transformers
@@ -309,6 +310,7 @@ def revert(model: ModelT) -> ModelT:
         >>> revert(model).config._attn_implementation
         'sdpa'
     """
+    check_model(model)
     host: Any = model
     converted = [module for module in host.modules() if NAME in module._modules]
     spec = getattr(host.config, NAME, None)

@@ -35,7 +35,7 @@ from transformers.masking_utils import (
 )
 
 from attnzoo.core.arguments import Segments, Window
-from attnzoo.core.checks import is_int
+from attnzoo.core.checks import is_int, runs_eagerly
 from attnzoo.core.registry import get_variant
 
 NAME = "attnzoo"
@@ -181,12 +181,14 @@ def read_mask(mask: Tensor | None, causal: bool, queries: int, keys: int) -> Lay
 
 
 def _other_mask(mask: Tensor) -> Tensor:
-    """A dense mask; a bool mask if it adds nothing to any score."""
-    if mask.is_floating_point() and not torch.compiler.is_compiling():
-        # Models hide keys with the most negative finite number instead of -inf.
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
-        return ~hidden if bool((hidden | (mask == 0)).all()) else mask
-    return mask
+    """A dense mask with -inf for hidden keys; a bool mask if it adds nothing to any score."""
+    if not mask.is_floating_point():
+        return mask
+    # Models hide keys with the most negative finite number instead of -inf.
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    if runs_eagerly() and not mask.is_meta and bool((hidden | (mask == 0)).all()):
+        return ~hidden
+    return mask.masked_fill(hidden, float("-inf"))
 
 
 # ---- mask functions of transformers ------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.core.checks import plain
 from attnzoo.integrations.transformers.interface import ObservedCall, observe_calls
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.wrapped import observe_hidden_states
@@ -23,7 +24,7 @@ def attention_modules(
     try:
         model.set_attn_implementation(NAME)
         with observe_calls() as calls, observe_hidden_states(model) as hidden:
-            run(model, batches)
+            _run_or_ask(model, batches)
     finally:
         model.set_attn_implementation(before)
     names = {id(module): name for name, module in model.named_modules()}
@@ -39,6 +40,21 @@ def attention_modules(
         name: call._replace(number=number, hidden=hidden.get(id(call.module)))
         for number, (name, call) in enumerate(found.items())
     }
+
+
+def _run_or_ask(model: Any, batches: list[dict[str, Any]] | None) -> None:
+    """As `run`. Raises a ValueError that asks for inputs if the model rejects a minimal batch."""
+    try:
+        run(model, batches)
+    except ValueError:  # of this package: the model's attention is not supported
+        raise
+    except Exception as error:
+        if batches is not None:
+            raise
+        raise ValueError(
+            f"inputs must be given for {type(model).__name__}, which failed on the default batch "
+            f"with {type(error).__name__}: {error}"
+        ) from error
 
 
 def run(model: Any, batches: list[dict[str, Any]] | None) -> None:
@@ -63,7 +79,9 @@ def minimal_batch(model: Any) -> dict[str, Tensor]:
         return {main: torch.zeros(shape, device=device, dtype=model.dtype)}
     if main == "input_ids":
         ids = torch.zeros(1, 4, dtype=torch.long, device=device)
-        return {main: ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
+        # Fewer, because a call with as many queries as keys does not show cross-attention.
+        decoder = {"decoder_input_ids": ids[:, :3]} if config.is_encoder_decoder else {}
+        return {main: ids, **decoder}
     raise ValueError(
         f"inputs must be given for {type(model).__name__}, because its main input {main!r} has no "
         "default batch"
@@ -81,7 +99,7 @@ def chosen_names(
             f"layers must be a non-empty list of numbers or names, or None, got {layers!r}"
         )
     chosen = []
-    for layer in layers:
+    for layer in map(plain, layers):
         if isinstance(layer, int) and not isinstance(layer, bool):
             if not -len(names) <= layer < len(names):
                 raise ValueError(

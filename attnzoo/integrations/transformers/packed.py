@@ -25,18 +25,15 @@ class _Found:
 
     def __init__(self, source: Tensor, shape: tuple[int, int], segments: Segments) -> None:
         self.source, self.shape, self.segments = weakref.ref(source), shape, segments
-        self.version = _version(source)
+        self.version = 0 if source.is_inference() else source._version
         self.layers: set[int] = set()
 
     def is_of(self, source: Tensor, shape: tuple[int, int]) -> bool:
         """Whether the segments are those of this tensor with its present values."""
+        if source.is_inference():  # it does not count writes
+            return False
         same = self.source() is source and self.shape == shape
-        return same and self.version == _version(source)
-
-
-def _version(source: Tensor) -> int:
-    """The number of writes into a tensor; 0 for an inference tensor, which does not count them."""
-    return 0 if source.is_inference() else source._version
+        return same and self.version == source._version
 
 
 _found: _Found | None = None
@@ -52,7 +49,8 @@ def packed_segments(
 ) -> Segments:
     """The segments of a packed batch; None if it is not packed.
 
-    Reads the values of position ids once per forward, and of sequence lengths only on a CPU.
+    Reads the values of position ids once per forward, or in each layer if they are an inference
+    tensor, and of sequence lengths only on a CPU.
     """
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     lengths = kwargs.get("cu_seq_lens_q")
