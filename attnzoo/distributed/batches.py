@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnzoo.core.agree import agreed, described, ranks_of
-from attnzoo.core.checks import check_dense, is_int, shown
+from attnzoo.core.checks import check_dense, is_int, is_number, plain, shown
 from attnzoo.core.collectives import all_gather
 from attnzoo.distributed.layout import Layout, Shards, shards_of
 
@@ -26,7 +27,8 @@ def shard(
         mesh: A one-dimensional DeviceMesh with R ranks.
         dim: The dimension of the tokens.
         layout: As for `context_parallel_attention`.
-        fill: The value of padding at the end, if R ("zigzag": 2R) does not divide N. None: raise.
+        fill: The value of padding at the end, if R ("zigzag": 2R) does not divide N: a number that
+            the dtype of x can hold. None: raise.
 
     Returns:
         The tokens of this rank, ⌈N/R⌉ of them (an even number with "zigzag").
@@ -54,6 +56,7 @@ def shard(
                 f"x must have a multiple of {step} tokens along dim {dim}, got {x.shape[dim]}; "
                 "pass fill to pad it"
             )
+        _check_fill(fill, x.dtype)
         shape = list(x.shape)
         shape[dim] = missing
         x = torch.cat([x, x.new_full(shape, fill)], dim=dim)
@@ -102,6 +105,19 @@ def unshard(
     if not is_int(length) or not 0 <= length <= found.total:
         raise ValueError(f"length must be from 0 to {found.total}, got {shown(length)}")
     return whole.narrow(dim, 0, length)
+
+
+def _check_fill(fill: Any, dtype: torch.dtype) -> None:
+    value = plain(fill)
+    if not isinstance(value, bool) and not is_number(value):
+        raise TypeError(f"fill must be a number or None, got {shown(fill)}")
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    limits = range(2)
+    if dtype != torch.bool:
+        limits = range(torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1)
+    if not math.isfinite(value) or value not in limits:
+        raise ValueError(f"fill must be a value of x's dtype {dtype}, got {shown(fill)}")
 
 
 def _check_dim(x: Any, dim: Any) -> None:
@@ -187,9 +203,15 @@ def shard_batch(
     check_dense("tokens", tokens)
     if tokens.dim() != 2:
         raise ValueError(f"tokens must be (B, N), got {tuple(tokens.shape)}")
+    if not tokens.shape[1]:
+        raise ValueError(f"tokens must hold at least one token per row, got {tuple(tokens.shape)}")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise TypeError(f"tokens must be int, got {tokens.dtype}")
     if labels is None:
         labels = torch.nn.functional.pad(tokens[:, 1:].long(), (0, 1), value=IGNORED)
     check_dense("labels", labels)
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels must be int64, got {labels.dtype}")
     if labels.shape != tokens.shape:
         raise ValueError(
             f"labels must have the shape of tokens {tuple(tokens.shape)}, got {tuple(labels.shape)}"

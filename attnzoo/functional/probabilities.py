@@ -36,7 +36,7 @@ def probabilities(
         The weights, in the shape and dtype of ``scores``. Those of fp16 and bf16 scores are
         computed in fp32. A line without an entry that takes part has weight 0 and gradient 0. A NaN
         that takes part makes the weights of its line NaN, except in variants that treat each entry
-        by itself (sigmoid).
+        by itself (sigmoid, relu).
 
     Raises:
         ValueError: ``dim``, a shape, a device or the value of a parameter is wrong, or the weights
@@ -67,5 +67,8 @@ def probabilities(
     with in_full_precision(scores.device):
         rows = as_rows("probabilities", scores, variant, dim, mask, params)
         dtype = score_dtype(rows.scores)
-        call = row_call(rows.scores.to(dtype), rows.mask, scores.dtype)
+        given = rows.scores.to(dtype)
+        if rows.mask is not None:  # a NaN that takes no part must not reach the gradients
+            given = given.masked_fill(~rows.mask, 0.0)
+        call = row_call(given, rows.mask, scores.dtype)
         return rows.restore(rows.bound.weights(call)).to(scores.dtype)

@@ -160,8 +160,10 @@ def check_class_weight(weight: Any, classes: int, like: Tensor) -> Tensor:
         )
     if weight.requires_grad:
         raise ValueError("weight must not require a gradient; pass weight.detach()")
-    if is_readable(weight) and not bool((weight >= 0).all()):
-        raise ValueError(f"weight must be >= 0 throughout, got {float(weight.min()):.6g}")
+    right = weight.isfinite() & (weight >= 0)
+    if is_readable(weight) and not bool(right.all()):
+        wrong = float(weight[~right][0])
+        raise ValueError(f"weight must be finite and >= 0 throughout, got {wrong:.6g}")
     return weight.to(score_dtype(like))
 
 
@@ -181,8 +183,10 @@ def check_reduction(reduction: Any, ignore_index: Any) -> None:
         raise ValueError(
             f"reduction must be one of {', '.join(REDUCTIONS)}, got {shown(reduction)}"
         )
-    if not is_int(plain(ignore_index)):
+    if not is_int(index := plain(ignore_index)):
         raise TypeError(f"ignore_index must be an int, got {shown(ignore_index)}")
+    if not -(2**63) <= index < 2**63:
+        raise ValueError(f"ignore_index must be an int of 64 bits, got {index}")
 
 
 def check_number(

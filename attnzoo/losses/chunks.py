@@ -66,13 +66,16 @@ def losses(
     dtype, count = score_dtype(layer.input), len(target)
     classes = layer.input.shape[1] if layer.weight is None else len(layer.weight)
     operands = {**layer._asdict(), **vectors._asdict()}
-    result = {name: torch.zeros_like(operands[name], dtype=dtype) for name in wanted}
+    shapes = {name: operands[name].shape for name in wanted}
+    # Contiguous also if the operands are not, as `torch.compile` expects.
+    result = {name: layer.input.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()}
     for name, fill in PER_TOKEN.items():
         size = count if rule.has_stats or name == "loss" else 0
         result[name] = layer.input.new_full((size,), fill, dtype=dtype)
     tokens = (target != ignore_index).nonzero()[:, 0]
     # All ranks must have the same chunks, because each chunk exchanges sums.
     size = max(1, min(CHUNK, count // 16), SMALL // max(layer.shard.most(classes), 1))
+    usable = _usable_classes(layer) if "input" in wanted else None
     logits = layer.input.new_empty((min(size, len(tokens)), classes), dtype=dtype)
     for chosen in tokens.split(size) if len(tokens) else ():
         first, last = int(chosen[0]), int(chosen[-1])
@@ -91,7 +94,7 @@ def losses(
                 found.setdefault(name, []).append(values)
         for name, values in found.items():
             result[name][part] = torch.cat(values).to(dtype)
-        _propagate(layer, part, z, result, rule.sparse)
+        _propagate(layer, part, z, result, rule.sparse, usable)
     if layer.weight is not None and "input" in wanted:
         result["input"] = layer.shard.sum(result["input"])
     return result
@@ -119,9 +122,26 @@ def chunk_logits(layer: Layer, part: slice | Tensor, out: Tensor) -> Tensor:
     return out if layer.bias is None else out.add_(layer.bias)
 
 
+def _usable_classes(layer: Layer) -> Tensor | None:
+    """The visible classes if only they may be read, or if they are few. None: all classes.
+
+    The rows of hidden classes may hold NaN, which a product with 0 would pass on.
+    """
+    weight, mask = layer.weight, layer.class_mask
+    if weight is None or mask is None or len(mask) > 1:
+        return None
+    visible, hidden = mask[0].nonzero()[:, 0], (~mask[0]).nonzero()[:, 0]
+    few = 2 * len(visible) < len(weight)
+    if not few and all(bool(weight[some].isfinite().all()) for some in hidden.split(CLASSES)):
+        return None
+    return visible
+
+
 def _propagate(
-    layer: Layer, part: slice | Tensor, dz: Tensor, gradients: dict[str, Tensor], sparse: bool
-) -> None:
+    layer: Layer, part: slice | Tensor, dz: Tensor, gradients: dict[str, Tensor], sparse: bool,
+    usable: Tensor | None,
+) -> None:  # fmt: skip
+    """``usable``: from `_usable_classes`."""
     weight = layer.weight
     if "bias" in gradients:
         gradients["bias"] += dz.sum(0)
@@ -131,8 +151,8 @@ def _propagate(
         return
     if not {"input", "weight"} & gradients.keys():
         return
-    used = _nonzero_columns(dz) if sparse else None
-    if used is not None and 2 * len(used) < len(weight):
+    used = _nonzero_columns(dz) if sparse else usable
+    if used is not None and (usable is not None or 2 * len(used) < len(weight)):
         _propagate_columns(layer, part, dz, gradients, used)
     elif weight.is_cuda and weight.dtype != dz.dtype:
         _propagate_on_tensor_cores(layer, part, dz.to(weight.dtype), gradients)

@@ -94,7 +94,9 @@ def _log_weights(z: Tensor, found: BoundForm, params: dict[str, Any]) -> Tensor:
     assert not isinstance(gain, FromStatistics)
     vector = found.vector(gain)
     assert vector is not None
-    s = z * vector[:, None]
+    # A class with logit −∞ keeps it, and has no part in the gradient of the gain.
+    off = z == NEG_INF
+    s = (z.masked_fill(off, 0.0) * vector[:, None]).masked_fill(off, NEG_INF)
     if form.normalize == "select":
         s = s.masked_fill(~kept(s.detach(), form.keep), NEG_INF)
     # Unlike log(softmax), this is accurate where w underflows.
@@ -118,6 +120,10 @@ def target_log_probabilities(
     They are computed from ``stats`` if possible. Otherwise logits are computed again, for some
     tokens at a time.
     """
+    # As in the loss, before autocast is disabled.
+    input, weight = cast_by_autocast(input, head.weight)
+    bias = None if head.bias is None else cast_by_autocast(head.bias)[0]
+    head = head._replace(weight=weight, bias=bias)
     flat = input.detach().reshape(-1, input.shape[-1])
     score = stats.target_score.reshape(-1)
     with in_full_precision(input.device):

@@ -59,8 +59,8 @@ def perturb_max_loss(
     Notes:
         No noise is drawn. The integral is computed by quadrature, and so is its gradient. In fp32
         the loss has an absolute error of about 1e-7 plus rounding, so a loss below 1e-6 has no
-        correct digit. On a CPU a token costs 10 to 100 times as much as with cross entropy. Memory
-        is linear in tokens + classes.
+        correct digit. On a CPU a token costs 10 to 100 times as much as with cross entropy, and
+        more if d is below 128. Memory is linear in tokens + classes.
     """
     return _loss(
         "perturbed", input, linear_weight, target, linear_bias, std, ignore_index, reduction

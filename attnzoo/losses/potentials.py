@@ -14,6 +14,10 @@ normalize     A(s)                            ℓ(s)
 "select"      log Σ exp(s), kept and target   s
 ============  ==============================  ============
 
+Except for "none" and for "sum" with φ ≠ exp, a number p added to all s is added to A(s), and m·p to
+Σ_j a_j ℓ(s_j). Both are computed from s − p, where p is the largest score, because the difference
+of two large numbers would lose digits.
+
 ∫φ(x) is the integral from −∞ to x. The constant C makes the loss 0 if there is only one class. For
 a q-exponential ∫φ is φ^α/α, and A of "threshold" is τ − (1 − Σ w^α)/α (Blondel et al. 2020,
 arXiv:1901.02324, who use other units).
@@ -38,55 +42,68 @@ FIRST = 64  # number of group maxima from which a lower bound of the threshold i
 
 
 class Potential(NamedTuple):
-    """A(s) of each row, its gradient and statistics. All are (rows,) except ``slope``."""
+    """A of each row, its gradient and statistics. All are (rows,) except ``slope``."""
 
-    value: Tensor
+    value: Tensor  # A(s − peak)
     slope: Tensor  # [rows, V], 0 where hidden; slope · scale = ∂A/∂s
     scale: Tensor | None  # None stands for 1
     by_vector: dict[str, Tensor]  # ∂A/∂x for each per-token vector x
-    statistic: Tensor | None = None  # lse without the sink, or τ
+    statistic: Tensor | None = None  # lse without the sink, or τ, of s itself
     lse_scale: Tensor | None = None  # slope · lse_scale = ∂lse/∂s
     power_sum: Tensor | None = None  # Σ w^α
     support: Tensor | None = None  # number of nonzero weights, if slope has other zeros than w
 
 
+def peaks(
+    s: Tensor, how: Normalizer, sink: Tensor | None, shard: ClassShard = WHOLE
+) -> Tensor | None:
+    """The largest score or sink of each row, (rows,); None if A(s) is computed from s itself."""
+    if how.normalize == "none" or (how.normalize == "sum" and not how.activation.exponential):
+        return None
+    peak = shard.max(s.amax(-1))
+    return peak if sink is None else torch.maximum(peak, sink)
+
+
 def potential(
     s: Tensor, how: Normalizer, vectors: Vectors, hidden: Tensor | None, target: Tensor,
-    by_shape: bool, shard: ClassShard = WHOLE,
+    by_shape: bool, peak: Tensor | None, shard: ClassShard = WHOLE,
 ) -> Potential:  # fmt: skip
-    """A of rows of scores s, which are −∞ where ``hidden``. Overwrites s.
+    """A of rows of scores s − peak, which are −∞ where ``hidden``. Overwrites s.
 
     by_shape: whether a threshold's derivative by ``shape`` is wanted. It takes many passes.
+    peak: from `peaks`. The rows must be relative to it.
     shard: which classes the scores are of. A is over all classes, its gradient over those of s.
     """
     shape = None if vectors.shape is None else vectors.shape[:, None]
+    if peak is None:
+        if how.normalize == "none":
+            assert vectors.offset is not None
+            offset = vectors.offset[:, None]
+            return _elementwise(s, how.activation, shape, offset, hidden, shard)
+        return _sum(s, how.activation, shape, vectors.sink, hidden, shard)
     if how.normalize == "threshold":
-        return _threshold(s, how.activation, shape, by_shape, shard)
-    if how.normalize == "none":
-        assert vectors.offset is not None
-        offset = vectors.offset[:, None]
-        return _elementwise(s, how.activation, shape, offset, hidden, shard)
-    if how.normalize == "select":
-        return _selected(s, how.keep, target[:, None], shard)
-    if how.activation.exponential:
-        return _exponential(s, vectors.sink, shard)
-    return _sum(s, how.activation, shape, vectors.sink, hidden, shard)
+        found = _threshold(s, how.activation, shape, by_shape, shard)
+    elif how.normalize == "select":
+        found = _selected(s, how.keep, target[:, None], shard)
+    else:
+        found = _exponential(s, None if vectors.sink is None else vectors.sink - peak, shard)
+    assert found.statistic is not None
+    return found._replace(statistic=found.statistic + peak)
 
 
 def _exponential(s: Tensor, sink: Tensor | None, shard: ClassShard) -> Potential:
-    peak = shard.max(s.amax(-1))
-    if sink is not None:
-        peak = torch.maximum(peak, sink)
-    z = shard.sum(s.sub_(peak[:, None]).exp_().sum(-1))
-    lse = peak + z.log()
+    """For rows of which the largest score, or ``sink``, is 0."""
+    z = shard.sum(s.exp_().sum(-1))
+    lse = z.log()
     if sink is None:
         return Potential(lse, s, 1 / z, {}, lse, 1 / z)
-    whole = z + (sink - peak).exp()
-    value = peak + whole.log()
-    return Potential(value, s, 1 / whole, {"sink": (sink - value).exp()}, lse, 1 / z)
+    extra = sink.exp()
+    whole = z + extra
+    return Potential(whole.log(), s, 1 / whole, {"sink": extra / whole}, lse, 1 / z)
 
 
 def _selected(s: Tensor, keep: int | None, target: Tensor, shard: ClassShard) -> Potential:
+    """For rows whose largest score is 0."""
     assert keep is not None
     values, top = shard.largest(s, keep)
     # The target comes last, with score −∞ if it is in ``top`` already.
@@ -135,14 +152,12 @@ def _elementwise(
 def _threshold(
     s: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool, shard: ClassShard
 ) -> Potential:
+    """For rows whose largest score is 0."""
     places = _places(s, phi, shape)
-    x = s if places is None else s.gather(1, places)
-    peak = shard.max(x.amax(-1, keepdim=True))
-    x.sub_(peak)
-    found = _solve(x, phi, shape, by_shape, shard)
-    slope = found.slope if places is None else s.zero_().scatter_(1, places, found.slope)
-    value, tau = found.value + peak[:, 0], found.statistic + peak[:, 0]  # type: ignore[operator]
-    return found._replace(value=value, slope=slope, statistic=tau)
+    found = _solve(s if places is None else s.gather(1, places), phi, shape, by_shape, shard)
+    if places is None:
+        return found
+    return found._replace(slope=s.zero_().scatter_(1, places, found.slope))
 
 
 def _places(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:

@@ -57,9 +57,9 @@ def class_moments_backward(
     *, weight: Tensor, bias: Tensor | None, mean: Tensor, gram: Tensor, dmean: Tensor,
     dgram: Tensor, wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    found = {"weight": torch.empty_like(weight)}
+    found = {"weight": weight.new_empty(weight.shape)}
     if bias is not None:
-        found["bias"] = torch.empty_like(bias)
+        found["bias"] = bias.new_empty(bias.shape)
     start, both = 0, dgram + dgram.T
     with in_full_precision(weight.device):
         for e in _rows(weight, bias, mean.dtype):

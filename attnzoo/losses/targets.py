@@ -24,7 +24,7 @@ def _(*, weight: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
 
 @target_rows.backward("weight", no_double=FIRST_ONLY)
 def target_rows_backward(*, weight: Tensor, target: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    total = torch.zeros_like(weight, dtype=dout.dtype).index_add_(0, target, dout)
+    total = weight.new_zeros(weight.shape, dtype=dout.dtype).index_add_(0, target, dout)
     return {"weight": total.to(weight.dtype)}
 
 

@@ -18,7 +18,7 @@ from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import Activation
 from attnzoo.losses.classes import WHOLE, ClassShard
-from attnzoo.losses.potentials import NEG_INF, Potential, potential
+from attnzoo.losses.potentials import NEG_INF, Potential, peaks, potential
 
 VECTORS = ("gain", "offset", "shape", "sink")
 
@@ -72,7 +72,8 @@ def form_losses(
         z.div_(options.softcap).tanh_()
         cap_slope = z.square().neg_().add_(1) if wanted else None
         z.mul_(options.softcap)
-    capped = z.clone() if "gain" in wanted else None
+    # A class with logit −∞ has weight 0, and so no part in the gradient of the gain.
+    capped = z.masked_fill(z == NEG_INF, 0.0) if "gain" in wanted else None
     gain = None if tokens.vectors.gain is None else tokens.vectors.gain[:, None]
     if gain is not None:
         z.mul_(gain)
@@ -81,10 +82,17 @@ def form_losses(
     column, shard = tokens.target[:, None], tokens.shard
     scores = shard.at(z, column)  # of the targets, [n, 1]
     a = _target(tokens, class_weight, options.label_smoothing, z)
+    peak = peaks(z, how, tokens.vectors.sink, shard)
+    if peak is None:
+        relative = scores
+    else:
+        relative = scores - peak[:, None]
+        z.sub_(peak[:, None])
     linear = _LogValues if _has_log_values(how) else _Scores
-    ell = linear(z, scores, a, how, tokens)
-    by_shape = "shape" in wanted
-    found = potential(z, how, tokens.vectors, tokens.hidden, tokens.target, by_shape, shard)
+    ell = linear(z, relative, a, how, tokens)
+    found = potential(
+        z, how, tokens.vectors, tokens.hidden, tokens.target, "shape" in wanted, peak, shard
+    )
     loss = a.total[:, 0] * found.value - ell.value
     by_vector = {name: a.total[:, 0] * x for name, x in found.by_vector.items()}
     for name, x in ell.by_vector.items():

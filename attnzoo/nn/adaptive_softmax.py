@@ -210,13 +210,14 @@ class AdaptiveSoftmax(nn.Module):
             ValueError, TypeError: an argument is wrong; the message names it.
         """
         split = self._split(input, target)
-        count = (split.head_target != IGNORED).sum()
-        output, loss = self.head(split.input, split.head_target)
-        total = loss * count
+        output, mean = self.head(split.input, split.head_target)
+        count = split.counted()
+        # The mean over no tokens is NaN, and its gradient would be NaN too.
+        total = torch.where(count > 0, mean, 0.0) * count
         for rows, (project, layer), own in self._visited(split):
             found = layer(project(split.input[rows]), own)
             output, total = output.index_add(0, rows, found.output), total + found.loss * len(own)
-        return TargetLoss(output.reshape(target.shape), total / count)
+        return TargetLoss(output.reshape(target.shape), _mean(total, count))
 
     if TYPE_CHECKING:
 
@@ -232,7 +233,7 @@ class AdaptiveSoftmax(nn.Module):
             found = layer.loss(project(split.input[rows]), own, inner)
             total = total.index_add(0, rows, found) if inner == "none" else total + found
         if reduction == "mean":
-            return total / (split.head_target != IGNORED).sum()
+            return _mean(total, split.counted())
         return total.reshape(target.shape) if reduction == "none" else total
 
     def logits(self, input: Tensor) -> Tensor:
@@ -295,6 +296,15 @@ class _Split(NamedTuple):
     target: Tensor  # (N,)
     head_target: Tensor  # (N,)
     cluster: Tensor  # (N,), 0 for the head and for ignored tokens, otherwise from 1 to J
+
+    def counted(self) -> Tensor:
+        """The number of tokens that are not ignored, ()."""
+        return (self.head_target != IGNORED).sum()
+
+
+def _mean(total: Tensor, count: Tensor) -> Tensor:
+    """total / count; NaN with gradient 0 if ``count`` is 0."""
+    return torch.where(count > 0, total / count.clamp(min=1), float("nan"))
 
 
 def _sizes(in_features: int, div_value: float, count: int) -> list[int]:

@@ -240,6 +240,10 @@ class OutputLayer(VariantParameters):
 
     def logits(self, input: Tensor) -> Tensor:
         """Logits z of all classes, (*, V), for hidden states (*, d), before ``softcap``."""
+        if is_dtensor(self.weight) and not is_dtensor(input):
+            raise TypeError(f"input must be a DTensor after sharding, got {type(input).__name__}")
+        if not is_dtensor(input):
+            self._checked_input(input)
         return F.linear(input, self.weight, self.bias)
 
     def log_prob(self, input: Tensor) -> Tensor:

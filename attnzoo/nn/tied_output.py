@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from attnzoo.core.checks import shown
 from attnzoo.nn.adaptive_softmax import AdaptiveSoftmax
@@ -50,7 +50,29 @@ class TiedOutput(OutputLayer):
         sizes = embed.embedding_dim, embed.num_embeddings
         super().__init__(*sizes, variant, **{"bias": False, **params})
         del self._parameters["weight"]
+        self.tie(embed)
+
+    def tie(self, embed: Any) -> None:
+        """Reads the matrix from ``embed`` from now on.
+
+        Raises:
+            ValueError: ``embed`` has no weight of shape (V, d).
+        """
+        weight, shape = getattr(embed, "weight", None), (self.num_classes, self.in_features)
+        if not isinstance(weight, Tensor) or weight.shape != shape:
+            came = shown(embed) if not isinstance(weight, Tensor) else tuple(weight.shape)
+            raise ValueError(
+                f"embed must have a weight of shape {shape}, because the output layer shares it, "
+                f"got {came}"
+            )
         self.__dict__["tied"] = embed  # not as a submodule, because the model has it already
+
+    def shard_classes(self, mesh: Any) -> OutputLayer:
+        """Raises a ValueError: the embedding needs all classes."""
+        raise ValueError(
+            "output must not share the embedding's matrix if its classes are sharded: give "
+            "Transformer an OutputLayer as output"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and "tied" in self.__dict__:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from attnzoo.core.call import score_dtype
 from attnzoo.core.checks import (
     check_bool,
     check_dense,
@@ -33,7 +34,7 @@ from attnzoo.nn.segments import (
     restarted,
 )
 from attnzoo.nn.sharding import Sharding
-from attnzoo.nn.tied_output import output_of
+from attnzoo.nn.tied_output import TiedOutput, output_of
 from attnzoo.nn.wrappers import Choice, Wrapper
 
 POSITIONS = ("rope", "p-rope", "alibi", "nape", "none")
@@ -203,6 +204,13 @@ class Transformer(nn.Module):
                 scale = (2 * len(self.layers)) ** -0.5 if ends_branch else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "embed" and isinstance(
+            output := self.__dict__["_modules"].get("output"), TiedOutput
+        ):
+            output.tie(value)
+        super().__setattr__(name, value)
+
     def forward(
         self,
         tokens: Tensor,
@@ -362,11 +370,12 @@ class Transformer(nn.Module):
         return [layer.attend for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     def _rotation(self, positions: Tensor) -> Tensor | None:
-        """cos and sin of RoPE's angles, fp32: (2, N, rotated_pairs) for positions (N,), or
-        (2, B, 1, N, rotated_pairs) for positions (B, N)."""
+        """cos and sin of RoPE's angles, in fp32, or in fp64 for a fp64 model: (2, N, rotated_pairs)
+        for positions (N,), or (2, B, 1, N, rotated_pairs) for positions (B, N)."""
         if not self.rotated_pairs:
             return None
-        pair = torch.arange(self.rotated_pairs, device=positions.device, dtype=torch.float32)
+        dtype = score_dtype(self.embed.weight)
+        pair = torch.arange(self.rotated_pairs, device=positions.device, dtype=dtype)
         angles = positions[..., None] * self.rope_base ** (-2 * pair / self.head_dim)
         if positions.dim() == 2:
             angles = angles[:, None]

@@ -23,6 +23,8 @@ from attnzoo.distributed import (
 )
 from attnzoo.nn import Attention, MultiheadAttention, Transformer
 
+LONG = torch.zeros(1, 4, dtype=torch.long)
+
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
@@ -62,8 +64,11 @@ def test_a_batch_has_positions_labels_and_a_mask(mesh: Any) -> None:
         (lambda m: shard(torch.zeros(1, 4), m, layout="striped"), "layout must be one of zigzag"),
         (lambda m: unshard(torch.zeros(1, 4), m, length=5), "length must be from 0 to 4, got 5"),
         (lambda m: unshard(torch.zeros(1, 3), m), "must be even with layout 'zigzag', got 3"),
+        (lambda m: shard(torch.zeros(1, 3).int(), m, fill=0.5), "fill must be a value of x's"),
+        (lambda m: shard(torch.zeros(1, 3).bool(), m, fill=2), "fill must be a value of x's"),
         (lambda m: shard_batch(torch.zeros(4), m), r"tokens must be \(B, N\), got \(4,\)"),
-        (lambda m: shard_batch(torch.zeros(1, 4), m, labels=torch.zeros(1, 3)), "labels must have"),
+        (lambda m: shard_batch(torch.zeros(2, 0).long(), m), "tokens must hold at least one token"),
+        (lambda m: shard_batch(LONG, m, labels=torch.zeros(1, 3).long()), "labels must have"),
         (lambda m: shard_sequence(nn.Linear(2, 2), m), "must contain an attnzoo.nn.Attention"),
         (lambda m: shard_sequence(Attention("softmax", 2), m, "rings"), "method must be one of"),
         (
@@ -82,6 +87,12 @@ def test_wrong_arguments_raise(mesh: Any, call: Any, text: str) -> None:
 def test_wrong_types_raise(mesh: Any) -> None:
     with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got str"):
         shard(torch.zeros(1, 4), "cpu")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fill must be a number or None, got 'a'"):
+        shard(torch.zeros(1, 3), mesh, fill="a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tokens must be int, got torch.float32"):
+        shard_batch(torch.zeros(1, 4), mesh)
+    with pytest.raises(TypeError, match="labels must be int64, got torch.int32"):
+        shard_batch(LONG, mesh, labels=LONG.int())
     with pytest.raises(TypeError, match=r"module must be a torch.nn.Module, got type"):
         shard_sequence(Attention, mesh)  # type: ignore[type-var]
 

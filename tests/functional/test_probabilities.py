@@ -190,8 +190,22 @@ def test_nan_stays_in_its_row_and_reaches_the_weights(variant: str) -> None:
         assert got[1].isnan().tolist() == [False, False, True, False, False, False]
     else:
         assert got[1].isnan().any()
-    hidden = probabilities(scores, variant, mask=~scores.isnan(), **params)
-    assert not hidden.isnan().any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("variant", ROWS)
+def test_a_value_that_takes_no_part_has_no_effect(variant: str, value: float) -> None:
+    """Also if no entry of the line takes part."""
+    scores, params = rand(3, 6), params_of(variant)
+    mask = torch.ones(3, 6, dtype=torch.bool)
+    mask[1, 2], mask[2] = False, False
+    found = []
+    for given in (scores, scores.masked_fill(~mask, value)):
+        given.requires_grad_()
+        w = probabilities(given, variant, mask=mask, **params)
+        found.append((w, *torch.autograd.grad((w * rand(3, 6, seed=1)).sum(), given)))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert not any(bool(x[2].any()) for x in found[1])
 
 
 @pytest.mark.parametrize("variant", ROWS)

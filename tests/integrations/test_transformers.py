@@ -5,31 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    BartConfig,
-    BartModel,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 import attnzoo
 from attnzoo import get_variant
 from attnzoo.integrations.transformers import convert, revert
 from attnzoo.integrations.transformers.interface import attend
 from attnzoo.integrations.transformers.masks import make_mask
-from helpers.cases import CASES, CAUSAL_ONLY, VARIANTS, params_of
+from helpers.cases import CASES, VARIANTS, params_of
 from helpers.hf_models import (
     DECODERS,
     MODELS,
     bert,
-    clip,
     generate,
     gpt2,
     ids,
@@ -296,105 +285,6 @@ def test_parameter_groups_exclude_scales_from_weight_decay() -> None:
     assert len(network["params"]) + 2 == len(list(model.parameters()))
 
 
-# ---- errors -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "args", "options", "error", "message"),
-    [
-        (llama, ("softmaxx",), {}, ValueError, "'softmaxx'"),
-        (llama, ("cosformer",), {}, TypeError, "requires the parameter 'max_length'"),
-        (llama, ("ssmax",), {"layers": [2]}, ValueError, "layers must be from -2 to 1, got 2"),
-        (llama, ("ssmax",), {"layers": [np.int64(2)]}, ValueError, "layers must be from -2 to 1"),
-        (llama, ("ssmax",), {"layers": "0"}, TypeError, "layers must be a non-empty list"),
-        (llama, ("ssmax",), {"layers": ["x"]}, ValueError, "layers must be among model.layers.0"),
-        (
-            llama,
-            ("entmax",),
-            {"calibrate": {}},
-            ValueError,
-            "'entmax' cannot be calibrated; variants that can: log_n, ssmax",
-        ),
-        (lambda: torch.nn.Linear(2, 2), ("ssmax",), {}, TypeError, "PreTrainedModel, got Linear"),
-        (
-            lambda: llama().to("meta"),
-            ("ssmax",),
-            {},
-            ValueError,
-            "model must have its weights lo",
-        ),
-        (
-            clip,
-            ("ssmax",),
-            {},
-            ValueError,
-            "inputs must be given for CLIPModel, which failed on the default batch with Attrib",
-        ),
-    ],
-)
-def test_wrong_arguments_raise(
-    make: Any, args: tuple, options: dict, error: type, message: str
-) -> None:
-    model = make()
-    with pytest.raises(error, match=message):
-        convert(model, *args, **options)
-    if isinstance(model, LlamaForCausalLM):
-        assert model.config._attn_implementation == "sdpa"
-        assert not hasattr(model.config, "attnzoo")
-
-
-@pytest.mark.parametrize(
-    ("make", "feature"),
-    [
-        (
-            lambda: T5ForConditionalGeneration(
-                T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
-            ),
-            "position_bias.*T5Attention",
-        ),
-    ],
-    ids=["t5"],
-)
-def test_unsupported_features_of_a_model_raise(make: Any, feature: str) -> None:
-    model = make()
-    before = model.config._attn_implementation
-    with pytest.raises(ValueError, match=f"attnzoo does not support {feature}"):
-        convert(model, "ssmax")
-    assert model.config._attn_implementation == before
-
-
-@pytest.mark.parametrize("variant", CAUSAL_ONLY)
-def test_causal_variant_in_an_encoder_raises(variant: str) -> None:
-    model = bert()
-    message = f"model must run .*, but BertModel raised: {variant} .*is_causal must be True"
-    with pytest.raises(ValueError, match=message):
-        convert(model, variant, **params_of(variant))
-    outputs(model)
-
-
-def test_positional_variant_in_cross_attention_raises() -> None:
-    sizes = {"vocab_size": 99, "d_model": 32, "max_position_embeddings": 64}
-    layers = {f"{who}_{what}": n for who in ("encoder", "decoder")
-              for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
-    model = BartModel(BartConfig(**sizes, **layers)).eval()
-    with pytest.raises(ValueError, match="cosformer does not support the cross-attention of Bart"):
-        convert(model, "cosformer", layers=[-1], max_length=64)
-    model(input_ids=ids(), decoder_input_ids=ids(5))
-
-
-def test_revert_of_another_object_raises() -> None:
-    with pytest.raises(TypeError, match="PreTrainedModel, got int"):
-        revert(3)
-
-
-def test_failed_convert_restores_the_config() -> None:
-    model = llama()
-    model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="layers must be"):
-        convert(model, "ssmax", layers=[99])
-    assert model.config._attn_implementation == "eager"
-
-
 def test_a_model_and_its_sub_model_can_be_converted_and_reverted_separately() -> None:
     model = llama()
     convert(model.model, "ssmax")
@@ -402,15 +292,6 @@ def test_a_model_and_its_sub_model_can_be_converted_and_reverted_separately() ->
     convert(model, "ssmax")
     revert(model.model)
     assert not any(".attnzoo." in name for name, _ in model.named_parameters())
-
-
-def test_model_without_attention_raises() -> None:
-    model = MambaModel(
-        MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1, state_size=4)
-    )
-    with pytest.raises(ValueError, match="model.*MambaModel"):
-        convert(model, "ssmax")
-    assert not hasattr(model.config, "attnzoo")
 
 
 def test_unknown_keywords_of_transformers_are_ignored() -> None:

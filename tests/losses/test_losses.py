@@ -133,6 +133,21 @@ def test_huge_logits(setting: str, dtype: torch.dtype) -> None:
         assert violations("losses", found, exact, bounds(inputs)) == []
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize("offset", [1e4, 1e8])
+@pytest.mark.parametrize("variant", ["softmax", "sparsemax", "entmax", "topk"])
+def test_a_common_offset_of_the_logits_loses_no_digits(
+    variant: str, offset: float, options: dict[str, Any]
+) -> None:
+    """Logits of a row differ by at most 12, so that errors are those of numbers below 12."""
+    params = {"top_k": 5} if variant == "topk" else options
+    z = (rand(40, 50).clamp(-2, 2) * 3 + offset).float()
+    y = torch.arange(40)
+    found, exact = (loss(x, y, variant, reduction="none", **params) for x in (z, z.double()))
+    # Rounding of sums of 50 numbers below 12.
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=50 * 12 * 2**-24)
+
+
 @pytest.mark.parametrize("classes", [1, 2, 100, 5000])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_equal_logits(setting: str, classes: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnzoo.losses import linear_loss, loss
+from attnzoo.losses import linear_loss, loss, margin_loss, z_loss
 from helpers.cases import params_of, rand
 from helpers.loss_cases import LOSSES, QUICK, learned, some, targets, tensors
 from helpers.loss_definitions import dense_linear
@@ -303,3 +303,21 @@ def test_loss_of_logits_runs_in_modes() -> None:
             found = loss(z, targets(), variant, reduction=reduction, **params).sum()
             first = torch.autograd.grad(found, z, retain_graph=True)
             same(torch.autograd.grad(found, z), first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [linear_loss, z_loss, margin_loss])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compile_with_operands_that_are_not_contiguous(function: Any) -> None:
+    torch.compiler.reset()
+    options = {"a": 0.1, "b": 10.0} if function is z_loss else {}
+    h, e, y = (
+        rand(8, 6).mT.requires_grad_(),
+        rand(8, 9, seed=1).mT.requires_grad_(),
+        torch.arange(6),
+    )
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    found, wanted = (
+        torch.autograd.grad(run(h, e, y, **options), [h, e]) for run in (compiled, function)
+    )
+    torch.testing.assert_close(found, wanted)

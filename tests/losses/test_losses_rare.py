@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -114,3 +116,33 @@ def test_fields_of_activations_are_checked() -> None:
         Activation("bad", lambda s, shape: s, lambda s, phi, shape: s, integral=3)  # type: ignore
     with pytest.raises(TypeError, match="quadratic must be"):
         Activation("bad", lambda s, shape: s, lambda s, phi, shape: s, quadratic=(1.0,))  # type: ignore
+
+
+def test_a_class_with_logit_minus_infinity_has_no_part_in_the_gradient_of_the_gain() -> None:
+    s = torch.tensor(0.4, requires_grad=True)
+    z, y = torch.tensor([[1.0, 2.0, -torch.inf]]), torch.tensor([0])
+    # ssmax counts the class. Its gain with 3 classes is that of s' = s log 3 / log 2 with 2.
+    (found,) = torch.autograd.grad(loss(z, y, "ssmax", s=s), s)
+    (exact,) = torch.autograd.grad(loss(z[:, :2], y, "ssmax", s=s * math.log2(3)), s)
+    assert float(found) == pytest.approx(float(exact), rel=1e-6)
+    layer = OutputLayer(2, 3, "ssmax", s=0.4, learn=("s",))
+    with torch.no_grad():
+        layer.get_parameter("bias")[2] = -torch.inf
+    (slope,) = torch.autograd.grad(layer.log_prob(torch.ones(1, 2))[0, 0], layer.s)
+    assert slope.isfinite().all()
+
+
+@pytest.mark.parametrize("visible", [7, 2])
+@pytest.mark.parametrize("variant", ["softmax", "entmax", "sigmoid", "taylor"])
+def test_rows_of_masked_classes_may_hold_nan(variant: str, visible: int) -> None:
+    """For a mask that all tokens share. The rows may be the padding of a vocabulary."""
+    h, matrix, y = rand(4, 3).requires_grad_(), rand(10, 3, seed=1), torch.arange(4) % visible
+    matrix[visible:] = torch.nan
+    e = matrix.clone().requires_grad_()
+    mask = torch.arange(10) < visible
+    found = torch.autograd.grad(linear_loss(h, e, y, variant, class_mask=mask), [h, e])
+    few = matrix[:visible].clone().requires_grad_()
+    wanted = torch.autograd.grad(linear_loss(h, few, y, variant), [h, few])
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found[1][:visible], wanted[1], rtol=1e-10, atol=1e-12)
+    assert not found[1][visible:].any()

@@ -177,6 +177,8 @@ def test_ignored_targets_have_no_loss_and_no_gradient() -> None:
     nothing = torch.full((6,), 7)
     assert bool(layer.loss(h, nothing).isnan())
     assert float(layer.loss(h, nothing, "sum").detach()) == 0
+    for one in (layer.loss(h, nothing), layer(h, nothing).loss):
+        assert not any(bool(x.any()) for x in torch.autograd.grad(one, [h, layer.head.weight]))
 
 
 def test_no_tokens_and_single_tokens() -> None:

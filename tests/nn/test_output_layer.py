@@ -176,6 +176,18 @@ def test_16_bits_and_autocast() -> None:
         assert wide.log_prob(h.float()).isfinite().any()
 
 
+@pytest.mark.parametrize(("variant", "options"), [("topk", {"top_k": 3}), ("taylor", {})])
+def test_autocast_of_variants_whose_log_w_needs_all_logits(
+    variant: str, options: dict[str, Any]
+) -> None:
+    layer, y = made(variant, options, torch.float32), targets(5)
+    for dtype in (torch.float32, torch.bfloat16):
+        h = hidden(5, dtype=dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = layer.log_prob(h).gather(1, y[:, None])[:, 0]
+            torch.testing.assert_close(layer(h, y).output, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiles_without_graph_breaks() -> None:
@@ -319,3 +331,7 @@ def test_wrong_sizes_and_targets_raise() -> None:
         layer(hidden(1, dtype=torch.float32), torch.tensor([50]))
     with pytest.raises(ValueError, match="linear_weight must have shape"):
         layer(torch.zeros(1, 3), torch.tensor([0]))
+    with pytest.raises(ValueError, match="linear_weight must have shape"):
+        layer.logits(torch.zeros(1, 3))
+    with pytest.raises(TypeError, match="linear_weight must have the dtype of input"):
+        layer.logits(hidden(1))

@@ -1,4 +1,4 @@
-"""attnzoo.nn.Transformer with segment_ids: packed documents equal the documents one by one."""
+"""attnzoo.nn.Transformer with packed documents and with padding: equal to the documents alone."""
 
 from __future__ import annotations
 
@@ -49,6 +49,22 @@ def test_packed_documents_equal_documents_one_by_one(variant: str, positions: st
         packed = made.states(TOKENS, segment_ids=IDS)
         assert torch.allclose(packed, one_by_one(made), atol=1e-6)
         assert torch.allclose(made(TOKENS, segment_ids=IDS), made.logits(packed))
+
+
+@pytest.mark.parametrize(("variant", "positions"), [*CALLS, ("ssmax", "p-rope"), ("ssmax", "nape")])
+def test_left_padding_does_not_change_the_logits(variant: str, positions: str) -> None:
+    """Features of rotated queries and keys depend on positions, which count no padding."""
+    made = model(variant, positions, **unprojected(variant))
+    padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), TOKENS], dim=1)
+    mask = (torch.arange(19) >= 5).expand(2, 1, 1, 19)
+    with torch.no_grad():
+        expected = made(TOKENS)
+        assert torch.allclose(made(padded, attn_mask=mask)[:, 5:], expected, atol=1e-9)
+        caches, parts = made.new_caches(19), []
+        for start, stop in ((0, 9), (9, 10), (10, 19)):
+            step = padded[:, start:stop]
+            parts.append(made(step, attn_mask=mask[..., :stop], caches=caches))
+        assert torch.allclose(torch.cat(parts, 1)[:, 5:], expected, atol=1e-6)
 
 
 def test_loss_and_gradients_of_a_packed_batch_are_those_of_its_documents() -> None:

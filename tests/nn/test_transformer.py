@@ -112,57 +112,17 @@ def test_caches_do_not_change_the_logits(variant: str, positions: str) -> None:
     assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-5)
 
 
-@pytest.mark.parametrize("positions", ["rope", "p-rope", "alibi", "nape"])
-def test_left_padding_does_not_change_the_logits(positions: str) -> None:
-    """With these position encodings, scores depend on distances between tokens only."""
-    check_left_padding(model("ssmax", positions))
-
-
-@pytest.mark.parametrize("variant", quick_variants(ALL_VARIANTS, ("linear",)))
-def test_left_padding_does_not_change_rotated_features(variant: str) -> None:
-    """Features of rotated queries and keys depend on positions, which count no padding."""
-    check_left_padding(model(variant, **params_of(variant)))
-
-
-def check_left_padding(made: Transformer) -> None:
-    real = tokens()
-    padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), real], dim=1)
-    mask = (torch.arange(19) >= 5).expand(2, 1, 1, 19)
-    with torch.no_grad():
-        for parameter in made.parameters():  # so large that positions matter
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.25)
-        expected = made(real)
-        assert torch.allclose(made(padded, attn_mask=mask)[:, 5:], expected, atol=1e-4)
-        caches, parts = made.new_caches(19), []
-        for start, stop in ((0, 9), (9, 10), (10, 19)):
-            step = padded[:, start:stop]
-            parts.append(made(step, attn_mask=mask[..., :stop], caches=caches))
-        assert torch.allclose(torch.cat(parts, 1)[:, 5:], expected, atol=1e-4)
-
-
-def test_a_double_model_rotates_in_fp64() -> None:
-    from attnzoo.nn.decoder_layer import rotate
-
-    x = torch.randn(1, 1, 3, 8, dtype=torch.float64)
-    rotation = model()._rotation(torch.arange(3))
-    back = torch.stack([rotation[0], -rotation[1]])
-    norm = rotation.double().square().sum(0)  # cos² + sin², which fp32 rounds
-    restored = rotate(rotate(x, rotation), back)
-    assert torch.allclose(restored[..., :4], x[..., :4] * norm, rtol=1e-12)
-
-
 def test_rope_scores_depend_on_distances_only() -> None:
     from attnzoo.nn.decoder_layer import rotate
 
-    made = model(rope_base=100.0)
+    made = model(rope_base=100.0).double()
     q, k = torch.randn(2, 1, 1, 1, 8).double().unbind()
 
     def score(i: int, j: int) -> float:
         rotations = [made._rotation(torch.tensor([at])) for at in (i, j)]
         return float((rotate(q, rotations[0]) * rotate(k, rotations[1])).sum())
 
-    assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
+    assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-12)
     assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-4)
     # With D = 8, RoPE rotates features 0 and 4, the first pair, by one radian per token.
     x = torch.zeros(1, 1, 1, 8)
@@ -344,6 +304,20 @@ def test_training_with_a_sparse_output_layer_lowers_its_loss() -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 3
     assert bool((made.output.log_prob(made.states(cycle)) == -torch.inf).any())
+
+
+def test_a_new_embedding_is_shared_with_the_output_layer() -> None:
+    made = model()
+    made.embed = torch.nn.Embedding(20, 32)
+    assert any(p is made.output.weight for p in made.parameters())
+    other = model()
+    other.load_state_dict(made.state_dict())
+    with torch.no_grad():
+        assert torch.equal(other(tokens()), made(tokens()))
+    with pytest.raises(ValueError, match=r"embed must have a weight of shape \(20, 32\)"):
+        made.embed = torch.nn.Embedding(25, 32)
+    with pytest.raises(ValueError, match="give Transformer an OutputLayer"):
+        made.output.shard_classes(None)
 
 
 @pytest.mark.parametrize(
