@@ -52,6 +52,9 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         the order of ``model.modules()``. A model that is a single layer has the number 0. For
         another number use `MultiheadAttention.of`.
 
+        Subclasses of torch's layer are not replaced. If you replace single layers of a
+        `torch.nn.TransformerEncoder`, set its ``use_nested_tensor`` to False.
+
         A variant that supports causal calls only raises a ValueError when a layer calls it without
         ``is_causal``, as attention to another sequence does. Replace the other layers one by one::
 
