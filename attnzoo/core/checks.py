@@ -36,11 +36,17 @@ def is_finite(x: float, dtype: torch.dtype = torch.float64) -> bool:
 
 def is_readable(x: Tensor) -> bool:
     """Whether the values can be read without stalling a GPU or breaking a graph or transform."""
-    return (
-        x.is_cpu
-        and not torch.compiler.is_compiling()
-        and not isinstance(x, FakeTensor)
-        and not is_functorch_wrapped_tensor(x)
+    return x.is_cpu and has_values(x)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether x has values that Python may branch on: not on meta, in a graph or in a transform."""
+    return not (
+        x.is_meta
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or isinstance(x, FakeTensor)
+        or is_functorch_wrapped_tensor(x)
     )
 
 

@@ -222,11 +222,9 @@ def get_variant(name: str) -> Variant:
         'Nakanishi 2025, arXiv:2501.19399'
     """
     if not isinstance(name, str):
-        hint = ""
-        if isinstance(name, torch.Tensor):
-            # The fourth argument of scaled_dot_product_attention and of linear_cross_entropy.
-            hint = "; pass a mask as attn_mask=… and a bias as linear_bias=…"
-        raise TypeError(f"variant must be a name from list_variants(), got {shown(name)}{hint}")
+        # The fourth argument of scaled_dot_product_attention is the mask.
+        mask = "; pass a mask as attn_mask=…" if isinstance(name, torch.Tensor) else ""
+        raise TypeError(f"variant must be a name from list_variants(), got {shown(name)}{mask}")
     if name not in _VARIANTS:
         known = list_variants()
         # A list of all names would hide a suggestion.

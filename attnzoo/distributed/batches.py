@@ -48,6 +48,8 @@ def shard(
     """
     ranks = ranks_of(mesh)
     _check_dim(x, dim)
+    if fill is not None:
+        _check_fill(fill, x.dtype)
     step = shards_of(layout, ranks.count, 0).per_rank * ranks.count
     missing = -x.shape[dim] % step
     if missing:
@@ -56,7 +58,6 @@ def shard(
                 f"x must have a multiple of {step} tokens along dim {dim}, got {x.shape[dim]}; "
                 "pass fill to pad it"
             )
-        _check_fill(fill, x.dtype)
         shape = list(x.shape)
         shape[dim] = missing
         x = torch.cat([x, x.new_full(shape, fill)], dim=dim)
@@ -113,10 +114,10 @@ def _check_fill(fill: Any, dtype: torch.dtype) -> None:
         raise TypeError(f"fill must be a number or None, got {shown(fill)}")
     if dtype.is_floating_point or dtype.is_complex:
         return
-    limits = range(2)
+    low, high = 0, 1
     if dtype != torch.bool:
-        limits = range(torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1)
-    if not math.isfinite(value) or value not in limits:
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    if not math.isfinite(value) or int(value) != value or not low <= value <= high:
         raise ValueError(f"fill must be a value of x's dtype {dtype}, got {shown(fill)}")
 
 

@@ -160,10 +160,11 @@ def check_class_weight(weight: Any, classes: int, like: Tensor) -> Tensor:
         )
     if weight.requires_grad:
         raise ValueError("weight must not require a gradient; pass weight.detach()")
-    right = weight.isfinite() & (weight >= 0)
-    if is_readable(weight) and not bool(right.all()):
-        wrong = float(weight[~right][0])
-        raise ValueError(f"weight must be finite and >= 0 throughout, got {wrong:.6g}")
+    if is_readable(weight):
+        right = weight.isfinite() & (weight >= 0)
+        if not bool(right.all()):
+            wrong = float(weight[~right][0])
+            raise ValueError(f"weight must be finite and >= 0 throughout, got {wrong:.6g}")
     return weight.to(score_dtype(like))
 
 

@@ -123,18 +123,15 @@ def chunk_logits(layer: Layer, part: slice | Tensor, out: Tensor) -> Tensor:
 
 
 def _usable_classes(layer: Layer) -> Tensor | None:
-    """The visible classes if only they may be read, or if they are few. None: all classes.
+    """The visible classes, if rows of other classes are not finite. None: all may be read.
 
-    The rows of hidden classes may hold NaN, which a product with 0 would pass on.
+    A product with 0 would pass on NaN.
     """
     weight, mask = layer.weight, layer.class_mask
     if weight is None or mask is None or len(mask) > 1:
         return None
-    visible, hidden = mask[0].nonzero()[:, 0], (~mask[0]).nonzero()[:, 0]
-    few = 2 * len(visible) < len(weight)
-    if not few and all(bool(weight[some].isfinite().all()) for some in hidden.split(CLASSES)):
-        return None
-    return visible
+    finite = [(weight[c].isfinite().all(1) | mask[0, c]).all() for c in _classes(weight)]
+    return None if bool(torch.stack(finite).all()) else mask[0].nonzero()[:, 0]
 
 
 def _propagate(

@@ -94,15 +94,20 @@ def _log_weights(z: Tensor, found: BoundForm, params: dict[str, Any]) -> Tensor:
     assert not isinstance(gain, FromStatistics)
     vector = found.vector(gain)
     assert vector is not None
-    # A class with logit −∞ keeps it, and has no part in the gradient of the gain.
-    off = z == NEG_INF
-    s = (z.masked_fill(off, 0.0) * vector[:, None]).masked_fill(off, NEG_INF)
+    if vector.requires_grad:  # a class with logit −∞ has no part in the gradient of the gain
+        off = z == NEG_INF
+        s = (z.masked_fill(off, 0.0) * vector[:, None]).masked_fill(off, NEG_INF)
+    else:
+        s = z * vector[:, None]
     if form.normalize == "select":
         s = s.masked_fill(~kept(s.detach(), form.keep), NEG_INF)
-    # Unlike log(softmax), this is accurate where w underflows.
+    # Unlike log(softmax), this is accurate where w underflows. The difference of two large numbers
+    # would lose digits.
+    peak = s.detach().amax(-1, keepdim=True)
+    s = s - peak
     lse = s.logsumexp(-1, keepdim=True)
     if sink is not None:
-        lse = torch.logaddexp(lse, sink[:, None])
+        lse = torch.logaddexp(lse, sink[:, None] - peak)
     return s - lse
 
 
@@ -120,10 +125,6 @@ def target_log_probabilities(
     They are computed from ``stats`` if possible. Otherwise logits are computed again, for some
     tokens at a time.
     """
-    # As in the loss, before autocast is disabled.
-    input, weight = cast_by_autocast(input, head.weight)
-    bias = None if head.bias is None else cast_by_autocast(head.bias)[0]
-    head = head._replace(weight=weight, bias=bias)
     flat = input.detach().reshape(-1, input.shape[-1])
     score = stats.target_score.reshape(-1)
     with in_full_precision(input.device):
@@ -139,7 +140,9 @@ def target_log_probabilities(
             assert offset is not None
             log_w = form.activation.value(score - offset, shape).log()
         else:
-            log_w = _by_chunks(flat, head, target.reshape(-1), ignore_index)
+            log_w = None
+    if log_w is None:  # outside of the context, because these logits follow autocast
+        log_w = _by_chunks(flat, head, target.reshape(-1), ignore_index)
     ignored = target == ignore_index
     return log_w.reshape(target.shape).masked_fill(ignored, float("nan"))
 

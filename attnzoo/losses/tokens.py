@@ -67,6 +67,8 @@ def form_losses(
     options: Options,
 ) -> dict[str, Tensor]:  # fmt: skip
     """`chunks.Rule` of the losses above."""
+    if tokens.hidden is not None:  # the logits of hidden classes may be NaN
+        z.masked_fill_(tokens.hidden, 0.0)
     cap_slope = None
     if options.softcap is not None:
         z.div_(options.softcap).tanh_()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnzoo.core.checks import runs_eagerly
+from attnzoo.core.checks import has_values
 
 
 def attended_keys(
@@ -24,11 +24,18 @@ def attended_keys(
         return F.pad(~mask, (0, extra), value=True)
     # Torch's encoder layers turn bool masks into float masks of 0 and −∞. These become bool again,
     # except where the values cannot be read, as in a compiled graph.
-    if runs_eagerly() and not mask.is_meta:
-        blocked = mask == float("-inf")
-        if bool((blocked | (mask == 0)).all()):
-            return F.pad(~blocked, (0, extra), value=True)
-    return F.pad(mask, (0, extra))
+    visible = as_bool(mask, mask == float("-inf"))
+    return F.pad(mask, (0, extra)) if visible is None else F.pad(visible, (0, extra), value=True)
+
+
+def as_bool(mask: Tensor, hidden: Tensor) -> Tensor | None:
+    """The keys that a float mask does not hide, if it adds nothing to their scores; else None.
+
+    Also None if the values of the mask cannot be read.
+    """
+    if has_values(mask) and bool((hidden | (mask == 0)).all()):
+        return ~hidden
+    return None
 
 
 def both_masks(a: Tensor | None, b: Tensor | None) -> Tensor | None:

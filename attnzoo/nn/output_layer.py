@@ -240,10 +240,12 @@ class OutputLayer(VariantParameters):
 
     def logits(self, input: Tensor) -> Tensor:
         """Logits z of all classes, (*, V), for hidden states (*, d), before ``softcap``."""
-        if is_dtensor(self.weight) and not is_dtensor(input):
-            raise TypeError(f"input must be a DTensor after sharding, got {type(input).__name__}")
-        if not is_dtensor(input):
+        if not is_dtensor(self.weight):
             self._checked_input(input)
+        elif not is_dtensor(input):
+            raise TypeError(
+                f"input must be a DTensor if the weight is one, got a {type(input).__name__}"
+            )
         return F.linear(input, self.weight, self.bias)
 
     def log_prob(self, input: Tensor) -> Tensor:
@@ -277,8 +279,10 @@ class OutputLayer(VariantParameters):
 
     def _checked_input(self, input: Tensor) -> Tensor:
         """The input, in the dtype of autocast if that is on; raises unless it fits the layer."""
-        input, weight = cast_by_autocast(input, self.weight)
-        check_layer(input, weight, None if self.bias is None else cast_by_autocast(self.bias)[0])
+        # One class suffices for the check. A cast of all would be in vain.
+        bias = None if self.bias is None else cast_by_autocast(self.bias[:1])[0]
+        input, weight = cast_by_autocast(input, self.weight[:1])
+        check_layer(input, weight, bias)
         return input
 
     def _head(self) -> Head:

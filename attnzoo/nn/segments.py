@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,11 +19,15 @@ def restarted(segment_ids: Tensor) -> Tensor:
     return at - at.masked_fill(~starts, 0).cummax(dim=1).values
 
 
-def is_key_mask(mask: Any) -> bool:
-    """Whether a mask is bool (B, 1, 1, Nk) or (1, 1, 1, Nk), with keys."""
+def is_key_mask(mask: Any, tokens: Tensor) -> TypeGuard[Tensor]:
+    """Whether a mask is a bool key mask (B, 1, 1, Nk) or (1, 1, 1, Nk) for tokens (B, N).
+
+    The attention checks masks and raises for those that are wrong.
+    """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
         return False
-    return mask.shape[1] == mask.shape[2] == 1 and mask.shape[3] > 0
+    fits = mask.shape[0] in (1, len(tokens)) and mask.device == tokens.device
+    return fits and mask.shape[1] == mask.shape[2] == 1 and mask.shape[3] > 0
 
 
 def first_visible(key_mask: Tensor) -> Tensor:

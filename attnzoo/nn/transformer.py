@@ -300,7 +300,7 @@ class Transformer(nn.Module):
             at = torch.arange(start, start + count, device=tokens.device)
         else:
             at = sharding.positions(count, tokens.device)
-        if attn_mask is None or not is_key_mask(attn_mask):  # the attention checks the mask
+        if not self.rotated_pairs or not is_key_mask(attn_mask, tokens):
             return at
         return at - first_visible(attn_mask if sharding is None else sharding.whole(attn_mask, -1))
 

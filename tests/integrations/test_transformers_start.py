@@ -117,6 +117,13 @@ def test_calibrate_and_inputs_accept_each_type_of_batch(name: str, batch: Any) -
     assert torch.allclose(scale(model), expected.expand(4))
 
 
+def test_inputs_may_be_results_of_the_model() -> None:
+    """They need not be leaves of the graph."""
+    model = llama()
+    convert(model, "ssmax", inputs={"inputs_embeds": model.get_input_embeddings()(ids())})
+    assert outputs(model).isfinite().all()
+
+
 def test_calibrate_averages_over_the_rows_of_all_batches() -> None:
     batches = [{"input_ids": ids(12), "attention_mask": left_padding()}, ids(30)]
     actual = scale(convert(llama(), "ssmax", calibrate=batches))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import attnzoo
 from attnzoo import Activation, Pairwise, Variant
@@ -133,16 +135,24 @@ def test_a_class_with_logit_minus_infinity_has_no_part_in_the_gradient_of_the_ga
 
 
 @pytest.mark.parametrize("visible", [7, 2])
-@pytest.mark.parametrize("variant", ["softmax", "entmax", "sigmoid", "taylor"])
+@pytest.mark.parametrize("variant", ["softmax", "ssmax", "entmax", "sigmoid", "taylor"])
 def test_rows_of_masked_classes_may_hold_nan(variant: str, visible: int) -> None:
     """For a mask that all tokens share. The rows may be the padding of a vocabulary."""
-    h, matrix, y = rand(4, 3).requires_grad_(), rand(10, 3, seed=1), torch.arange(4) % visible
-    matrix[visible:] = torch.nan
-    e = matrix.clone().requires_grad_()
-    mask = torch.arange(10) < visible
-    found = torch.autograd.grad(linear_loss(h, e, y, variant, class_mask=mask), [h, e])
-    few = matrix[:visible].clone().requires_grad_()
-    wanted = torch.autograd.grad(linear_loss(h, few, y, variant), [h, few])
-    torch.testing.assert_close(found[0], wanted[0], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found[1][:visible], wanted[1], rtol=1e-10, atol=1e-12)
-    assert not found[1][visible:].any()
+    h, y, mask = rand(4, 3).requires_grad_(), torch.arange(4) % visible, torch.arange(10) < visible
+    params: dict[str, Any] = {"softcap": 5.0}
+    if variant == "ssmax":
+        params["s"] = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+    found = []
+    for count in (10, visible):
+        e, b = rand(10, 3, seed=1)[:count], rand(10, seed=2)[:count]
+        e[visible:], b[visible:] = torch.nan, torch.nan
+        leaves = [h, *(x for x in params.values() if isinstance(x, Tensor)), e, b]
+        one = linear_loss(
+            h, e.requires_grad_(), y, variant, linear_bias=b.requires_grad_(),
+            class_mask=mask if count == 10 else None, **params,
+        )  # fmt: skip
+        found.append([one, *torch.autograd.grad(one, leaves)])
+    for with_mask, without in zip(*found, strict=True):
+        part = with_mask if with_mask.shape == without.shape else with_mask[:visible]
+        torch.testing.assert_close(part, without, rtol=1e-10, atol=1e-12)
+    assert not any(bool(x[visible:].any()) for x in found[0][-2:])

@@ -1,9 +1,8 @@
-"""attnzoo.nn.MultiheadAttention equals torch's layer; replace() puts it into a model."""
+"""attnzoo.nn.MultiheadAttention equals torch's layer."""
 
 from __future__ import annotations
 
 import copy
-from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch.nn.utils.parametrizations
 from torch import Tensor, nn
 
 import attnzoo
-from attnzoo.nn import MultiheadAttention, replace
+from attnzoo.nn import MultiheadAttention
 from helpers.cases import VARIANTS, params_of, rand
 
 E, H = 12, 3
@@ -213,111 +212,12 @@ def test_wrong_forward_arguments_raise(change: dict, error: type, message: str) 
         layer(**{**given, **change})
 
 
-# ---- replace ----------------------------------------------------------------------------------
-
-
-def encoder(**options: Any) -> nn.TransformerEncoder:
-    torch.manual_seed(1)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, **options)
-    return nn.TransformerEncoder(layer, 2)
-
-
-# Torch warns if it runs its fused path for encoders, and also if that path is disabled.
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:enable_nested")
-@pytest.mark.parametrize(("training", "norm_first"), list(product((True, False), repeat=2)))
-def test_encoder_with_softmax_is_unchanged(training: bool, norm_first: bool) -> None:
-    """In eval mode without gradients, torch's own encoder runs its fused path."""
-    theirs = encoder(norm_first=norm_first).train(training)
-    ours = replace(copy.deepcopy(theirs), "softmax")
-    x = rand(2, 7, 16).float()
-    padding = torch.arange(7).expand(2, 7) >= torch.tensor([[7], [5]])
-    later = nn.Transformer.generate_square_subsequent_mask(7)
-    visible = ~padding[..., None]
-    with torch.set_grad_enabled(training):
-        for options in ({}, {"src_key_padding_mask": padding}, {"mask": later, "is_causal": True}):
-            actual, expected = ours(x, **options), theirs(x, **options)
-            rows = visible if "src_key_padding_mask" in options else torch.ones_like(visible)
-            assert torch.allclose(actual * rows, expected * rows, atol=1e-5)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_encoder_does_not_use_torchs_fused_path(variant: str) -> None:
-    """Outputs in eval mode without gradients equal those in training."""
-    model = replace(encoder(), variant, **params_of(variant))
-    x = rand(2, 7, 16).float()
-    padding = torch.arange(7).expand(2, 7) >= torch.tensor([[7], [5]])
-    trained = model(x, src_key_padding_mask=padding)
-    trained.sum().backward()
-    with torch.no_grad():
-        assert torch.allclose(model.eval()(x, src_key_padding_mask=padding), trained, atol=1e-5)
-
-
-def test_replace_keeps_the_parameter_tensors() -> None:
-    model = nn.Transformer(16, 4, 1, 1, 32, batch_first=True)
-    before = dict(model.named_parameters())
-    replace(model, "ssmax", s=0.3)
-    after = dict(model.named_parameters())
-    assert all(after[name] is before[name] for name in before)
-    new = set(after) - set(before)
-    layers = ("encoder.layers.0.self_attn", "decoder.layers.0.self_attn",
-              "decoder.layers.0.multihead_attn")  # fmt: skip
-    assert new == {f"{name}.attend.s" for name in layers}
-    x = rand(2, 5, 16).float()
-    model(x, x).sum().backward()
-
-
-def test_replace_keeps_shared_layers_shared_and_returns_a_single_layer() -> None:
-    layer = nn.MultiheadAttention(16, 4)
-    model = nn.ModuleList([layer, layer])
-    replace(model, "softmax")
-    assert model[0] is model[1]
-    assert isinstance(replace(layer, "softmax"), MultiheadAttention)
-
-
-def test_replacing_twice_exchanges_the_variant() -> None:
-    """The second call replaces the remaining torch layers and changes the encoder's variant."""
-    model = nn.Transformer(16, 4, 1, 1, 32, batch_first=True, dropout=0.0).eval()
-    once = replace(copy.deepcopy(model), "entmax", alpha=1.3)
-    replace(model.encoder, "ssmax")
-    before = dict(model.named_parameters())
-    assert replace(model, "entmax", alpha=1.3) is model
-    after = dict(model.named_parameters())
-    assert all(after[name] is before[name] for name in after)
-    assert set(before) - set(after) == {"encoder.layers.0.self_attn.attend.s"}
-    x = rand(2, 5, 16).float()
-    assert torch.equal(model(x, x), once(x, x))
-    layer = MultiheadAttention(16, 4, variant="sink")
-    assert replace(layer, "ssmax") is layer
-    assert layer.attend.variant == "ssmax"
-    with pytest.raises(TypeError, match="max_length"):
-        replace(model, "cosformer")
-    assert torch.equal(model(x, x), once(x, x))
-
-
 @pytest.mark.parametrize("name", ["query", "key", "value", "key_padding_mask", "attn_mask"])
 def test_lists_instead_of_tensors_raise(name: str) -> None:
     x = torch.randn(2, 5, 16)
     given = {"query": x, "key": x, "value": x, name: [[0.0]]}
     with pytest.raises(TypeError, match=f"^{name} must be a tensor, got list"):
         MultiheadAttention(16, 4, batch_first=True)(**given)
-
-
-def test_failed_replace_changes_nothing() -> None:
-    model = encoder()
-    with pytest.raises(TypeError, match="max_length"):
-        replace(model, "cosformer")
-    assert type(model.layers[0].self_attn) is nn.MultiheadAttention
-    with pytest.raises(ValueError, match=r"a torch\.nn\.MultiheadAttention, got a Linear"):
-        replace(nn.Linear(2, 2), "ssmax")
-
-
-def test_replace_of_hooked_or_parametrized_layers_raises() -> None:
-    hooked, normed = nn.MultiheadAttention(16, 4), nn.MultiheadAttention(16, 4)
-    hooked.register_forward_hook(lambda *args: None)
-    torch.nn.utils.parametrizations.weight_norm(normed.out_proj)
-    for layer, message in ((hooked, "has hooks"), (normed, "parametrizations.weight")):
-        with pytest.raises(ValueError, match=message):
-            replace(nn.ModuleList([layer]), "softmax")
 
 
 def test_output_equals_torchs_if_is_causal_contradicts_the_mask() -> None:
@@ -359,15 +259,6 @@ def test_float_masks_whose_values_cannot_be_read() -> None:
     assert torch.allclose(traced(both[1]), expected[1], atol=1e-6)
     x, layer = x.to("meta"), layer.to("meta")
     assert call(later.to("meta")).shape == (1, 5, 16)
-
-
-def test_nested_inputs_of_torchs_encoder_raise() -> None:
-    model = encoder().eval()
-    model.layers[1].self_attn = replace(model.layers[1].self_attn, "softmax")
-    padding = torch.zeros(2, 6, dtype=torch.bool)
-    padding[1, 4:] = True
-    with torch.no_grad(), pytest.raises(TypeError, match="give replace the whole TransformerEnco"):
-        model(rand(2, 6, 16).float(), src_key_padding_mask=padding)
 
 
 def test_compiles_as_one_graph() -> None:

@@ -143,6 +143,22 @@ def test_log_prob_of_softmax_is_exact_where_probabilities_underflow() -> None:
     assert layer(torch.ones(1, 1), y).output.tolist() == [-500.0]
 
 
+@pytest.mark.parametrize(("variant", "options"), [("softmax", {}), ("topk", {"top_k": 3})])
+def test_a_common_offset_of_the_logits_loses_no_digits_of_log_prob(
+    variant: str, options: dict[str, Any]
+) -> None:
+    layer, h = made(variant, options, torch.float32), hidden(5, dtype=torch.float32)
+    with torch.no_grad():
+        layer.bias.fill_(1e6)  # type: ignore[union-attr]
+        z = layer.logits(h)
+        found = OutputLayer(CLASSES, CLASSES, variant, bias=False, **options)
+        found.weight.copy_(torch.eye(CLASSES))
+        given = found.log_prob(z)
+    expected = torch.log(attnzoo.probabilities(z.double(), variant, **options))
+    # Rounding of sums of 50 terms, for log w above -20.
+    torch.testing.assert_close(given.double(), expected, rtol=0, atol=50 * 20 * 2**-24)
+
+
 @pytest.mark.parametrize(("variant", "options"), [LAYERS[0], LAYERS[6], LAYERS[11], LAYERS[12]])
 def test_ignored_targets_have_output_nan_and_no_loss(variant: str, options: dict[str, Any]) -> None:
     layer, h, y = made(variant, {**options, "ignore_index": -1}), hidden(6), targets(6)

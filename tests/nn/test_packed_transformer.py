@@ -67,6 +67,11 @@ def test_left_padding_does_not_change_the_logits(variant: str, positions: str) -
         assert torch.allclose(torch.cat(parts, 1)[:, 5:], expected, atol=1e-6)
 
 
+def test_a_key_mask_of_another_batch_raises_the_error_of_the_attention() -> None:
+    with pytest.raises(ValueError, match=r"attn_mask must broadcast to \(B, H, Nq, Nk\)"):
+        model()(TOKENS, attn_mask=torch.ones(3, 1, 1, 14, dtype=torch.bool))
+
+
 def test_loss_and_gradients_of_a_packed_batch_are_those_of_its_documents() -> None:
     target = TOKENS.roll(-1, 1)
     for row, span in DOCUMENTS:

@@ -111,8 +111,6 @@ def check_model(model: Any) -> None:
             f"model must use transformers' AttentionInterface, which {type(model).__name__} does "
             "not"
         )
-    if (parameters := list(model.parameters())) and all(x.is_meta for x in parameters):
-        raise ValueError("model must have its weights loaded, but they are on meta")
 
 
 def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:
@@ -132,6 +130,12 @@ def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:
         "v_dim": call.v_dim,
         "layer": layer if isinstance(layer, int) and is_int(layer) else call.number,
     }
+
+
+def check_has_weights(model: Any) -> None:
+    """Raises if all weights of the model are on meta."""
+    if (parameters := list(model.parameters())) and all(x.is_meta for x in parameters):
+        raise ValueError("model must have its weights loaded, but they are on meta")
 
 
 def check_loaded(name: str, module: Any) -> None:

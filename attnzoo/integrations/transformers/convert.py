@@ -11,6 +11,7 @@ from torch import Tensor
 from attnzoo.core.checks import plain
 from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.integrations.transformers.checks import (
+    check_has_weights,
     check_loaded,
     check_logits,
     check_model,
@@ -131,6 +132,7 @@ def convert(
         model cast to bf16 as a whole the parameters are bf16 too; gains are computed in fp32.
     """
     check_model(model)
+    check_has_weights(model)
     check_own(variant, params)
     for other, given in (("start", start), ("inputs", inputs)):
         if calibrate is not None and given is not None:
@@ -185,8 +187,7 @@ def _attach_and_try(
     before, undo = implementations(model), []
     try:
         attach(model, children, undo)
-        # A copy, because the model may append to a cache in the batch.
-        _run_once(model, copy.deepcopy(batches[:1]))
+        _run_once(model, _with_own_caches(batches[0]))
     except BaseException:
         for function in reversed(undo):
             function()
@@ -194,9 +195,14 @@ def _attach_and_try(
         raise
 
 
-def _run_once(model: Any, batches: list[dict[str, Any]]) -> None:
+def _with_own_caches(batch: dict[str, Any]) -> dict[str, Any]:
+    """The same tensors, and copies of all else, because the model may append to a cache."""
+    return copy.deepcopy(batch, {id(x): x for x in batch.values() if isinstance(x, Tensor)})
+
+
+def _run_once(model: Any, batch: dict[str, Any]) -> None:
     try:
-        run(model, batches)
+        run(model, [batch])
     except Exception as error:
         raise ValueError(
             f"model must run after the conversion, but {type(model).__name__} raised: {error}"

@@ -35,8 +35,9 @@ from transformers.masking_utils import (
 )
 
 from attnzoo.core.arguments import Segments, Window
-from attnzoo.core.checks import is_int, runs_eagerly
+from attnzoo.core.checks import is_int
 from attnzoo.core.registry import get_variant
+from attnzoo.nn.masks import as_bool
 
 NAME = "attnzoo"
 PADDING = torch.iinfo(torch.int32).max  # the segment of padding after the segments
@@ -186,9 +187,8 @@ def _other_mask(mask: Tensor) -> Tensor:
         return mask
     # Models hide keys with the most negative finite number instead of -inf.
     hidden = mask <= torch.finfo(mask.dtype).min / 2
-    if runs_eagerly() and not mask.is_meta and bool((hidden | (mask == 0)).all()):
-        return ~hidden
-    return mask.masked_fill(hidden, float("-inf"))
+    visible = as_bool(mask, hidden)
+    return mask.masked_fill(hidden, float("-inf")) if visible is None else visible
 
 
 # ---- mask functions of transformers ------------------------------------------------------------

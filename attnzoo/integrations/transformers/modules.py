@@ -43,26 +43,26 @@ def attention_modules(
 
 
 def _run_or_ask(model: Any, batches: list[dict[str, Any]] | None) -> None:
-    """As `run`. Raises a ValueError that asks for inputs if the model rejects a minimal batch."""
-    try:
+    """As `run`. If the model fails on a minimal batch, the error says how to give another one."""
+    if batches is not None:
         run(model, batches)
-    except ValueError:  # of this package: the model's attention is not supported
-        raise
+        return
+    batch = minimal_batch(model)
+    try:
+        run(model, [batch])
     except Exception as error:
-        if batches is not None:
-            raise
         raise ValueError(
-            f"inputs must be given for {type(model).__name__}, which failed on the default batch "
-            f"with {type(error).__name__}: {error}"
+            f"{type(model).__name__} failed on the default batch; if it needs other inputs, give "
+            f"them as inputs=. {type(error).__name__}: {error}"
         ) from error
 
 
-def run(model: Any, batches: list[dict[str, Any]] | None) -> None:
-    """Runs the model in evaluation mode, without gradients. None is a minimal batch."""
+def run(model: Any, batches: list[dict[str, Any]]) -> None:
+    """Runs the model in evaluation mode, without gradients."""
     training = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
-            for batch in [minimal_batch(model)] if batches is None else batches:
+            for batch in batches:
                 model.eval()(**batch)
     finally:
         for module, before in training.items():
