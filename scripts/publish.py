@@ -83,7 +83,7 @@ def publish(args: argparse.Namespace) -> list[Path]:
         raise UsageError(f"--name must be {tasks[0]} or {tasks[0]}.OTHER-WORDS, got {name!r}")
     written: dict[Path, str | bytes] = {
         args.to / f"{name}.csv": _summary(rows),
-        args.to / f"{name}.json": json.dumps(made, indent=1, ensure_ascii=False) + "\n",
+        args.to / f"{name}.json": _json(made),
     }
     old: set[Path] = set()
     if is_pretrained(rows[0]):
@@ -114,6 +114,13 @@ def _only(found: Sequence[tuple[str, T]]) -> list[T]:
             f"DIR must have results with equal settings, got {len(found)} groups: {several}"
         )
     return [group for _, group in found]
+
+
+def _json(made: dict[str, Any]) -> str:
+    """JSON with the scores of all seeds at a length on one line."""
+    text = json.dumps(made, indent=1, ensure_ascii=False)
+    scores = re.compile(r'\{\s*("\d+": [-+.e\d]+(?:,\s*"\d+": [-+.e\d]+)*)\s*\}')
+    return scores.sub(lambda found: "{" + " ".join(found[1].split()) + "}", text) + "\n"
 
 
 def _of_lengths(rows: Sequence[Row]) -> bool:
