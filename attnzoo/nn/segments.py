@@ -22,7 +22,7 @@ def restarted(segment_ids: Tensor) -> Tensor:
 def is_key_mask(mask: Any, tokens: Tensor) -> TypeGuard[Tensor]:
     """Whether a mask is a bool key mask (B, 1, 1, Nk) or (1, 1, 1, Nk) for tokens (B, N).
 
-    The attention checks masks and raises for those that are wrong.
+    If it is not, the attention says what is wrong with the mask.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
         return False

@@ -370,8 +370,8 @@ class Transformer(nn.Module):
         return [layer.attend for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     def _rotation(self, positions: Tensor) -> Tensor | None:
-        """cos and sin of RoPE's angles, in fp32, or in fp64 for a fp64 model: (2, N, rotated_pairs)
-        for positions (N,), or (2, B, 1, N, rotated_pairs) for positions (B, N)."""
+        """cos and sin of RoPE's angles, in fp32, or in fp64 for an fp64 model: (2, N,
+        rotated_pairs) for positions (N,), or (2, B, 1, N, rotated_pairs) for positions (B, N)."""
         if not self.rotated_pairs:
             return None
         dtype = score_dtype(self.embed.weight)

@@ -305,7 +305,8 @@ def revert(model: ModelT) -> ModelT:
         The model with its former attention implementation.
 
     Raises:
-        ValueError, TypeError: the model was not converted.
+        ValueError: the model was not converted.
+        TypeError: the model is not a `transformers.PreTrainedModel`.
 
     Example:
         >>> import transformers

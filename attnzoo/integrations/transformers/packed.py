@@ -25,13 +25,11 @@ class _Found:
 
     def __init__(self, source: Tensor, shape: tuple[int, int], segments: Segments) -> None:
         self.source, self.shape, self.segments = weakref.ref(source), shape, segments
-        self.version = 0 if source.is_inference() else source._version
+        self.version = source._version
         self.layers: set[int] = set()
 
     def is_of(self, source: Tensor, shape: tuple[int, int]) -> bool:
         """Whether the segments are those of this tensor with its present values."""
-        if source.is_inference():  # it does not count writes
-            return False
         same = self.source() is source and self.shape == shape
         return same and self.version == source._version
 
@@ -103,7 +101,7 @@ def _once(module: nn.Module, source: Tensor, shape: tuple[int, int], make: Any) 
     A layer that asks twice starts another forward.
     """
     global _found
-    if not runs_eagerly():
+    if not runs_eagerly() or source.is_inference():  # an inference tensor does not count writes
         return make(source, shape)
     found = _found
     if found is None or not found.is_of(source, shape) or id(module) in found.layers:
