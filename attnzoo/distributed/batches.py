@@ -175,7 +175,7 @@ IGNORED = -100  # a label without a loss
 def shard_batch(
     tokens: Tensor, mesh: DeviceMesh, *, layout: Layout = "zigzag", labels: Tensor | None = None
 ) -> Batch:
-    """Share out a batch of token sequences for language modelling.
+    """Shard a batch of token sequences for language modelling.
 
     Args:
         tokens: int (B, N), equal on all ranks.

@@ -37,7 +37,7 @@ def context_parallel_attention(
     backend: str | None = None,
     **arguments: Any,
 ) -> Any:
-    """`attnzoo.attention` over a sequence whose tokens are shared out over the ranks of a mesh.
+    """`attnzoo.attention` over a sequence whose tokens are sharded over the ranks of a mesh.
 
     Each rank passes its shard of the sequence and gets the output of its tokens. Positions,
     windows, ALiBi, segments, masks, sinks and n_i are those of the whole sequence.
@@ -46,7 +46,8 @@ def context_parallel_attention(
     method        what is sent                                 runs
     ============  ===========================================  ===================================
     "ulysses"     tokens for heads, before and after           every variant, on any backend
-    "all_gather"  all keys and values                          every variant, on any backend
+    "all_gather"  all keys and values                          every variant; on any backend if
+                                                               causal, else `tiled` or `eager`
     "ring"        keys and values, from rank to rank; of       variants with a form, except top-k;
                   linear forms only the states                 in PyTorch (`tiled`, `linear`)
     ============  ===========================================  ===================================

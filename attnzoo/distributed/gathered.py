@@ -69,7 +69,7 @@ class Heads:
     ranks: int
 
     def queries(self, rank: int) -> slice:
-        """The heads are shared out as evenly as possible."""
+        """The heads are sharded as evenly as possible."""
         base, more = divmod(self.total, self.ranks)
         start = rank * base + min(rank, more)
         return slice(start, start + base + (rank < more))

@@ -1,4 +1,4 @@
-"""The arguments of a call whose tokens are shared out over ranks."""
+"""The arguments of a call whose tokens are sharded over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An output layer whose classes are shared out over ranks: its matrix is a sharded DTensor.
+"""An output layer whose classes are sharded over ranks: its matrix is a sharded DTensor.
 
 All ranks have the same tokens. Each computes the logits of its own classes. For each chunk of
 tokens the ranks exchange a few numbers per token: the largest score, Σφ and the target's score; for

@@ -224,7 +224,7 @@ class AdaptiveSoftmax(nn.Module):
         def __call__(self, input: Tensor, target: Tensor) -> TargetLoss: ...
 
     def loss(self, input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-        """The loss alone; ``reduction`` is "mean", "sum" or "none"."""
+        """The loss of the targets, as from `OutputLayer.loss`, with the same arguments."""
         check_options(reduction, 0.0, 0.0, None, self.ignore_index, False)
         split = self._split(input, target)
         inner = "none" if reduction == "none" else "sum"

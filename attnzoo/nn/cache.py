@@ -69,6 +69,9 @@ class KVCache:
             **per_key: parameters of the variant at the next tokens, (B, H, N). Every call must pass
                 those of the first call. `per_key` returns them for all tokens so far.
 
+        Returns:
+            The keys (B, Hkv, length, D) and values (B, Hkv, length, Dv) of all tokens so far.
+
         Raises:
             ValueError, TypeError: an argument is wrong or the cache is full. Nothing is appended.
         """

@@ -139,7 +139,7 @@ class MixtureOutput(OutputLayer):
         return TargetLoss(output, _reduced(losses, ignored, "mean"))
 
     def loss(self, input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-        """The loss alone; ``reduction`` is "mean", "sum" or "none"."""
+        """The loss of the targets, as from `OutputLayer.loss`, with the same arguments."""
         input = self._without_ignored(input, target)
         if self.mix == "contexts":
             return super().loss(self._mixed(input), target, reduction)

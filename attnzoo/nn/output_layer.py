@@ -185,7 +185,19 @@ class OutputLayer(VariantParameters):
         def __call__(self, input: Tensor, target: Tensor) -> TargetLoss: ...
 
     def loss(self, input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-        """The loss alone; ``reduction`` is "mean", "sum" or "none"."""
+        """The loss of the targets, without their log-probabilities.
+
+        Args:
+            input: hidden states, (*, d).
+            target: class indices, (*), int64. The loss is 0 where it equals ``ignore_index``.
+            reduction: "mean" over the other tokens, "sum" or "none".
+
+        Returns:
+            A scalar, or (*) with reduction "none"; in fp32, or fp64 for fp64 inputs.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong; the message names it.
+        """
         if self.shards_classes and not is_dtensor(input):
             from attnzoo.losses.sharded import replicated  # slow to import
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Sharding(Protocol):
-    """How sequences are shared out; see `attnzoo.distributed.shard_sequence`, which sets it."""
+    """How sequences are sharded; see `attnzoo.distributed.shard_sequence`, which sets it."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any) -> Any:
         """`attnzoo.attention` over the whole sequence, on shards."""

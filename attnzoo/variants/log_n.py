@@ -51,7 +51,7 @@ def forms(call: Call, train_length: float, clip: bool) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="log_n",
     formula="softmax(log n / log train_length · z)",
-    use="Extend a trained softmax model. Within its train length the loss rose by 0.1 to 0.6 nats.",
+    use="Extend a trained softmax model; clip=True keeps softmax up to train_length keys.",
     paper="Chiang & Cholak 2022, arXiv:2202.12172; Su 2021",
     weights=weights,
     params=(

@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--methods", type=subset_of(METHODS), default=list(METHODS), metavar=",".join(METHODS),
         help="Check these methods (default: all of them)")  # fmt: skip
     add("--layout", choices=("zigzag", "contiguous"), default="zigzag",
-        help="Share out tokens in this layout (default: zigzag)")  # fmt: skip
+        help="Shard tokens in this layout (default: zigzag)")  # fmt: skip
     add("--ranks", type=size, default=2, metavar="R", help="Use R ranks (default: 2)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="Use this device (default: cpu)")
     add("--length", type=size, default=256, metavar="N",

@@ -51,7 +51,8 @@ def register_task(task: Task) -> Task:
     """Add a task, so that ``python -m evals NAME --plugin FILE.py`` runs it.
 
     Args:
-        task: a `SequenceTask`, a `RetrievalTask` or your own subclass of `Task`.
+        task: a `SequenceTask`, a `RetrievalTask` or your own subclass of `Task`. "Your own task" in
+            docs/evals.md has an example.
 
     Returns:
         The task.

@@ -1,4 +1,4 @@
-"""Trains models whose sequences are shared out over ranks, for comparison with one process."""
+"""Trains models whose sequences are sharded over ranks, for comparison with one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses with classes that are shared out over the ranks of a test, and mistakes in them."""
+"""Losses with classes sharded over the ranks of a test, and mistakes in them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def by_ranks(inputs: Inputs, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """As `by_library`, with the classes shared out over a mesh."""
+    """As `by_library`, with the classes sharded over a mesh."""
     leaves, arguments = inputs.arguments()
     for name in SHARDED:
         if name in leaves:
@@ -135,7 +135,7 @@ class Model(nn.Module):
 
 
 def fsdp(mesh: DeviceMesh) -> Pair:
-    """Loss and gradient with tokens and parameters shared out."""
+    """Loss and gradient with sharded tokens and parameters."""
     whole, model = Model(), Model()
     tokens = torch.arange(2 * 11).reshape(2, 11) * 5 % 13
     embedding = rand(13, 8)

@@ -1,4 +1,4 @@
-"""`linear_loss` with classes, tokens or parameters that are shared out over ranks."""
+"""`linear_loss` with classes, tokens or parameters that are sharded over ranks."""
 
 from __future__ import annotations
 

@@ -95,10 +95,11 @@ class Settings(Base):
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one length.
+    """B sequences of n items.
 
-    features: (B, n, F), the items without their classes. classes: (B, n). query: (B, G).
-    closeness: (B, n), how well an item fits the query; the true item is the first maximum.
+    features: float (B, n, F), the items without their classes. classes: int64 (B, n), 0 to 9.
+    query: float (B, G), the features of the query. closeness: float (B, n), how well an item fits
+    the query; the true item is the first one with the largest value.
     """
 
     features: Tensor
@@ -216,6 +217,8 @@ class RetrievalTask(Task):
         draw: draws a batch from (seed, split, length, start, stop).
         sizes: (F, G). F is the number of features of an item, besides its class. G is the number of
             features of a query.
+
+    `evals/tasks/needle.py` is an example in 50 lines.
     """
 
     name: str
