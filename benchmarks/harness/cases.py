@@ -176,7 +176,7 @@ class Inputs:
             # scores and keeps the same keys.
             scale = 2.0 ** round(math.log2(wide**-0.5))
             step = 2.0 ** (math.floor(math.log2(s.input_scale)) - 4)
-            q, k = ((x / step).round() * step for x in (q, k))
+            q, k = (x.div_(step).round_().mul_(step) for x in (q, k))
         q, k = q.to(dtype), k.to(dtype)
         # v is cast before do is drawn, because an fp32 copy of a long KV cache takes much memory.
         v = drawn(kv, s.length, s.head_dim).mul_(s.input_scale).to(dtype)

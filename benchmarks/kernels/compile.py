@@ -2,8 +2,8 @@
 
 A configuration is an activation, head dimension, dtype and masks. The table shows registers per
 thread, spilled bytes, shared memory in bytes, and the tensor-core instruction found in the machine
-code. The exit status is 1 if a kernel does not compile, spills registers, exceeds the limit of
-shared memory, or multiplies 16-bit matrices without tensor cores.
+code. The exit status is 1 if a kernel does not compile, spills registers, needs more registers or
+shared memory than there is, or multiplies 16-bit matrices without tensor cores.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 from commandline.variants import load_plugin
 
+# Registers of a multiprocessor. A warp gets them for its 32 threads in units of 8 per thread.
+REGISTERS = 65_536
+
 # The kernels that are compiled for the activations of a plugin.
 OF_ACTIVATIONS = ("forward", "dq", "dkdv", "decode")
 
@@ -45,6 +48,7 @@ class Compiled:
     kernel: str
     config: str
     arch: str
+    warps: int
     registers: int
     spill_bytes: int
     shared_bytes: int
@@ -54,6 +58,8 @@ class Compiled:
         """The limit that the kernel violates, if any."""
         if self.spill_bytes:
             return f"spills {self.spill_bytes} bytes of registers"
+        if (needed := -(-self.registers // 8) * 8 * 32 * self.warps) > REGISTERS:
+            return f"needs {needed} registers for {self.warps} warps, limit {REGISTERS}"
         if self.shared_bytes > limit:
             return f"uses {self.shared_bytes} bytes of shared memory, limit {limit}"
         if sixteen_bit and self.tensor_core is None:
@@ -209,7 +215,7 @@ def compile_kernel(spec: Specialization) -> Compiled | str:
 def compile_launch(spec: Specialization, launch: Any) -> Compiled:
     done = build(spec, launch)
     usage, code = sass.disassembled(done.asm["cubin"])
-    figures = (*sass.resources(usage), done.metadata.shared)
+    figures = (done.metadata.num_warps, *sass.resources(usage), done.metadata.shared)
     return Compiled(spec.kernel, spec.config, spec.arch, *figures, sass.tensor_core(code))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -188,20 +188,20 @@ def candidates(args: argparse.Namespace, spec: Specialization) -> list[Tile]:
 
 @contextmanager
 def with_tile(kernel: str, tile: Tile) -> Iterator[None]:
-    """Makes every launch of this kernel use the tile's configuration."""
+    """Makes every launch of this kernel use the tile's configuration, if it has one."""
     from attnzoo.backends.triton.decode import launch as launch_decode
     from attnzoo.backends.triton.flash import launch
 
     own, own_map, own_decode = launch.pick, launch.map_tile, launch_decode.decode_config
 
     def pick(name: str, *rest: Any) -> Any:
-        return tile.config if name == kernel else own(name, *rest)
+        return tile.config if tile.config and name == kernel else own(name, *rest)
 
     def map_tile(*call: Any) -> tuple[int, int]:
         return tile.map or own_map(*call)
 
     def decode_config(*call: Any) -> Any:
-        return tile.config if kernel == "decode" else own_decode(*call)
+        return tile.config if tile.config and kernel == "decode" else own_decode(*call)
 
     with (
         mock.patch.object(launch, "pick", pick),
@@ -298,7 +298,20 @@ def timings(
 def timed_call(
     spec: Specialization, tile: Tile, call: Callable[[], tuple[Tensor, tuple]]
 ) -> Callable[[], tuple[Tensor, ...]]:
-    patched = partial(with_tile, spec.kernel, tile) if tile.config is not None else nullcontext
+    from attnzoo.backends.triton.common import prepared
+
+    # Prepared calls have the configuration of their first run, so each tile needs its own.
+    calls, seen = {}, set()
+
+    @contextmanager
+    def patched() -> Iterator[None]:
+        with (
+            mock.patch.object(prepared, "_prepared", calls),
+            mock.patch.object(prepared, "_seen", seen),
+            with_tile(spec.kernel, tile),
+        ):
+            yield
+
     if spec.kernel not in ("dq", "dkdv"):
 
         def forward() -> tuple[Tensor, ...]:

@@ -132,9 +132,25 @@ def implementations(
             continue
         own = plain
         if case.selects:
-            own = Inputs.make(setting, case)
+            try:
+                own = Inputs.make(setting, case)
+            except torch.OutOfMemoryError as error:
+                yield without_inputs(case, plain, error)
+                continue
             add_heavy_keys(own.q, own.k)
         yield Implementation.of(case, replace(own, params=case.params), args.backend)
+
+
+def without_inputs(case: Case, inputs: Inputs, error: Exception) -> Implementation:
+    """An implementation that is not measured, with the error as its note.
+
+    The other implementations of the group use ``inputs``, which fit into memory.
+    """
+
+    def make() -> Attend:
+        raise error
+
+    return Implementation(case.spec, case, inputs, make)
 
 
 def add_heavy_keys(q: Tensor, k: Tensor) -> None:

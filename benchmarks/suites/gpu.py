@@ -119,8 +119,11 @@ def stem(where: dict[str, Any]) -> str:
 
 
 def pytest_gpu(seconds: float, arguments: Sequence[str] = ("-m", "gpu")) -> dict[str, Any]:
-    """Runs pytest in a subprocess, with several workers if xdist is installed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    """Runs pytest in a subprocess, with several workers if xdist is installed.
+
+    Tests that failed before ``seconds`` were over are listed too.
+    """
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(max(1, min(8, (os.cpu_count() or 1) // 2)))]
     start = time.monotonic()
@@ -135,9 +138,20 @@ def pytest_gpu(seconds: float, arguments: Sequence[str] = ("-m", "gpu")) -> dict
         os.killpg(process.pid, signal.SIGKILL)  # pytest and its workers have their own session
         output, _ = process.communicate()
         summary, status = f"stopped after {seconds:.0f} s", -1
-    failed = [t for t in output.splitlines() if t.startswith(("FAILED", "ERROR"))]
     took = time.monotonic() - start
-    return {"summary": summary, "status": status, "seconds": round(took, 1), "failed": failed}
+    return {
+        "summary": summary, "status": status, "seconds": round(took, 1), "failed": failures(output)
+    }  # fmt: skip
+
+
+def failures(output: str) -> list[str]:
+    """The lines of failed tests: those of pytest's summary, or of its progress if it was killed.
+
+    The line of a progress is ``[gw0] [ 50%] FAILED tests/…`` with workers, else ``tests/… FAILED``.
+    """
+    lines = output.splitlines()
+    summary = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return summary or [line for line in lines if re.search(r" (FAILED|ERROR)\b", line)]
 
 
 def summary_line(output: str) -> str:

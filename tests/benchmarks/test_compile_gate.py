@@ -58,7 +58,8 @@ def test_compile_writes_resource_usage_to_json(tmp_path: Path) -> None:
     ]
     for row in rows:
         assert set(row) == {
-            "kernel", "config", "arch", "registers", "spill_bytes", "shared_bytes", "tensor_core",
+            "kernel", "config", "arch", "warps", "registers", "spill_bytes", "shared_bytes",
+            "tensor_core",
         }  # fmt: skip
         assert 0 < row["registers"] <= 255
         assert row["spill_bytes"] == 0
@@ -69,13 +70,18 @@ def test_compile_writes_resource_usage_to_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (Compiled("dq", "c", "sm_90", 255, 8, 0, "HGMMA"), "spills 8 bytes"),
+        (Compiled("dq", "c", "sm_90", 8, 255, 8, 0, "HGMMA"), "spills 8 bytes"),
         (
-            Compiled("dq", "c", "sm_90", 255, 0, 101, "HGMMA"),
+            Compiled("dq", "c", "sm_90", 8, 255, 0, 101, "HGMMA"),
             "101 bytes of shared memory, limit 100",
         ),
-        (Compiled("dq", "c", "sm_90", 255, 0, 100, None), "no tensor-core"),
-        (Compiled("dq", "c", "sm_90", 255, 0, 100, "HMMA"), None),
+        (
+            Compiled("dq", "c", "sm_90", 16, 129, 0, 100, "HGMMA"),
+            "needs 69632 registers for 16 warps, limit 65536",
+        ),
+        (Compiled("dq", "c", "sm_90", 16, 128, 0, 100, "HGMMA"), None),
+        (Compiled("dq", "c", "sm_90", 8, 255, 0, 100, None), "no tensor-core"),
+        (Compiled("dq", "c", "sm_90", 8, 255, 0, 100, "HMMA"), None),
     ],
 )
 def test_violation_names_the_exceeded_limit(row: Compiled, words: str | None) -> None:
@@ -84,7 +90,7 @@ def test_violation_names_the_exceeded_limit(row: Compiled, words: str | None) ->
 
 
 def test_fp32_kernels_need_no_tensor_cores() -> None:
-    row = Compiled("dq", "c", "sm_90", 100, 0, 0, None)
+    row = Compiled("dq", "c", "sm_90", 8, 100, 0, 0, None)
     assert row.violation(sixteen_bit=False, limit=100) is None
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+from os import environ
 
 import pytest
 
@@ -100,7 +103,7 @@ def test_timings_measure_every_tile_and_compare_results(
 
 
 def test_table_sorts_by_time_and_reports_wrong_results() -> None:
-    row = Compiled("dq", "", "sm_90", 100, 0, 0, "HGMMA")
+    row = Compiled("dq", "", "sm_90", 4, 100, 0, 0, "HGMMA")
     fast, slow, wrong = (Tile(Config(n, n, 4, 1), None) for n in (16, 32, 64))
 
     def timed(ms: float, difference: float) -> Timed:
@@ -114,3 +117,42 @@ def test_table_sorts_by_time_and_reports_wrong_results() -> None:
     ]
     assert "0.500 × current" in lines[0]
     assert lines[2].startswith("Config(64, 64, 4, 1) DIFFERS")
+
+
+# Triton's launches are only prepared, and so repeated, outside the interpreter.
+LAUNCHED = """
+from attnzoo.backends.triton.common.configurations import Config
+from attnzoo.backends.triton.flash.forward import flash_forward
+from benchmarks.harness.timing import WallClock
+from benchmarks.kernels import stand_in, tune
+from benchmarks.kernels.specializations import Specialization
+
+names, launched = [param.name for param in flash_forward.params], []
+
+def record(*args):  # the kernel's arguments follow grid, stream, function, metadata and hooks
+    launched.append(dict(zip(names, args[9:]))["BLOCK_M"])
+
+class ThreeRounds(WallClock):
+    def rounds(self, calls, *limits):
+        for _ in range(3):
+            for call in calls.values():
+                call()
+        return {name: [1.0] for name in calls}
+
+stand_in.install(record)
+tune.TOKENS, tune.HEADS = 128, 2
+tiles = [tune.Tile(Config(rows, 32, 4, 1), None) for rows in (16, 32)]
+spec = Specialization("forward", "sm_90", "bf16", 64, "exp", "")
+tune.timings(spec, tiles, 128, ThreeRounds(), "cpu")
+print(launched)
+"""
+
+
+@pytest.mark.slow
+def test_every_timed_call_launches_its_own_tile() -> None:
+    environment = {name: value for name, value in environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHED], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[128, 16, 32] * 4}\n"

@@ -199,7 +199,10 @@ OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
         "dq narrow": {64: full(16, 64, 4, 2)},
         "dq unaligned": {128: full(16, 32, 8, 1, 32)},
         "dkdv one": {128: Config(64, 64, 8, 1)},
-        "threshold": {128: full(128, 64, 16, 1), 256: full(128, 32, 16, 1)},
+        "threshold": {
+            128: Config(128, 64, 8, 1, 16),
+            256: full(128, 32, 8, 2, 64),
+        },
     },
     (90, 16): {
         "dq": {256: Config(128, 16, 8, 2)},
@@ -224,7 +227,7 @@ OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
         "dkdv one": {128: turned(128, 32, 8, 2)},
         "dkdv heavy": {128: turned(128, 32, 8, 2)},
         "dkdv narrow": {256: full(64, 16, 8, 1)},
-        "threshold": {256: full(128, 32, 16, 1)},
+        "threshold": {256: full(128, 32, 8, 1, 64)},
     },
     (100, 16): {
         "forward one": {256: full(64, 64, 8, 1)},

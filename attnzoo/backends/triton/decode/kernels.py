@@ -69,10 +69,12 @@ def split_blocks(first, last, span, split, splits, ranges, b, BLOCK_N: tl.conste
 
 
 @triton.jit
-def packed_queries(q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def packed_queries(
+    q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr
+):
     """Return the queries [BM, D], a pointer to the batch, and the memory offset of each row."""
-    at = tl.reshape(h * q_h + i * q_n, [h.shape[0]])
-    q += b * q_b
+    at = tl.reshape((h * q_h + i.to(tl.int64) * q_n) * ALIGN, [h.shape[0]])
+    q += b * q_b * ALIGN
     matrix = (q, 1, 1 << 62, None, b, b)
     return load_block(matrix, b * 0, at, tl.arange(0, BLOCK_D), D, False), q, at
 
@@ -91,7 +93,7 @@ def decode_products(
     """Write q kᵀ and, per split, the maximum m of each row; for statistics, also Z and T."""
     split, bh, b, lane, r, h, i = packed(heads, group, queries, splits, BLOCK_M)
     rows_here = group * queries
-    q_tile, q, q_at = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
+    q_tile, q, q_at = packed_queries(q, b, h, i, q_b, q_h, q_n, D, BLOCK_D, ALIGN)
     q_side = (q_tile, (q, 1, 1 << 62, None, b, b), b * 0, q_at)
     k += (b * k_b + bh % (heads // group) * k_h) * ALIGN
     at = bh * rows_here
@@ -161,9 +163,7 @@ def decode(
         q_side = products + (at + r) * width - first * BLOCK_N  # pointers [BM, 1], to key 0
     else:
         k += (b * k_b + hk * k_h) * ALIGN
-        q_tile, q, q_at = packed_queries(
-            q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D
-        )
+        q_tile, q, q_at = packed_queries(q, b, h, i, q_b, q_h, q_n, D, BLOCK_D, ALIGN)
         q_side = (q_tile, (q, 1, 1 << 62, None, b, b), b * 0, q_at)
     v += (b * v_b + hk * v_h) * ALIGN
     dv = tl.arange(0, BLOCK_DV)

@@ -83,8 +83,8 @@ def flash_dkdv(
         mask_h = mask_h.to(tl.int64) * MASK_ALIGN
     if k_segments is not None:
         k_segments += b * keys + start
-    q_side = (q, q_h * ALIGN, q_n * ALIGN, q_descriptor, d)
-    do_side = (do, do_h * ALIGN, do_n * ALIGN, do_descriptor, d_v)
+    q_side = (q, q_h.to(tl.int64) * ALIGN, q_n * ALIGN, q_descriptor, d)
+    do_side = (do, do_h.to(tl.int64) * ALIGN, do_n * ALIGN, do_descriptor, d_v)
     bias_at = (b * heads + h) * keys + start
     if dkey_bias is not None:
         dkey_bias += bias_at
