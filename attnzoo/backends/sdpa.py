@@ -20,6 +20,9 @@ from attnzoo.core.visibility import visible_entries
 
 # A row of this many scores is wider than any AVX-512 vector; see `_remove_nan`.
 WIDER_THAN_A_VECTOR = 64
+# Rows of a float mask are shifted if the size of their maximum is at least FAR. In every dtype the
+# difference of an entry from such a maximum is then exact, or so large that the weight is 0.
+FAR = 256.0
 
 
 def unsupported(form: Form, call: Call) -> str | None:
@@ -68,14 +71,17 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
     """Return the mask for torch, and a mask of the queries without visible keys.
 
     Torch never gets a query without keys: in the first mask such queries see all keys. Both masks
-    are None if the call has no mask.
+    are None if the call has no mask. Torch saves m + log Z of each query for the backward. If all
+    entries of a row are about −1e9, this sum has no digits of log Z, so the maximum is subtracted.
     """
     if call.mask is None:
         return None, None
     empty = ~visible_entries(call.mask).any(-1, keepdim=True)  # [B|1, H|1, Nq|1, 1]
     if call.mask.dtype == torch.bool:
         return call.mask | empty, empty
-    return call.mask.masked_fill(empty, 0.0), empty
+    mask = call.mask.masked_fill(empty, 0.0)
+    peak = mask.amax(-1, keepdim=True)
+    return mask - peak.masked_fill(peak.abs() < FAR, 0.0), empty
 
 
 def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:

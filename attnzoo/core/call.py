@@ -142,7 +142,12 @@ class Call(Visibility):
         """log Σ exp over the visible keys; a row without visible keys is −inf, with gradient 0."""
         if self.keys == 0:
             return scores.new_full(scores.shape[:-1], float("-inf"))
-        lse = self.hide(scores).logsumexp(-1)
+        hidden = self.hide(scores)
+        # The gradient of torch's logsumexp is exp(x − lse). Without the maximum it would be wrong
+        # where the sum m + log Σ has no digits left for the logarithm.
+        m = hidden.detach().amax(-1, keepdim=True)
+        m = m.masked_fill(~m.isfinite(), 0.0)
+        lse = (hidden - m).logsumexp(-1) + m.squeeze(-1)
         return lse if self.sees_all else lse.masked_fill(~self.visible.any(-1), float("-inf"))
 
     @property

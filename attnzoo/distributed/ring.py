@@ -89,14 +89,15 @@ class _Attention(torch.autograd.Function):
 
         def gradients(meeting: Meeting, held: Sequence[Tensor]) -> dict[str, Tensor]:
             mine, i = meeting.rows, meeting.number
-            call = mine.formed.call
+            call, vectors = mine.formed.call, mine.formed.vectors
+            # The saved weights include the sink, which `Rows.among` leaves out.
+            vectors = vectors._replace(sink=rows[i].formed.vectors.sink)
             own_q, own_k, own_v = (x.to(call.dtype) for x in (q[:, :, mine.part], *held))
             own_dlse = dlse[:, :, mine.part] if call.return_lse else None
             names = [name for name in wanted[i] if name != "sink"]
             own_dout = dout[:, :, mine.part]
-            return walk.gradients(
-                mine.formed, own_q, own_k, own_v, saved[i], own_dout, own_dlse, names
-            )
+            formed = mine.formed._replace(vectors=vectors)
+            return walk.gradients(formed, own_q, own_k, own_v, saved[i], own_dout, own_dlse, names)
 
         dq, (dk, dv), others = go_round_back(ctx.ring, rows, q, (k, v), "kv", wanted, gradients)
         for mine, each, names, made in zip(rows, saved, wanted, others, strict=True):

@@ -327,7 +327,15 @@ class MultiheadAttention(nn.Module):
         for (name, x), dim in zip(given.items(), (self.embed_dim, self.kdim, self.vdim)):
             if x.shape[-1] != dim:
                 raise ValueError(f"{name} must have {dim} features, got {tuple(x.shape)}")
-        return query.dim() == 3
+        batched = query.dim() == 3
+        batch, length = (0, 1) if batched and self.batch_first else (1, 0)
+        if batched and not query.shape[batch] == key.shape[batch] == value.shape[batch]:
+            shapes = [tuple(x.shape) for x in given.values()]
+            raise ValueError(f"query, key and value must have one batch size, got {shapes}")
+        if key.shape[length] != value.shape[length]:
+            shapes = [tuple(x.shape) for x in (key, value)]
+            raise ValueError(f"key and value must have the same length, got {shapes}")
+        return batched
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Projects [B, L, E] to heads, [B, H, L, D]."""

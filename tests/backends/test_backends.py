@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import attnzoo
 from helpers.agreement import disagreements, dropout_factors, make, reference
 from helpers.cases import ALL_VARIANTS, CASES
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS, levels_of
@@ -140,3 +141,22 @@ def test_agrees_with_the_definition(
             exact = reference(variant, inputs, keep)
         found += disagreements(variant, backend, inputs, exact, keep)
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("low", [-1e9, "lowest"])
+def test_sdpa_does_not_change_with_a_number_added_to_a_row_of_the_mask(
+    low: float | str, dtype: torch.dtype
+) -> None:
+    """Softmax ignores it. torch's fused kernel would lose log Z next to it in the backward."""
+    leaves = [x.to(dtype).requires_grad_() for x in torch.randn(3, 1, 2, 70, 16)]
+    number = torch.finfo(dtype).min if low == "lowest" else low
+    found = []
+    for added in (0.0, number):
+        mask = torch.zeros(70, 70, dtype=dtype)
+        mask[:5] = added
+        mask[:, 60:] = float("-inf")
+        out = attnzoo.attention(*leaves, attn_mask=mask, backend="sdpa")
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for have, want in zip(*found, strict=True):
+        assert torch.equal(have, want)

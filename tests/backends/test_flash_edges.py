@@ -284,6 +284,21 @@ def test_gradients_agree_with_low_mask_entries(variant: str, low: float, backend
     assert torch.allclose(found[0][1], found[1][1], atol=1e-3)
 
 
+@pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("backend", ["flash", "tiled", "eager"])
+def test_gradient_of_lse_with_low_mask_entries_sums_to_1(backend: str, low: float) -> None:
+    """lse is rounded to m, but its gradient, the weights, still sums to 1 over the keys."""
+    q, k, v = (rand(1, 2, 70, 16, seed=i).float() for i in range(3))
+    q[..., 0], k[..., 0] = 1.0, 0.0
+    k.requires_grad_()  # k[j, 0] is added to all scores of key j
+    mask = torch.zeros(1, 1, 70, 70)
+    mask[:, :, :5] = low
+    options = {"attn_mask": mask, "scale": 1.0, "backend": backend, "return_lse": True}
+    _, lse = attnzoo.attention(q, k, v, **options)
+    gradient = torch.autograd.grad(lse[:, :, :5].sum(), k)[0][..., 0].sum(2)
+    assert torch.allclose(gradient, torch.full((1, 2), 5.0), atol=1e-4)
+
+
 # Triton's interpreter computes maxima with numpy, which warns if all values are NaN.
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @every_variant

@@ -344,18 +344,6 @@ def test_pytest_gpu_returns_the_summary_line() -> None:
     )
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")])
-def test_pytest_gpu_lists_failures_before_it_stops(
-    tmp_path: Path, workers: tuple[str, ...]
-) -> None:
-    code = "import time\ndef test_wrong(): assert 0\ndef test_endless(): time.sleep(600)\n"
-    (tmp_path / "test_two.py").write_text(code)
-    found = gpu.pytest_gpu(15.0, [str(tmp_path), "--rootdir", str(tmp_path), *workers])
-    assert found["summary"] == "stopped after 15 s"
-    assert len(found["failed"]) == 1
-    assert "test_two.py::test_wrong" in found["failed"][0]
-
-
 def test_failures_are_read_from_the_summary_if_there_is_one() -> None:
     progress = "[gw0] [ 50%] FAILED t.py::a \n[gw1] [100%] PASSED t.py::b \nt.py::c ERROR [100%]\n"
     assert [line.split()[-2] for line in gpu.failures(progress)] == ["FAILED", "ERROR"]

@@ -203,6 +203,12 @@ def test_wrong_constructor_arguments_raise(options: dict[str, Any], message: str
         ({"key_padding_mask": torch.zeros(8)}, ValueError, r"key_padding_mask .* \(2, 8\), got"),
         ({"query": torch.zeros(6, 2, 11)}, ValueError, "query must have 12 features"),
         ({"query": torch.zeros(6, 12)}, ValueError, "must all have 3 dimensions or all 2"),
+        (
+            {"query": torch.zeros(6, 3, 12)},
+            ValueError,
+            r"one batch size, got \[\(6, 3, 12\), \(8, 2,",
+        ),
+        ({"value": torch.zeros(7, 2, 12)}, ValueError, r"same length, got \[\(8, 2, 12\), \(7, 2,"),
     ],
 )
 def test_wrong_forward_arguments_raise(change: dict, error: type, message: str) -> None:

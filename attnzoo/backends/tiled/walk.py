@@ -3,7 +3,8 @@
 The backward, with w = φ/Z and dP_ij = dO_i·v_j:
     dV = wᵀ dO,  dS = (φ' dP − μ' c)/Z.
 c_i depends on ``normalize``: 0 for "none", dO·o for "sum" and "select", Σφ'dP/Σφ' for "threshold".
-μ' is φ', unless the activation has a normalizer. A factor of "none" multiplies dO.
+μ' is φ', unless the activation has a normalizer. A factor of "none" multiplies dO. A gradient dlse
+of lse is subtracted from c. With a sink, which lse does not include, e^{s−lse} dlse is added to dS.
 
 If a query has a NaN among its scores, its whole output is NaN. Other queries are not affected.
 """
@@ -207,6 +208,15 @@ def gradients(
             dp.mul_(block.of(factor)[..., None])
         mean_of = mean if how.normalize == "threshold" else out
         c = _mean_gradient(how, block, do_z, mean_of, dp, slope)
+        if call.return_lse:
+            assert lse is not None
+            assert dlse is not None
+            own = block.of(lse)
+            empty = own == NEG_INF
+            given = block.of(dlse).masked_fill(empty, 0.0)
+            if sink is None:  # ∂lse/∂s are the weights
+                assert c is not None
+                c = c - given / block.of(z)
         if "sink" in made:
             assert c is not None
             assert sink is not None
@@ -222,14 +232,9 @@ def gradients(
         ds = dp.mul_(slope)
         if c is not None and other_slope is not None:
             ds -= other_slope.mul_(c[..., None])
-        if call.return_lse:
-            assert lse is not None
-            assert dlse is not None
-            # ∂lse/∂s = exp(s − lse). lse does not include the sink.
-            own = block.of(lse)
-            empty = own == NEG_INF
+        if call.return_lse and sink is not None:
+            # ∂lse/∂s = exp(s − lse), because lse does not include the sink.
             own = (block.of(tau) - own).masked_fill(empty, 0.0)
-            given = block.of(dlse).masked_fill(empty, 0.0)
             ds += (x + own[..., None]).exp_() * given[..., None]
         if "offset" in made:
             made["offset"][block.part] = -ds.sum(-1)

@@ -115,6 +115,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), full(64, 16, 8, 2)),
         "stats": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
         "threshold": (full(128, 64, 8, 1), Config(128, 64, 8, 1), full(128, 32, 8, 2)),
+        "threshold several": (full(128, 64, 8, 1), Config(128, 64, 8, 1), full(128, 32, 8, 2)),
         "forward several": (Config(128, 32, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
         "dq several": (full(64, 32, 4, 1), Config(32, 64, 8, 1), Config(32, 64, 8, 1)),
         "dkdv several": (Config(32, 64, 4, 1), Config(64, 32, 8, 2), full(64, 16, 8, 2)),
@@ -181,7 +182,8 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
 
 # Entries for Triton before SINCE: (architecture, bits) -> "kernel feature" -> limit of the head
 # dimension -> configuration. With the entry of TABLE, a kernel would spill registers. An entry
-# for "threshold" has the tile of TABLE, because `map_tile` must not depend on the version.
+# for "threshold" has the tile of TABLE, because `map_tile` must not depend on the version. On
+# sm_80, D = 128, it spills 8 bytes if an operand does not start at a multiple of 16 bytes.
 SINCE = (3, 9)
 OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
     (80, 32): {"dq several": {128: Config(32, 32, 8, 1, 32)}},
@@ -200,7 +202,11 @@ OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
         "dq unaligned": {128: full(16, 32, 8, 1, 32)},
         "dkdv one": {128: Config(64, 64, 8, 1)},
         "threshold": {
-            128: Config(128, 64, 8, 1, 16),
+            128: full(128, 64, 8, 1, 32),
+            256: full(128, 32, 8, 2, 64),
+        },
+        "threshold several": {
+            128: full(128, 64, 8, 1, 64),
             256: full(128, 32, 8, 2, 64),
         },
     },

@@ -1,10 +1,12 @@
 """Backward of every pairwise form, from the saved per-query vectors τ and Z.
 
-    dV_j  = Σ_i φ_ij/Z_i dO_i          dS_ij = φ'_ij (dO_i·v_j − δ_i) / Z_i  (+ e^{s−lse} dlse_i)
+    dV_j  = Σ_i φ_ij/Z_i dO_i          dS_ij = φ'_ij (dO_i·v_j − δ_i) / Z_i
     dq_i  = gain_i · scale · Σ_j dS_ij k_j      dk_j = scale · Σ_i gain_i dS_ij q_i
     With a normalizer μ ≠ φ: dS_ij = (φ'_ij dO_i·v_j − μ'_ij δ_i) / Z_i
     δ_i, by MEAN   "output": dO_i·o_i              "weights": Σ_j φ_ij dO_i·v_j / Z_i
                    "slopes": Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij       None: 0
+    A gradient dlse_i of lse is subtracted from δ_i. With a sink, which lse does not include,
+    e^{s−lse} dlse_i is added to dS_ij instead.
 
 `flash_dq` has one program per (batch, head, block of queries). It loops over the keys that
 causality and window allow, and writes δ, dq and the gradients of per-query vectors. dv and
@@ -99,8 +101,11 @@ def flash_dq(
         per_z_i = tl.load(factor + at + i, mask=i < queries, other=0.0)
     if dlse is not None:
         lse_i = tl.load(lse + at + i, mask=i < queries, other=float("-inf"))
-        lse_i = tl.where(lse_i == float("-inf"), 0.0, in_unit(lse_i, UNIT))
         dlse_i = tl.load(dlse + at + i, mask=i < queries, other=0.0)
+        dlse_i = tl.where(lse_i == float("-inf"), 0.0, dlse_i)
+        lse_i = tl.where(lse_i == float("-inf"), 0.0, in_unit(lse_i, UNIT))
+    # Without a sink, ∂lse/∂s are the weights. With one, they include it and lse does not.
+    SEPARATE: tl.constexpr = dlse is not None and sink is not None
 
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     tile_row = b * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
@@ -123,6 +128,8 @@ def flash_dq(
         )  # fmt: skip
     if THRESHOLD and dshape is not None:
         tl.store(dshape + at + index, change, mask=index < queries)
+    if dlse is not None and not SEPARATE:
+        mean -= dlse_i
     if MEAN is not None:
         # `flash_dkdv` multiplies the whole of dS by the gain.
         gained = mean
@@ -154,15 +161,17 @@ def flash_dq(
     if SPLIT and blocks is None:
         acc, sums = _sum_over_keys(
             acc, sums, low, full, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
-            mean, lse_i, dlse_i, dlse, where, None,
+            mean, lse_i, dlse_i, where, None,
             ACT, SHAPE, DISTANCE, DISTANCE_SLOPE, UNIT, VANISHES, TOTAL, DISTANT, PRODUCTS, AMOUNT,
+            SEPARATE,
             NORMALIZER, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         low = full
     acc, sums = _sum_over_keys(
         acc, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
-        mean, lse_i, dlse_i, dlse, where, blocks,
+        mean, lse_i, dlse_i, where, blocks,
         ACT, SHAPE, DISTANCE, DISTANCE_SLOPE, UNIT, VANISHES, TOTAL, DISTANT, PRODUCTS, AMOUNT,
+        SEPARATE,
         NORMALIZER, D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
     total, dist, products, amount, change, decays = sums
@@ -284,11 +293,11 @@ def _mean_over_keys(
 @triton.jit
 def _sum_over_keys(
     acc, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
-    mean, lse_i, dlse_i, dlse, where, blocks,
+    mean, lse_i, dlse_i, where, blocks,
     ACT: tl.constexpr, SHAPE: tl.constexpr, DISTANCE: tl.constexpr, DISTANCE_SLOPE: tl.constexpr,
     UNIT: tl.constexpr, VANISHES: tl.constexpr,
     TOTAL: tl.constexpr, DISTANT: tl.constexpr, PRODUCTS: tl.constexpr, AMOUNT: tl.constexpr,
-    NORMALIZER: tl.constexpr,
+    SEPARATE: tl.constexpr, NORMALIZER: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -327,8 +336,7 @@ def _sum_over_keys(
                 shape_slope = tl.where(seen, shape_slope, 0.0)
             change += tl.sum(shape_slope * (dp * per_z_i - mean), 1)
         ds = slope * dp * per_z_i - other * mean if NORMALIZER else slope * (dp * per_z_i - mean)
-        if dlse is not None:
-            # φ(s − τ) cannot be used here: τ includes the sink, lse does not.
+        if SEPARATE:
             ds += tl.exp2(s - lse_i) * dlse_i
         if TOTAL:
             total += tl.sum(ds, 1)

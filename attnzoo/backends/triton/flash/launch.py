@@ -298,6 +298,8 @@ def describe_backward(
     }  # fmt: skip
     if extras.factor is not None:
         dkdv_args["per_z"] = extras.factor
+    if vectors.sink is None:  # δ contains dlse
+        dkdv_args |= {"lse": None, "dlse": None}
     zeroed = ("dkey_bias",) if "key_bias" in grads else ()
     programs = _programs(k, config.block_n)
     launches += [*before, *listing, Launch(flash_dkdv, programs, dkdv_args, config, zeroed)]
