@@ -18,7 +18,7 @@ from commandline.variants import complete, split_list
 from evals.harness.any_run import AnyRun, Context
 from evals.harness.options import Options
 from evals.harness.plan import check_device, check_unique
-from evals.harness.plugins import load_plugins
+from evals.harness.plugins import hash_in, load_plugins
 from evals.harness.pool import Failure, Pool, default_workers, execute_here, worker_devices
 from evals.harness.progress import Progress, clock, counted
 from evals.measures.metrics import Outcome
@@ -175,7 +175,7 @@ def execute(
     # If the folder cannot be made, the error comes before the work.
     given.out.mkdir(parents=True, exist_ok=True)
     progress = Progress(len(runs), verbose=given.verbose)
-    context = Context(given.device, given.plugin, given.out)
+    context = Context(given.device, given.plugin, given.out, hash_in(study.plugins))
     listener = _Rows(study, folder)
     try:
         if workers == 0:
@@ -183,7 +183,7 @@ def execute(
         opened.cache_clear()  # each worker loads the model itself
         drawn_from.cache_clear()
         devices = worker_devices(given.device, min(workers, len(runs)))
-        contexts = [Context(device, given.plugin, given.out) for device in devices]
+        contexts = [replace(context, device=device) for device in devices]
         return Pool(contexts, listener, progress).execute(runs)
     finally:
         progress.close()
