@@ -27,6 +27,12 @@ def check_writable(what: str, folder: Path) -> None:
         ) from error
 
 
+def check_folder(what: str, path: Path) -> None:
+    """Raise UsageError if the path exists and is no folder; makes nothing."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{what} must be a folder, got {str(path)!r}")
+
+
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file atomically: a reader sees either the old or the new content, never a mixture.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from commandline.errors import UsageError
-from commandline.files import check_writable
+from commandline.files import check_folder, check_writable
 from evals.experiment import Experiment
 from evals.harness import costs
 from evals.harness.any_run import AnyRun, Context
@@ -206,8 +206,7 @@ def run_tasks(
 ) -> int:
     """Run tasks or experiments, show their rows, and return the exit status."""
     shared = next(iter(options.values()))
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out must be a folder, got {str(out)!r}")
+    check_folder("--out", out)
     plugins = load_plugins(shared.plugin)
     planned = [_planned(task, options[task.name], plugins) for task in tasks]
     studies = Studies(planned, shared, out, hash_in(plugins))

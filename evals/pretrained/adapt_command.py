@@ -14,7 +14,7 @@ from typing import Any
 
 from commandline.arguments import add_plugin, numbers, seed
 from commandline.errors import UsageError
-from commandline.files import NotWritten
+from commandline.files import NotWritten, check_folder, check_writable
 from commandline.variants import VariantCall, split_list
 from evals.harness.plan import check_device, check_unique, key_of
 from evals.harness.plugins import load_plugins
@@ -161,7 +161,9 @@ def main(given: argparse.Namespace) -> int:
         study = replace(study, specs=[_start_of(spec) for spec in study.specs])
         command.show_estimate(study, study.runs(), 1)
         return 0
-    given.out.mkdir(parents=True, exist_ok=True)
+    if given.save is not None:
+        check_writable("--save", given.save)
+    check_writable("--out", given.out)
     failed = _train(study, left, given.verbose)
     study = replace(study, specs=[spec for spec in study.specs if spec not in failed])
     every = study.runs()
@@ -266,6 +268,9 @@ def _estimate(study: Study, specs: Sequence[Adapted]) -> None:
 
 def plan(given: argparse.Namespace) -> AdaptStudy:
     """Check the options, load the model once and draw all contexts, so that errors come first."""
+    for option, path in (("--out", given.out), ("--save", given.save)):
+        if path is not None:
+            check_folder(option, path)
     plugins = load_plugins(given.plugin)
     command.check_measures(given.measures)
     for option in ("lengths", "seeds"):

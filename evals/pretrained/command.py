@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from commandline.arguments import add_plugin, either, numbers, seed
 from commandline.errors import UsageError
+from commandline.files import check_folder, check_writable
 from commandline.variants import complete, split_list
 from evals.harness.any_run import AnyRun, Context
 from evals.harness.options import Options
@@ -172,8 +173,8 @@ def execute(
 ) -> list[Failure]:
     if not runs:
         return []
-    # If the folder cannot be made, the error comes before the work.
-    given.out.mkdir(parents=True, exist_ok=True)
+    # If results cannot be written, the error comes before the work.
+    check_writable("--out", given.out)
     progress = Progress(len(runs), verbose=given.verbose)
     context = Context(given.device, given.plugin, given.out, hash_in(study.plugins))
     listener = _Rows(study, folder)
@@ -194,6 +195,7 @@ def execute(
 
 def plan(given: argparse.Namespace) -> Study:
     """Check the options, load the model once and draw all contexts, so that errors come first."""
+    check_folder("--out", given.out)
     plugins = load_plugins(given.plugin)
     check_measures(given.measures)
     check_unique("--lengths", list(map(str, given.lengths)))

@@ -235,11 +235,12 @@ def test_lora_without_peft_is_an_error(
 def test_dry_run_estimates_and_writes_nothing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(folder, tmp_path / "out", "--dry-run") == 0
+    saved = str(tmp_path / "saved")
+    assert run(folder, tmp_path / "out", "--dry-run", "--save", saved) == 0
     printed = capsys.readouterr().out
     assert "1 training to do" in printed
     assert "about " in printed
-    assert not (tmp_path / "out").exists()
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize(
@@ -264,6 +265,9 @@ def test_dry_run_estimates_and_writes_nothing(
         (("--text", "nowhere"), "--text must be a file, got 'nowhere'"),
         (("--steps", "0"), "--steps must be >= 1, got 0"),
         (("--learning-rate", "0"), "--learning-rate must be finite and > 0"),
+        (("--save", __file__), f"--save must be a folder, got {__file__!r}"),
+        (("--out", __file__), f"--out must be a folder, got {__file__!r}"),
+        (("--save", f"{__file__}/below"), f"--save must be writable, got '{__file__}/below': Not"),
         (("--seeds", "0,1", "--save", "there"), "--save needs one variant and one seed"),
     ],
 )
