@@ -114,6 +114,7 @@ def add_parser(commands: Any) -> None:
         help=f"Write results to DIR, or continue those in it (default: results/{NAME})"
         )  # fmt: skip
     add("--save", type=Path, metavar="DIR", help="Save the trained model to DIR (only one model)")
+    add("--retry-failed", action="store_true", help=command.RETRY)
     add("--verbose", action="store_true", help="Also print all tables, tracebacks and status lines")
     add("--dry-run", action="store_true", help="Estimate the time of the runs, and run nothing")
     add_plugin(parser)
@@ -167,7 +168,11 @@ def main(given: argparse.Namespace) -> int:
     failed = _train(study, left, given.verbose)
     study = replace(study, specs=[spec for spec in study.specs if spec not in failed])
     every = study.runs()
-    runs = [left for run in every if (left := command.missing(run, folder)) is not None]
+    runs = [
+        left
+        for run in every
+        if (left := command.missing(run, folder, given.retry_failed)) is not None
+    ]
     workers = command.default_workers(given.device) if given.workers is None else given.workers
     failures = command.execute(study, runs, folder, workers, given)
     for failure in failures:

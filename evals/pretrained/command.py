@@ -54,6 +54,7 @@ VARIANTS = (
     "ssmax(calibrate=512)"
 )
 LENGTHS, SAMPLES = "512,1024,2048,8192", "20,20,20,5"
+RETRY = "Repeat contexts that ended in NaN or out of memory"  # help of --retry-failed
 
 
 def add_parser(commands: Any) -> None:
@@ -89,6 +90,7 @@ def add_parser(commands: Any) -> None:
     add("--out", type=Path, default=Path("results") / NAME, metavar="DIR",
         help=f"Write results to DIR, or continue those in it (default: results/{NAME})"
         )  # fmt: skip
+    add("--retry-failed", action="store_true", help=RETRY)
     add("--verbose", action="store_true", help="Also print all tables, tracebacks and status lines")
     add("--dry-run", action="store_true", help="Estimate the time of the runs, and run nothing")
     add_plugin(parser)
@@ -124,7 +126,7 @@ def main(given: argparse.Namespace) -> int:
     folder = Folder(given.out, given.shard)
     every = study.runs()
     runs = [left for run in every[given.shard.index :: given.shard.count]
-            if (left := missing(run, folder)) is not None]  # fmt: skip
+            if (left := missing(run, folder, given.retry_failed)) is not None]  # fmt: skip
     points = sum(len(run.tests) for run in runs)
     part = f" in shard {given.shard.index} of {given.shard.count}" * (given.shard.count > 1)
     print(f"{NAME}: {study.task.source}, {counted(len(study.specs), 'variant')}, lengths up to "
@@ -161,10 +163,10 @@ def show(rows: Sequence[Row], folder: Folder, out: Path, verbose: bool) -> None:
     print(f"\nReport: {page}")
 
 
-def missing(run: Reading, folder: Folder) -> Reading | None:
-    """The run with the points that have no result yet."""
-    known = folder.by_key.keys()
-    left = {point: tests for point, tests in run.tests.items() if not tests.keys() <= known}
+def missing(run: Reading, folder: Folder, retry: bool) -> Reading | None:
+    """The run with the points that have no result yet, or with ``retry`` a failed one."""
+    done = {key for key, row in folder.by_key.items() if not retry or row["status"] == "ok"}
+    left = {point: tests for point, tests in run.tests.items() if not tests.keys() <= done}
     return replace(run, tests=left) if left else None
 
 

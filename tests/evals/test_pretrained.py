@@ -114,6 +114,27 @@ def test_a_killed_run_continues_and_more_samples_extend_it(folder: Path, tmp_pat
     assert len(killed.read_text().splitlines()) == len(again) + 4  # a sample of 2 × 2
 
 
+@pytest.mark.parametrize("command", ["pretrained", "adapt"])
+def test_failed_contexts_are_repeated_on_request(
+    command: str, folder: Path, tmp_path: Path
+) -> None:
+    line = [command, "--model", str(folder), "--text", str(TEXT), "--out", str(tmp_path)]
+    line += ["--workers", "0", "--measures", "loss", "--lengths", "64", "--samples", "2"]
+    line += ["--variants", "ssmax"]
+    if command == "adapt":
+        line += ["--train-length", "64", "--steps", "1", "--batch", "1"]
+    assert main(line) == 0
+    file = tmp_path / "rows.jsonl"
+    first, *others = map(json.loads, file.read_text().splitlines())
+    failed = {**first, "status": "oom", "message": "out of memory", "metrics": {}, "curves": {}}
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in (failed, *others)))
+    main(line)
+    assert len(file.read_text().splitlines()) == 1 + len(others)
+    assert main([*line, "--retry-failed"]) == 0
+    *_, again = map(json.loads, file.read_text().splitlines())
+    assert (again["key"], again["metrics"]) == (first["key"], first["metrics"])
+
+
 def test_two_shards_are_one_run(folder: Path, tmp_path: Path, capsys: Any) -> None:
     quick = ("--measures", "loss", "--lengths", "64,96", "--samples", "2")
     assert run(folder, tmp_path / "one", *quick) == 0
