@@ -29,6 +29,7 @@ from evals.pretrained.adapting import (
     Recipe,
     Sequences,
     check_gradients,
+    is_trained,
     loss_of,
     read_stored,
     train,
@@ -148,7 +149,7 @@ def main(given: argparse.Namespace) -> int:
     """Train, measure, print the tables, write the report; returns 1 if a run failed, or 0."""
     study = plan(given)
     trained = [spec for spec in study.specs if isinstance(spec, Adapted)]
-    left = [spec for spec in trained if not spec.file.exists()]
+    left = [spec for spec in trained if not is_trained(spec)]
     print(f"{NAME}: {study.task.source}, {counted(len(left), 'training')} to do, "
           f"{counted(len(study.specs), 'variant')} to measure, lengths up to {max(study.samples)}"
           )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from attnzoo.integrations.transformers import convert
 from evals.__main__ import main
@@ -173,6 +173,29 @@ def test_a_killed_run_continues_without_training_again(folder: Path, tmp_path: P
     assert {key: row["metrics"] for key, row in rows_in(tmp_path).items()} == {
         key: row["metrics"] for key, row in whole.items()
     }
+
+
+@pytest.mark.parametrize("damage", ["cut", "no header", "no metadata"])
+def test_damaged_trained_parameters_are_trained_again(
+    damage: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--lengths", "48", "--samples", "1")
+    assert run(folder, tmp_path, *options) == 0
+    file = stored_in(tmp_path)
+    whole, content = load_file(file), file.read_bytes()
+    file.unlink()  # the tensors are mapped into memory, so the file must not be cut in place
+    if damage == "no metadata":
+        save_file(whole, file)
+    else:
+        file.write_bytes(content[:-8] if damage == "cut" else b"")
+    (tmp_path / "rows.jsonl").unlink()
+    capsys.readouterr()
+    assert run(folder, tmp_path, *options) == 0
+    shown = capsys.readouterr()
+    assert f"warning: {file} is damaged: " in shown.err
+    assert "1 training to do" in shown.out
+    again = load_file(file)
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
 def test_some_layers_and_chosen_parameters(folder: Path, tmp_path: Path) -> None:
