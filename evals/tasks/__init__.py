@@ -16,6 +16,7 @@ from evals.tasks import (
     transduction,
     two_back,
 )
+from evals.tasks.checks import check_task
 from evals.tasks.digits.active import ACTIVE_LEARNING
 from evals.tasks.digits.classification import CLASSIFICATION
 from evals.tasks.digits.continual import CONTINUAL
@@ -58,7 +59,8 @@ def register_task(task: Task) -> Task:
         The task.
 
     Raises:
-        ValueError: the name is taken or malformed, or there is no preset or an unknown one.
+        ValueError: the name is taken or malformed, there is no preset or an unknown one, or a field
+            is invalid.
     """
     if task.name in TASKS or task.name in EXPERIMENTS:
         raise ValueError(f"task name {task.name!r} is taken")
@@ -79,5 +81,6 @@ def register_task(task: Task) -> Task:
             raise ValueError(
                 f"presets of task {task.name!r} must be Preset, got {preset!r} for {name!r}"
             )
+    check_task(task)
     TASKS[task.name] = task
     return task
