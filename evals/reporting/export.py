@@ -33,25 +33,25 @@ ALL = "all"
 CSV_HEADER = (
     "task", "settings", "variant", "position_encoding", "length", "metric", "mean",
     "standard_error", "interval_low", "interval_high", "seeds", "failed", "untrained_seeds",
-    "chance", "train_length", "effective_length", "difference_from_softmax", "p_holm", "unstable",
-    "tuned",
+    "chance", "train_length", "effective_length", "drops", "difference_from_softmax", "p_holm",
+    "unstable", "tuned",
 )  # fmt: skip
 
 
 def csv_tables(tables: Sequence[Scores]) -> str:
     """CSV text with a line per task, variant, position encoding, length and metric. Scores are not
-    scaled to percent."""
+    scaled to percent. The column ``drops`` is 0 if the effective length is a lower bound."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(CSV_HEADER)
     for table in tables:
         for line in table.lines:
-            effective = table.effective_text(line).removeprefix("≥ ").replace("—", "")
+            effective = ("", "") if line.effective is None else tuple(map(int, line.effective))
             for length, value in zip(table.lengths, line.values, strict=True):
                 writer.writerow([
                     table.task.name, table.distinction, line.variant, line.encoding, length,
                     table.metric.name, *map(_number, value[:4]), value.seeds, value.failed,
-                    line.untrained, _number(table.chance), table.train_length, effective,
+                    line.untrained, _number(table.chance), table.train_length, *effective,
                     _number(value.difference), _number(value.p), int(line.unstable), line.tuned,
                 ])  # fmt: skip
     return file.getvalue()
