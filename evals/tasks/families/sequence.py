@@ -277,6 +277,12 @@ class SequenceTask(Task):
     ) -> Batch:
         batch = self.draw(seed, split, length, start, stop, settings)
         self._check(batch, length, (stop - start, self.tokens(length)), settings)
+        if not bool((asked := batch.asked.any(dim=1)).all()):
+            empty = start + int(asked.int().argmin())
+            raise ValueError(
+                "answers must have an entry >= 0 in every sequence, got only -1 in sequence "
+                f"{empty}"
+            )
         return self._by_frequency(batch, settings)
 
     def _by_frequency(self, batch: Batch, settings: Settings) -> Batch:
@@ -308,8 +314,6 @@ class SequenceTask(Task):
                     f"{name} must be from {low} to vocabulary - 1 = {last}, "
                     f"got {smallest} to {largest}"
                 )
-        if not batch.asked.any():
-            raise ValueError("answers must have an entry >= 0, got only -1")
 
     def loss(self, model: Transformer, batch: Batch) -> Tensor:
         asked = batch.asked
