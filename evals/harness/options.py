@@ -90,11 +90,18 @@ def _sweep(text: str) -> tuple[str, Any]:
         ) from None
 
 
-def _sweep_of_line(given: Sequence[tuple[str, Any]]) -> Mapping[str, Any] | str:
-    """The option ``sweep`` from the arguments of --sweep."""
+def _named_once(option: str, given: Sequence[tuple[str, Any]]) -> list[str]:
+    """The names in pairs (name, value) of a repeatable option; raises UsageError for a repeated
+    name."""
     names = [name for name, _ in given]
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise UsageError(f"--sweep must name a setting once, got {twice[0]} twice")
+        raise UsageError(f"{option} must name a setting once, got {twice[0]} twice")
+    return names
+
+
+def _sweep_of_line(given: Sequence[tuple[str, Any]]) -> Mapping[str, Any] | str:
+    """The option ``sweep`` from the arguments of --sweep."""
+    names = _named_once("--sweep", given)
     if words := {NO_SWEEP, RECORDED} & set(names):
         if len(names) > 1:
             raise UsageError(f"--sweep {words.pop()} must be the only --sweep")
@@ -255,6 +262,7 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
         UsageError: the file cannot be read, or an option is unknown or out of bounds.
     """
     line = {name: value for name, value in vars(given).items() if name not in ("command", "config")}
+    _named_once("--set", line.get("settings", []))
     line["settings"] = dict(line.get("settings", []))
     if "sweep" in line:
         line["sweep"] = _sweep_of_line(line["sweep"])

@@ -27,7 +27,8 @@ import attnzoo
 from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
 from commandline.files import write_whole
-from commandline.variants import parse_spec, split_list
+from commandline.variants import parse_specs, split_list
+from evals.harness.plan import check_unique
 from evals.measures.sparsity import TITLES, sparsity
 from evals.reporting.plots import png
 
@@ -89,7 +90,8 @@ def main(given: argparse.Namespace) -> int:
         from attnzoo.integrations.transformers import convert
     except ImportError as error:
         raise UsageError(str(error)) from error
-    specs = [parse_spec(spec) for spec in given.variants]
+    specs = parse_specs(given.variants)
+    check_unique("--lengths", given.lengths or [])
     for spec in specs:
         if spec.is_substitution or spec.test.name not in attnzoo.list_variants():
             known = ", ".join(attnzoo.list_variants())

@@ -17,6 +17,7 @@ from typing import Any
 from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
 from commandline.files import write_whole
+from evals.harness.plan import check_unique
 from evals.reporting import plots
 from evals.reporting.latex import latex_table
 from evals.reporting.pictures import figures
@@ -132,6 +133,7 @@ def _writes_one_file(given: argparse.Namespace) -> bool:
     """
     if wrong := [kind for kind in given.figures if kind not in FIGURES]:
         raise UsageError(f"--figures must be among {', '.join(FIGURES)}, got {', '.join(wrong)}")
+    check_unique("--figures", given.figures)
     if given.format is None and not given.figures:
         raise UsageError("export needs --format or --figures")
     out: Path | None = given.out
@@ -151,7 +153,9 @@ def _writes_one_file(given: argparse.Namespace) -> bool:
 def _check_chosen(
     found: Sequence[Group], metrics: Sequence[str] | None, lengths: Sequence[int] | None
 ) -> None:
-    """Raise UsageError for a metric or a length that no result has."""
+    """Raise UsageError for a metric or a length that no result has or that is repeated."""
+    for option, values in (("--metric", metrics), ("--lengths", lengths)):
+        check_unique(option, values or [])
     known = dict.fromkeys(metric.name for group in found for metric in group.metrics)
     for name in metrics or ():
         if name not in (*known, ALL):

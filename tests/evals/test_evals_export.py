@@ -232,6 +232,7 @@ def test_each_setting_of_a_task_has_its_own_files(tmp_path: Path) -> None:
         (("--figures", "gif", "--out", "x"), "--figures must be among png, svg, pdf, got gif"),
         (("--format", "csv", "--metric", "no"), "--metric must be among accuracy, hit_rate, "),
         (("--format", "csv", "--lengths", "7"), "--lengths must be among 16, 64, got 7"),
+        (("--format", "csv", "--lengths", "16,16"), "--lengths must not repeat an entry, got 16"),
         (("--format", "csv", "--out", "x.tex"), "--out must end in .csv with --format csv, got "),
         (("--format", "csv", "--out", "there.txt"), "--out must be a folder or a .csv, .tex, .md "),
     ],
