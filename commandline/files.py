@@ -28,8 +28,9 @@ def check_writable(what: str, folder: Path) -> None:
 
 
 def check_folder(what: str, path: Path) -> None:
-    """Raise UsageError if the path exists and is no folder; makes nothing."""
-    if path.exists() and not path.is_dir():
+    """Raise UsageError unless the path is a folder or can become one; makes nothing."""
+    whole = path.absolute()
+    if not next(part for part in (whole, *whole.parents) if part.exists()).is_dir():
         raise UsageError(f"{what} must be a folder, got {str(path)!r}")
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 import attnzoo
 from commandline.errors import UsageError
-from commandline.files import write_whole
+from commandline.files import check_writable, write_whole
 from commandline.table import Table
 from commandline.variants import VariantCall, load_plugin
 from evals.harness.plan import check_unique
@@ -221,6 +221,8 @@ def main(
 
     variants: variants without closed forms, which are measured but not checked.
     """
+    if out is not None:
+        check_writable("--out", out)
     with lean_arithmetic():
         points = measure(laws)
         for table in tables(points):

@@ -290,7 +290,7 @@ def test_dry_run_estimates_and_writes_nothing(
         (("--learning-rate", "0"), "--learning-rate must be finite and > 0"),
         (("--save", __file__), f"--save must be a folder, got {__file__!r}"),
         (("--out", __file__), f"--out must be a folder, got {__file__!r}"),
-        (("--save", f"{__file__}/below"), f"--save must be writable, got '{__file__}/below': Not"),
+        (("--save", f"{__file__}/below"), f"--save must be a folder, got '{__file__}/below'"),
         (("--seeds", "0,1", "--save", "there"), "--save needs one variant and one seed"),
     ],
 )

@@ -116,6 +116,7 @@ def test_pieces_are_spread_over_the_text() -> None:
         (["--lengths", "1"], "must be from 2 to 512"),
         (["--lengths", "16,16"], "--lengths must not repeat an entry, got 16 twice"),
         (["--variants", "softmax,softmax"], "variant softmax is listed twice"),
+        (["--out", __file__], f"--out must be a folder, got {__file__!r}"),
         (["--samples", "0"], "--samples must be an int >= 1, got 0"),
         (["--text", "nowhere"], "--text must be a file, got nowhere"),
         (["--model", str(ROOT / "docs")], f"--model {ROOT / 'docs'}"),

@@ -250,6 +250,7 @@ def test_dry_run_estimates_and_writes_nothing(
         (("--lengths", "64"), "--lengths must be at least "),
         (("--lengths", "99999"), "--text must have at least "),
         (("--samples", "1,2"), "--samples must be one number or 1, one for each length, got 2"),
+        (("--out", __file__), f"--out must be a folder, got {__file__!r}"),
         (("--batch", "0"), "--batch must be an int >= 1, got 0"),
         (("--workers", "-1"), "--workers must be an int >= 0, got -1"),
         (("--shard", "2/2"), "--shard must be I/N"),
