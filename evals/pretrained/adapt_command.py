@@ -310,6 +310,8 @@ def plan(given: argparse.Namespace) -> AdaptStudy:
     loaded = opened(task.source)
     if is_converted(loaded.model):
         raise UsageError(f"--model {task.source}: attnzoo has already converted this model")
+    loaded.check_length("--train-length", given.train_length)
+    loaded.check_length("--lengths", max(given.lengths))
     Sequences(loaded, training_tokens(task), recipe)  # raises if the text is too short
     fingerprint = loaded.fingerprint()
     specs: dict[str, Substitution] = {}

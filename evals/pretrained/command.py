@@ -219,6 +219,7 @@ def plan(given: argparse.Namespace) -> Study:
     study = Study(
         task, [None, *specs], samples, plugins, loaded.fingerprint(), loaded.limit
     )  # fmt: skip
+    loaded.check_length("--lengths", max(samples))
     texts_of = drawn_from(task)
     for point in study.points():
         texts_of.draw(*point)

@@ -287,7 +287,42 @@ def test_models_that_cannot_be_measured(
     bert = transformers.BertLMHeadModel(transformers.BertConfig(initializer_range=0.5, **sizes))
     save_small_lm(tmp_path / "bert", bert)
     assert "--model must be a causal language model, got " in error(tmp_path / "bert")
+    texts = tmp_path / "empty.txt"
+    texts.write_text("")
+    assert run(folder, tmp_path / "out", "--text", str(texts), "--measures", "loss") == 2
+    assert "--text must have at least 1024 tokens for the length 1024, got 0" in (
+        capsys.readouterr().err
+    )
     texts = tmp_path / "line.txt"
     texts.write_text("word " * 3000)
     assert run(folder, tmp_path / "out", "--text", str(texts)) == 2
     assert "--text must have at least 4 sentences or lines" in capsys.readouterr().err
+
+
+def test_lengths_beyond_a_table_of_position_embeddings_are_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"vocab_size": 257, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 96}
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(bos_token_id=256, eos_token_id=256, **sizes)
+    )
+    save_small_lm(tmp_path / "gpt2", model)
+    loaded = load(Source(str(tmp_path / "gpt2")))
+    loaded.check_length("--lengths", 96)
+    for command, option in (
+        ("pretrained", "--lengths"), ("adapt", "--lengths"), ("adapt", "--train-length")
+    ):  # fmt: skip
+        line = [
+            command,
+            "--model",
+            str(tmp_path / "gpt2"),
+            "--text",
+            str(TEXT),
+            "--measures",
+            "loss",
+        ]
+        line += ["--variants", "ssmax", "--out", str(tmp_path / "out"), "--lengths", "64"]
+        line += ["--train-length", "64"] * (command == "adapt")
+        assert main([*line, option, "97"]) == 2
+        assert f"{option} must be at most 96 for this model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
