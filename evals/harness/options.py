@@ -7,7 +7,6 @@ its text on the command line.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,8 +21,9 @@ from commandline.errors import UsageError
 from commandline.variants import split_list
 from evals.results.rows import first_error
 from evals.results.store import WHOLE, Shard
-from evals.task import MAX_LENGTH, MAX_SETTING, RECORDED, TUNABLE
+from evals.task import MAX_LENGTH, MAX_SETTING, RECORDED
 from evals.tasks import EXPERIMENTS, TASKS, presets_of
+from evals.tasks.checks import checked_candidates
 
 PresetName = Literal["smoke", "quick", "paper"]
 LoggerName = Literal["tensorboard", "wandb"]
@@ -119,17 +119,7 @@ def _checked_sweep(value: Any) -> Mapping[str, Sequence[float]] | str | None:
         raise ValueError(
             f"must be a table NAME = [V, V, …], {NO_SWEEP!r} or {RECORDED!r}, got {value!r}"
         )
-    return {name: _checked_candidates(name, values) for name, values in value.items()}
-
-
-def _checked_candidates(name: str, values: Any) -> list[float]:
-    if name not in TUNABLE:
-        raise ValueError(f"must tune {', '.join(TUNABLE)}, got {name!r}")
-    listed = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else []
-    numbers = all(type(x) in (int, float) and math.isfinite(x) for x in listed)
-    if not numbers or not 2 <= len(listed) == len({*map(float, listed)}):
-        raise ValueError(f"must give {name} two or more different numbers, got {values!r}")
-    return [float(value) for value in listed]
+    return {name: checked_candidates(name, values) for name, values in value.items()}
 
 
 @dataclass(frozen=True)

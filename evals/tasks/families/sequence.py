@@ -227,6 +227,11 @@ class SequenceTask(Task):
     published: Published | None = None
 
     def __post_init__(self) -> None:
+        if not self.metrics:
+            raise ValueError(f"metrics of task {self.name!r} must have the score, got none")
+        size = self.vocabulary
+        if not callable(size) and (type(size) is not int or size < 1):
+            raise ValueError(f"vocabulary of task {self.name!r} must be an int >= 1, got {size!r}")
         if self.trained_score is not None and math.isnan(self.trained_score):
             lower = self.metrics[0].lower_is_better
             object.__setattr__(self, "trained_score", None if lower else TRAINED)
