@@ -27,6 +27,13 @@ def check_writable(what: str, folder: Path) -> None:
         ) from error
 
 
+def check_folder(what: str, path: Path) -> None:
+    """Raise UsageError unless the path is a folder or can become one; makes nothing."""
+    whole = path.absolute()
+    if not next(part for part in (whole, *whole.parents) if part.exists()).is_dir():
+        raise UsageError(f"{what} must be a folder, got {str(path)!r}")
+
+
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file atomically: a reader sees either the old or the new content, never a mixture.
 

@@ -26,7 +26,7 @@ from evals.reporting.plots import png
 from evals.reporting.pretrained_pages import FIGURES, figure_path
 from evals.results import pretrained
 from evals.results.provenance import provenance
-from evals.results.rows import Row, is_pretrained, is_trial
+from evals.results.rows import Row, is_pretrained, is_trial, is_validation
 from evals.results.store import read_rows
 from evals.results.summary import Group, groups
 from evals.results.summary_csv import csv_text
@@ -71,9 +71,13 @@ def publish(args: argparse.Namespace) -> list[Path]:
     if len(tasks := sorted({row["task"] for row in rows})) > 1:
         raise UsageError(f"DIR must have results of one task, got {', '.join(tasks)}")
     made = provenance(rows, args.command, args.note)
+    if all(row["status"] != "ok" for row in rows if not is_validation(row)):
+        raise UsageError("DIR must have at least one score, got only failed runs")
     if _of_lengths(rows):
         made["scores"] = _scores(groups(rows))
     if args.against is not None:
+        if shared := _files(args.folder) & _files(args.against):
+            raise UsageError(f"--against must have other results than DIR, both have {min(shared)}")
         made["arithmetic"] = {
             "environment": args.environment,
             **_second_run(rows, read_rows([args.against])),
@@ -96,6 +100,11 @@ def publish(args: argparse.Namespace) -> list[Path]:
     for path in old - set(written):  # the documentation would show it above the new table
         path.unlink(missing_ok=True)
     return list(written)
+
+
+def _files(folder: Path) -> set[Path]:
+    """The files that `read_rows` reads."""
+    return {path.resolve() for part in ("", "*/") for path in folder.glob(f"{part}rows*.jsonl")}
 
 
 def _summary(rows: Sequence[Row]) -> str:
@@ -151,12 +160,22 @@ def _second_run(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
         raise UsageError(f"--against must have results of {rows[0]['task']}, got none")
     changes = compare.changes(ours, theirs)  # raises if a side has several groups
     _check_same_settings(ours[0], theirs[0])
+    if same := _arithmetic(ours[0]) & _arithmetic(theirs[0]):
+        raise UsageError(
+            f"--against must be of another arithmetic than DIR, both have {', '.join(same)}"
+        )
     found: dict[str, bool] = {}
     for change in changes:
         label = change.series.label
         found[label] = found.get(label, True) and compare.holds(change)
     scores = _scores(theirs)
     return {"holds": found, "scores": {label: scores[label] for label in found}}
+
+
+def _arithmetic(group: Group) -> set[str]:
+    """The vector instructions of the CPU that made these rows. Older rows do not name them."""
+    rows = [row for row in group.rows if row["device"] == "cpu"]
+    return {row["arithmetic"] for row in rows if row.get("arithmetic")}
 
 
 def _check_same_settings(group: Group, other: Group) -> None:

@@ -13,16 +13,21 @@ from commandline.variants import VariantCall
 
 @dataclass(frozen=True)
 class Context:
-    """Settings shared by all runs. Results of a task are stored in out/<task>."""
+    """Settings shared by all runs. Results of a task are stored in out/<task>.
+
+    plugin_hash: the hash of the plugin's file that is in the keys; a worker checks it.
+    """
 
     device: str
     plugin: Path | None
     out: Path
+    plugin_hash: str | None
 
 
 # Messages of a run: ("stage", None | point, fraction of the run), ("loss", step, value) and
 # ("rows", point, outcomes, training). A point is a key of ``tests``. A worker ends a run with
-# ("done", status), ("failed", traceback) or, if a file could not be written, ("stopped", text).
+# ("done", status), ("failed", traceback) or, if a file could not be written or the plugin changed,
+# ("stopped", text).
 Message = tuple[Any, ...]
 Emit = Callable[[Message], None]
 

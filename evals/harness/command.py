@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from commandline.errors import UsageError
-from commandline.files import check_writable
+from commandline.files import check_folder, check_writable
 from evals.experiment import Experiment
 from evals.harness import costs
 from evals.harness.any_run import AnyRun, Context
 from evals.harness.loggers import Logger, open_loggers
 from evals.harness.options import Options
 from evals.harness.planning import plan_study
-from evals.harness.plugins import load_plugins
+from evals.harness.plugins import hash_in, load_plugins
 from evals.harness.pool import Failure, Pool, default_workers, execute_here, worker_devices
 from evals.harness.progress import Progress, counted
 from evals.harness.study import Study
@@ -38,8 +38,14 @@ class Studies:
     too.
     """
 
-    def __init__(self, studies: Sequence[Study | TrialStudy], options: Options, out: Path) -> None:
-        self.options, self.out = options, out
+    def __init__(
+        self,
+        studies: Sequence[Study | TrialStudy],
+        options: Options,
+        out: Path,
+        plugin_hash: str | None,
+    ) -> None:
+        self.options, self.out, self.plugin_hash = options, out, plugin_hash
         self.studies: dict[str, Any] = {study.task.name: study for study in studies}
         self.folders = {name: Folder(out / name, options.shard) for name in self.studies}
         # The runs to do. Those that wait for a sweep have the settings of its first candidate.
@@ -111,7 +117,7 @@ class Studies:
         """Execute the runs and return the failures."""
         if not self.runs:
             return []
-        context = Context(self.options.device, self.options.plugin, self.out)
+        context = Context(self.options.device, self.options.plugin, self.out, self.plugin_hash)
         # If results cannot be written, the error comes before the training.
         for name in self.studies:
             check_writable("--out", self.out / name)
@@ -200,10 +206,12 @@ def run_tasks(
 ) -> int:
     """Run tasks or experiments, show their rows, and return the exit status."""
     shared = next(iter(options.values()))
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out must be a folder, got {str(out)!r}")
+    check_folder("--out", out)
     plugins = load_plugins(shared.plugin)
-    studies = Studies([_planned(task, options[task.name], plugins) for task in tasks], shared, out)
+    planned = [_planned(task, options[task.name], plugins) for task in tasks]
+    if not any(True for study in planned for _ in study.row_specs()):
+        raise UsageError(f"nothing to run: {', '.join(task.name for task in tasks)} has no variant")
+    studies = Studies(planned, shared, out, hash_in(plugins))
     if shared.record:
         _check_record(studies, shared)
     if studies.runs and not shared.dry_run:

@@ -7,7 +7,6 @@ its text on the command line.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,8 +21,9 @@ from commandline.errors import UsageError
 from commandline.variants import split_list
 from evals.results.rows import first_error
 from evals.results.store import WHOLE, Shard
-from evals.task import MAX_LENGTH, MAX_SETTING, RECORDED, TUNABLE
+from evals.task import MAX_LENGTH, MAX_SETTING, RECORDED
 from evals.tasks import EXPERIMENTS, TASKS, presets_of
+from evals.tasks.checks import checked_candidates
 
 PresetName = Literal["smoke", "quick", "paper"]
 LoggerName = Literal["tensorboard", "wandb"]
@@ -90,11 +90,18 @@ def _sweep(text: str) -> tuple[str, Any]:
         ) from None
 
 
-def _sweep_of_line(given: Sequence[tuple[str, Any]]) -> Mapping[str, Any] | str:
-    """The option ``sweep`` from the arguments of --sweep."""
+def _named_once(option: str, given: Sequence[tuple[str, Any]]) -> list[str]:
+    """The names in pairs (name, value) of a repeatable option; raises UsageError for a repeated
+    name."""
     names = [name for name, _ in given]
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise UsageError(f"--sweep must name a setting once, got {twice[0]} twice")
+        raise UsageError(f"{option} must name a setting once, got {twice[0]} twice")
+    return names
+
+
+def _sweep_of_line(given: Sequence[tuple[str, Any]]) -> Mapping[str, Any] | str:
+    """The option ``sweep`` from the arguments of --sweep."""
+    names = _named_once("--sweep", given)
     if words := {NO_SWEEP, RECORDED} & set(names):
         if len(names) > 1:
             raise UsageError(f"--sweep {words.pop()} must be the only --sweep")
@@ -112,17 +119,7 @@ def _checked_sweep(value: Any) -> Mapping[str, Sequence[float]] | str | None:
         raise ValueError(
             f"must be a table NAME = [V, V, …], {NO_SWEEP!r} or {RECORDED!r}, got {value!r}"
         )
-    return {name: _checked_candidates(name, values) for name, values in value.items()}
-
-
-def _checked_candidates(name: str, values: Any) -> list[float]:
-    if name not in TUNABLE:
-        raise ValueError(f"must tune {', '.join(TUNABLE)}, got {name!r}")
-    listed = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else []
-    numbers = all(type(x) in (int, float) and math.isfinite(x) for x in listed)
-    if not numbers or not 2 <= len(listed) == len({*map(float, listed)}):
-        raise ValueError(f"must give {name} two or more different numbers, got {values!r}")
-    return [float(value) for value in listed]
+    return {name: checked_candidates(name, values) for name, values in value.items()}
 
 
 @dataclass(frozen=True)
@@ -255,6 +252,7 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
         UsageError: the file cannot be read, or an option is unknown or out of bounds.
     """
     line = {name: value for name, value in vars(given).items() if name not in ("command", "config")}
+    _named_once("--set", line.get("settings", []))
     line["settings"] = dict(line.get("settings", []))
     if "sweep" in line:
         line["sweep"] = _sweep_of_line(line["sweep"])

@@ -35,6 +35,11 @@ def origin() -> dict[str, str]:
 def chosen_settings(task: str, preset: Any, options: Options) -> Any:
     """The preset's settings with the values from the options, validated."""
     given = dict(options.settings)
+    for name in ("steps", "output"):
+        if (value := getattr(options, name)) is not None and name in given:
+            raise UsageError(
+                f"{name} must be given once, got --{name} {value} and --set {name}={given[name]}"
+            )
     if options.steps is not None:
         given["steps"] = options.steps
     known = vars(preset)
@@ -61,13 +66,13 @@ def chosen_settings(task: str, preset: Any, options: Options) -> Any:
 def check_device(device: str) -> None:
     """Raise UsageError unless the device exists."""
     try:
-        kind = torch.device(device).type
+        found = torch.device(device)
     except RuntimeError:
         raise UsageError(f"--device must be cpu, cuda or cuda:N, got {device!r}") from None
-    if kind not in ("cpu", "cuda"):
+    if device != "cpu" and found.type != "cuda":
         raise UsageError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
-    if kind == "cuda":
-        index, count = torch.device(device).index or 0, torch.cuda.device_count()
+    if found.type == "cuda":
+        index, count = found.index or 0, torch.cuda.device_count()
         if index >= count:
             raise UsageError(
                 f"--device must be a device that exists, got {device!r}; torch finds {count} GPU(s)"

@@ -26,6 +26,8 @@ from evals.harness.sweeps import SWEEP_SEEDS, plan_sweep
 from evals.measures.heads import own_parameters
 from evals.task import EVERY_VARIANT, Preset, Settings, Task
 
+_DRAWN = 8  # sequences of a length that are drawn to check a task's data
+
 
 def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Study:
     """Check the options and make the study.
@@ -114,13 +116,14 @@ def _own(preset: Preset, options: Options) -> dict[str, Mapping[str, Any]]:
 
 
 def _check_data(task: Task, length: int, settings: Settings, verbose: bool) -> None:
-    """Draw one sequence twice.
+    """Draw sequences twice: some of the lengths trained on, one of each longer length.
 
     Raises:
         UsageError: the task does not support this length, or the draws differ.
     """
+    count = _DRAWN if length <= settings.train_longest else 1
     try:
-        drawn = (task.batch(0, "test", length, 0, 1, settings) for _ in range(2))
+        drawn = (task.batch(0, "test", length, 0, count, settings) for _ in range(2))
         first, second = (_tensors(batch) for batch in drawn)
         if not all(map(torch.equal, first, second)):
             raise ValueError("two draws with the same arguments must be equal: use evals.draws")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import attnzoo
@@ -33,5 +34,19 @@ def load_plugins(path: Path | None) -> dict[str, str]:
     if path is None:
         return {}
     plugin, tasks = load(path)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return dict.fromkeys((*plugin.variants, *(f"task {name}" for name in tasks)), digest)
+    return dict.fromkeys((*plugin.variants, *(f"task {name}" for name in tasks)), _hash(path))
+
+
+def hash_in(plugins: Mapping[str, str]) -> str | None:
+    """The hash of the plugin's file, from the dict of `load_plugins`; None without a plugin."""
+    return next(iter(plugins.values()), None)
+
+
+def check_unchanged(path: Path, expected: str | None) -> None:
+    """Raise UsageError if the plugin's file no longer has the hash that is in the keys."""
+    if not path.is_file() or _hash(path) != expected:
+        raise UsageError(f"--plugin {path} changed during the run; repeat the command")
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -26,6 +26,7 @@ from commandline.errors import UsageError
 from commandline.files import NotWritten
 from commandline.variants import load_plugin
 from evals.harness.any_run import AnyRun, Context, Message
+from evals.harness.plugins import check_unchanged
 from evals.harness.progress import Progress
 from evals.harness.runs import NOT_TRAINED
 from evals.measures.arithmetic import lean_arithmetic
@@ -53,6 +54,12 @@ def _work_loop(pipe: Connection, context: Context) -> None:
     try:
         with lean_arithmetic():
             if context.plugin is not None:
+                try:
+                    check_unchanged(context.plugin, context.plugin_hash)
+                except UsageError as error:
+                    pipe.recv()
+                    pipe.send(("stopped", str(error)))
+                    return
                 load_plugin(context.plugin, need_variant=False)
             while (run := pipe.recv()) is not None:
                 try:

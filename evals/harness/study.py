@@ -114,6 +114,16 @@ class Study:
             identity["plugin"] = self.plugins[variant.name]
         return identity
 
+    def _data(self) -> str:
+        """The version of the data and the model, with the hash of a plugin that defines either.
+
+        A table only combines rows in which it is equal.
+        """
+        output = self.settings.output_layer
+        names = [f"task {self.task.name}", *([] if output is None else [output.name])]
+        found = dict.fromkeys(self.plugins[name] for name in names if name in self.plugins)
+        return ", ".join([self.task.data_version(), *(f"plugin {x[:8]}" for x in found)])
+
     def training_key(
         self, variant: VariantCall, positions: str, seed: int, values: Mapping[str, float] = _NONE
     ) -> str:
@@ -281,7 +291,7 @@ class Study:
             "settings": run.settings.identity(),
             "version": self.version(Spec(run.variant, substitute or run.variant)),
             "schedule": run.settings.schedule_text(self.sweep.names),
-            "data": self.task.data_version(),
+            "data": self._data(),
             "device": self.device,
             **origin(),
             "cpu_seconds": round(outcome.cpu_seconds, 3),

@@ -14,7 +14,7 @@ from typing import Any
 
 from commandline.arguments import add_plugin, numbers, seed
 from commandline.errors import UsageError
-from commandline.files import NotWritten
+from commandline.files import NotWritten, check_folder, check_writable
 from commandline.variants import VariantCall, split_list
 from evals.harness.plan import check_device, check_unique, key_of
 from evals.harness.plugins import load_plugins
@@ -29,6 +29,7 @@ from evals.pretrained.adapting import (
     Recipe,
     Sequences,
     check_gradients,
+    is_trained,
     loss_of,
     read_stored,
     train,
@@ -114,6 +115,7 @@ def add_parser(commands: Any) -> None:
         help=f"Write results to DIR, or continue those in it (default: results/{NAME})"
         )  # fmt: skip
     add("--save", type=Path, metavar="DIR", help="Save the trained model to DIR (only one model)")
+    add("--retry-failed", action="store_true", help=command.RETRY)
     add("--verbose", action="store_true", help="Also print all tables, tracebacks and status lines")
     add("--dry-run", action="store_true", help="Estimate the time of the runs, and run nothing")
     add_plugin(parser)
@@ -147,7 +149,7 @@ def main(given: argparse.Namespace) -> int:
     """Train, measure, print the tables, write the report; returns 1 if a run failed, or 0."""
     study = plan(given)
     trained = [spec for spec in study.specs if isinstance(spec, Adapted)]
-    left = [spec for spec in trained if not spec.file.exists()]
+    left = [spec for spec in trained if not is_trained(spec)]
     print(f"{NAME}: {study.task.source}, {counted(len(left), 'training')} to do, "
           f"{counted(len(study.specs), 'variant')} to measure, lengths up to {max(study.samples)}"
           )  # fmt: skip
@@ -161,11 +163,17 @@ def main(given: argparse.Namespace) -> int:
         study = replace(study, specs=[_start_of(spec) for spec in study.specs])
         command.show_estimate(study, study.runs(), 1)
         return 0
-    given.out.mkdir(parents=True, exist_ok=True)
+    if given.save is not None:
+        check_writable("--save", given.save)
+    check_writable("--out", given.out)
     failed = _train(study, left, given.verbose)
     study = replace(study, specs=[spec for spec in study.specs if spec not in failed])
     every = study.runs()
-    runs = [left for run in every if (left := command.missing(run, folder)) is not None]
+    runs = [
+        left
+        for run in every
+        if (left := command.missing(run, folder, given.retry_failed)) is not None
+    ]
     workers = command.default_workers(given.device) if given.workers is None else given.workers
     failures = command.execute(study, runs, folder, workers, given)
     for failure in failures:
@@ -266,6 +274,9 @@ def _estimate(study: Study, specs: Sequence[Adapted]) -> None:
 
 def plan(given: argparse.Namespace) -> AdaptStudy:
     """Check the options, load the model once and draw all contexts, so that errors come first."""
+    for option, path in (("--out", given.out), ("--save", given.save)):
+        if path is not None:
+            check_folder(option, path)
     plugins = load_plugins(given.plugin)
     command.check_measures(given.measures)
     for option in ("lengths", "seeds"):
@@ -299,6 +310,8 @@ def plan(given: argparse.Namespace) -> AdaptStudy:
     loaded = opened(task.source)
     if is_converted(loaded.model):
         raise UsageError(f"--model {task.source}: attnzoo has already converted this model")
+    loaded.check_length("--train-length", given.train_length)
+    loaded.check_length("--lengths", max(given.lengths))
     Sequences(loaded, training_tokens(task), recipe)  # raises if the text is too short
     fingerprint = loaded.fingerprint()
     specs: dict[str, Substitution] = {}

@@ -7,6 +7,7 @@ of the model. The model stays in evaluation mode, so dropout is off.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
@@ -227,11 +228,37 @@ class Stored:
         return found
 
 
+_ABOUT = {"loss", "values", "seconds", "cpu_seconds", "parameters", "settings"}
+
+
 @cache
 def read_stored(file: Path) -> Stored:
-    with safe_open(file, "pt") as found:
-        tensors = {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
-        return Stored(tensors, json.loads(found.metadata()["about"]))
+    """Read the file of a finished training.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    try:
+        with safe_open(file, "pt") as found:
+            tensors = {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
+            about = json.loads((found.metadata() or {})["about"])
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise UsageError(f"{file} is damaged: {error}") from error
+    if not isinstance(about, dict) or not about.keys() >= _ABOUT:
+        raise UsageError(f"{file} is damaged: its metadata must have {', '.join(sorted(_ABOUT))}")
+    return Stored(tensors, about)
+
+
+def is_trained(spec: Adapted) -> bool:
+    """Whether the training is finished. A damaged file gives a warning, and does not count."""
+    if not spec.file.exists():
+        return False
+    try:
+        read_stored(spec.file)
+    except UsageError as error:
+        print(f"warning: {error}; it is trained again", file=sys.stderr)
+        return False
+    return True
 
 
 def train(

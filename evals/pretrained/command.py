@@ -14,11 +14,12 @@ from pydantic import ValidationError
 
 from commandline.arguments import add_plugin, either, numbers, seed
 from commandline.errors import UsageError
+from commandline.files import check_folder, check_writable
 from commandline.variants import complete, split_list
 from evals.harness.any_run import AnyRun, Context
 from evals.harness.options import Options
 from evals.harness.plan import check_device, check_unique
-from evals.harness.plugins import load_plugins
+from evals.harness.plugins import hash_in, load_plugins
 from evals.harness.pool import Failure, Pool, default_workers, execute_here, worker_devices
 from evals.harness.progress import Progress, clock, counted
 from evals.measures.metrics import Outcome
@@ -53,6 +54,7 @@ VARIANTS = (
     "ssmax(calibrate=512)"
 )
 LENGTHS, SAMPLES = "512,1024,2048,8192", "20,20,20,5"
+RETRY = "Repeat contexts that ended in NaN or out of memory"  # help of --retry-failed
 
 
 def add_parser(commands: Any) -> None:
@@ -88,6 +90,7 @@ def add_parser(commands: Any) -> None:
     add("--out", type=Path, default=Path("results") / NAME, metavar="DIR",
         help=f"Write results to DIR, or continue those in it (default: results/{NAME})"
         )  # fmt: skip
+    add("--retry-failed", action="store_true", help=RETRY)
     add("--verbose", action="store_true", help="Also print all tables, tracebacks and status lines")
     add("--dry-run", action="store_true", help="Estimate the time of the runs, and run nothing")
     add_plugin(parser)
@@ -123,7 +126,7 @@ def main(given: argparse.Namespace) -> int:
     folder = Folder(given.out, given.shard)
     every = study.runs()
     runs = [left for run in every[given.shard.index :: given.shard.count]
-            if (left := missing(run, folder)) is not None]  # fmt: skip
+            if (left := missing(run, folder, given.retry_failed)) is not None]  # fmt: skip
     points = sum(len(run.tests) for run in runs)
     part = f" in shard {given.shard.index} of {given.shard.count}" * (given.shard.count > 1)
     print(f"{NAME}: {study.task.source}, {counted(len(study.specs), 'variant')}, lengths up to "
@@ -160,10 +163,10 @@ def show(rows: Sequence[Row], folder: Folder, out: Path, verbose: bool) -> None:
     print(f"\nReport: {page}")
 
 
-def missing(run: Reading, folder: Folder) -> Reading | None:
-    """The run with the points that have no result yet."""
-    known = folder.by_key.keys()
-    left = {point: tests for point, tests in run.tests.items() if not tests.keys() <= known}
+def missing(run: Reading, folder: Folder, retry: bool) -> Reading | None:
+    """The run with the points that have no result yet, or with ``retry`` a failed one."""
+    done = {key for key, row in folder.by_key.items() if not retry or row["status"] == "ok"}
+    left = {point: tests for point, tests in run.tests.items() if not tests.keys() <= done}
     return replace(run, tests=left) if left else None
 
 
@@ -172,10 +175,10 @@ def execute(
 ) -> list[Failure]:
     if not runs:
         return []
-    # If the folder cannot be made, the error comes before the work.
-    given.out.mkdir(parents=True, exist_ok=True)
+    # If results cannot be written, the error comes before the work.
+    check_writable("--out", given.out)
     progress = Progress(len(runs), verbose=given.verbose)
-    context = Context(given.device, given.plugin, given.out)
+    context = Context(given.device, given.plugin, given.out, hash_in(study.plugins))
     listener = _Rows(study, folder)
     try:
         if workers == 0:
@@ -183,7 +186,7 @@ def execute(
         opened.cache_clear()  # each worker loads the model itself
         drawn_from.cache_clear()
         devices = worker_devices(given.device, min(workers, len(runs)))
-        contexts = [Context(device, given.plugin, given.out) for device in devices]
+        contexts = [replace(context, device=device) for device in devices]
         return Pool(contexts, listener, progress).execute(runs)
     finally:
         progress.close()
@@ -194,6 +197,7 @@ def execute(
 
 def plan(given: argparse.Namespace) -> Study:
     """Check the options, load the model once and draw all contexts, so that errors come first."""
+    check_folder("--out", given.out)
     plugins = load_plugins(given.plugin)
     check_measures(given.measures)
     check_unique("--lengths", list(map(str, given.lengths)))
@@ -215,6 +219,7 @@ def plan(given: argparse.Namespace) -> Study:
     study = Study(
         task, [None, *specs], samples, plugins, loaded.fingerprint(), loaded.limit
     )  # fmt: skip
+    loaded.check_length("--lengths", max(samples))
     texts_of = drawn_from(task)
     for point in study.points():
         texts_of.draw(*point)

@@ -145,9 +145,9 @@ class Contexts:
         """The indices of tokens that begin a sentence or a line, in ascending order."""
         unique, where = np.unique(self.tokens.numpy(), return_inverse=True)
         texts = [self.loaded.tokenizer.decode([int(token)]) for token in unique]
-        line = np.array(["\n" in text for text in texts])[where]
-        stop = np.array([text.endswith(_STOPS) for text in texts])[where]
-        space = np.array([text[:1].isspace() for text in texts])[where]
+        line = np.array(["\n" in text for text in texts], dtype=bool)[where]
+        stop = np.array([text.endswith(_STOPS) for text in texts], dtype=bool)[where]
+        space = np.array([text[:1].isspace() for text in texts], dtype=bool)[where]
         after = line[:-1] | (stop[:-1] & space[1:])  # "." in "0.5" ends nothing
         return np.concatenate(([0], 1 + np.flatnonzero(after)))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from commandline.errors import UsageError
 
@@ -37,6 +40,28 @@ class Source:
         return self.model if self.gguf is None else f"{self.model} --gguf {self.gguf}"
 
 
+class _Missing(Exception):
+    """An embedding was looked up that a table does not have. beyond: the number of entries by which
+    the table is too short."""
+
+    def __init__(self, beyond: int) -> None:
+        self.beyond = beyond
+
+
+class _Lookups(TorchFunctionMode):
+    """Raises `_Missing` before a lookup in a table that is too short: on a GPU the lookup itself
+    would end the process."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.nn.functional.embedding:
+            indices, table = args[:2]
+            if (beyond := int(indices.max()) + 1 - len(table)) > 0:
+                raise _Missing(beyond)
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True, eq=False)
 class Loaded:
     """A model in evaluation mode, and its tokenizer."""
@@ -60,6 +85,23 @@ class Loaded:
         full = self.tokenizer(_PROBE)["input_ids"]
         where = next(i for i in range(len(full)) if full[i : i + len(plain)] == plain)
         return torch.tensor(full[:where], dtype=torch.long)
+
+    def check_length(self, option: str, length: int) -> None:
+        """Raise UsageError if a learned table of position embeddings has no entry for a length.
+
+        It reads one token at the last position. A model that takes no positions has no such table.
+        """
+        if "position_ids" not in inspect.signature(self.model.forward).parameters:
+            return
+        last = torch.tensor([[length - 1]], device=self.model.device)
+        with torch.inference_mode(), _Lookups():
+            try:
+                self.model(input_ids=torch.zeros_like(last), position_ids=last, use_cache=False)
+            except _Missing as error:
+                raise UsageError(
+                    f"{option} must be at most {length - error.beyond} for this model, which has "
+                    f"no embedding of later positions, got {length}"
+                ) from None
 
     def fingerprint(self) -> str:
         """A hash of the model's parameters and config and of the tokenizer. Results of two models

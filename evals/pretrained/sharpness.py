@@ -26,8 +26,9 @@ from torch import Tensor
 import attnzoo
 from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
-from commandline.files import write_whole
-from commandline.variants import parse_spec, split_list
+from commandline.files import check_folder, write_whole
+from commandline.variants import parse_specs, split_list
+from evals.harness.plan import check_unique
 from evals.measures.sparsity import TITLES, sparsity
 from evals.reporting.plots import png
 
@@ -89,7 +90,9 @@ def main(given: argparse.Namespace) -> int:
         from attnzoo.integrations.transformers import convert
     except ImportError as error:
         raise UsageError(str(error)) from error
-    specs = [parse_spec(spec) for spec in given.variants]
+    check_folder("--out", given.out)
+    specs = parse_specs(given.variants)
+    check_unique("--lengths", given.lengths or [])
     for spec in specs:
         if spec.is_substitution or spec.test.name not in attnzoo.list_variants():
             known = ", ".join(attnzoo.list_variants())
@@ -135,7 +138,6 @@ def main(given: argparse.Namespace) -> int:
             )
         for text in table(rows, similar, str(spec), lengths):
             print(text, flush=True)
-    given.out.mkdir(parents=True, exist_ok=True)
     write_whole(given.out / f"{NAME}.csv", as_csv(rows, similar))
     write_whole(given.out / f"{NAME}.png", picture(rows, max(lengths)))
     print(f"written: {given.out / NAME}.csv and .png")

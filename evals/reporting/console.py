@@ -72,7 +72,7 @@ def _table(group: Group, scores: Scores, errors: bool) -> Table:
     shown = scores.has_effective
     rows = [
         [group.name(Series(line.variant, line.encoding)), *_values(scores, line, errors)]
-        + ([scores.effective_text(line)] if shown else [])
+        + ([line.effective_text] if shown else [])
         for line in scores.lines
     ]
     header = ["variant", *(f"n = {n}" for n in scores.lengths), *([EFFECTIVE] if shown else [])]

@@ -17,6 +17,7 @@ from typing import Any
 from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
 from commandline.files import write_whole
+from evals.harness.plan import check_unique
 from evals.reporting import plots
 from evals.reporting.latex import latex_table
 from evals.reporting.pictures import figures
@@ -33,25 +34,25 @@ ALL = "all"
 CSV_HEADER = (
     "task", "settings", "variant", "position_encoding", "length", "metric", "mean",
     "standard_error", "interval_low", "interval_high", "seeds", "failed", "untrained_seeds",
-    "chance", "train_length", "effective_length", "difference_from_softmax", "p_holm", "unstable",
-    "tuned",
+    "chance", "train_length", "effective_length", "drops", "difference_from_softmax", "p_holm",
+    "unstable", "tuned",
 )  # fmt: skip
 
 
 def csv_tables(tables: Sequence[Scores]) -> str:
     """CSV text with a line per task, variant, position encoding, length and metric. Scores are not
-    scaled to percent."""
+    scaled to percent. The column ``drops`` is 0 if the effective length is a lower bound."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(CSV_HEADER)
     for table in tables:
         for line in table.lines:
-            effective = table.effective_text(line).removeprefix("≥ ").replace("—", "")
+            effective = ("", "") if line.effective is None else tuple(map(int, line.effective))
             for length, value in zip(table.lengths, line.values, strict=True):
                 writer.writerow([
                     table.task.name, table.distinction, line.variant, line.encoding, length,
                     table.metric.name, *map(_number, value[:4]), value.seeds, value.failed,
-                    line.untrained, _number(table.chance), table.train_length, effective,
+                    line.untrained, _number(table.chance), table.train_length, *effective,
                     _number(value.difference), _number(value.p), int(line.unstable), line.tuned,
                 ])  # fmt: skip
     return file.getvalue()
@@ -132,6 +133,7 @@ def _writes_one_file(given: argparse.Namespace) -> bool:
     """
     if wrong := [kind for kind in given.figures if kind not in FIGURES]:
         raise UsageError(f"--figures must be among {', '.join(FIGURES)}, got {', '.join(wrong)}")
+    check_unique("--figures", given.figures)
     if given.format is None and not given.figures:
         raise UsageError("export needs --format or --figures")
     out: Path | None = given.out
@@ -151,7 +153,9 @@ def _writes_one_file(given: argparse.Namespace) -> bool:
 def _check_chosen(
     found: Sequence[Group], metrics: Sequence[str] | None, lengths: Sequence[int] | None
 ) -> None:
-    """Raise UsageError for a metric or a length that no result has."""
+    """Raise UsageError for a metric or a length that no result has or that is repeated."""
+    for option, values in (("--metric", metrics), ("--lengths", lengths)):
+        check_unique(option, values or [])
     known = dict.fromkeys(metric.name for group in found for metric in group.metrics)
     for name in metrics or ():
         if name not in (*known, ALL):

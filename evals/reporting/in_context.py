@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 import attnzoo
 from commandline.arguments import add_plugin
 from commandline.errors import UsageError
-from commandline.files import write_whole
+from commandline.files import check_writable, write_whole
 from commandline.table import tables_csv
 from commandline.variants import VariantCall, complete, parse_specs, split_list
 from evals.harness.training import NotFinite
@@ -59,6 +59,8 @@ def main(given: argparse.Namespace) -> int:
         if getattr(given, name) < 1:
             raise UsageError(f"--{name} must be an int >= 1, got {getattr(given, name)}")
     calls = [LINEAR, *_variants(given.variants)]
+    if given.out is not None:
+        check_writable("--out", given.out)
     schedule = replace(SCHEDULE, steps=given.steps)
     trained: list[Trained] = []
     failed = 0

@@ -42,7 +42,7 @@ def latex_table(scores: Scores) -> str:
                 [
                     _label(line, scores.seeds),
                     *(_cell(scores, value) for value in line.values),
-                    *[_effective(scores, line)] * more,
+                    *[_effective(line)] * more,
                 ]
             )
             for line in scores.lines
@@ -69,8 +69,8 @@ def _label(line: Line, seeds: int) -> str:
     return f"{escape(line.variant)}{encoding}{mark}"
 
 
-def _effective(scores: Scores, line: Line) -> str:
-    return escape(scores.effective_text(line)).replace("≥", r"$\geq$")
+def _effective(line: Line) -> str:
+    return escape(line.effective_text).replace("≥", r"$\geq$")
 
 
 def _cell(scores: Scores, value: Value) -> str:

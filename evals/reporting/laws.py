@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 
 import attnzoo
 from commandline.errors import UsageError
-from commandline.files import write_whole
+from commandline.files import check_writable, write_whole
 from commandline.table import Table
 from commandline.variants import VariantCall, load_plugin
+from evals.harness.plan import check_unique
 from evals.measures.arithmetic import lean_arithmetic
 from evals.measures.heads import jacobian_norm
 from evals.reporting.plots import GRID, length_axis, looks_of, png
@@ -197,11 +198,12 @@ def command(
     names: the variants to show; None shows all.
 
     Raises:
-        UsageError: a name is not a registered variant.
+        UsageError: a name is not a registered variant, or it is repeated.
     """
     laws = (*LAWS, *(() if plugin is None else stated(load_plugin(plugin).module)))
     others = without_law(laws)
     if names is not None:
+        check_unique("--variants", names)
         for name in names:
             try:
                 attnzoo.get_variant(name)
@@ -219,6 +221,8 @@ def main(
 
     variants: variants without closed forms, which are measured but not checked.
     """
+    if out is not None:
+        check_writable("--out", out)
     with lean_arithmetic():
         points = measure(laws)
         for table in tables(points):

@@ -66,8 +66,8 @@ def leaderboard(group: Group) -> Leaderboard:
                 _score_cell(point, score, value)
                 for point, value in zip(group.of(one), found[one].values, strict=True)
             ],
-            scores.effective_text(found[one]),
-            found[one].effective,
+            found[one].effective_text,
+            None if (effective := found[one].effective) is None else effective.length,
         )
         for one in group.series
     ]

@@ -126,7 +126,7 @@ def _overview_row(found: Scores, line: Line) -> tuple[str, ...]:
     return (
         _label(line, found.seeds),
         *("—" if value.mean is None else found.shown(value.mean) for value in ends),
-        found.effective_text(line),
+        line.effective_text,
     )
 
 
@@ -152,7 +152,7 @@ def markdown_table(found: Scores, broken: Sequence[str] = ()) -> str:
         (
             _label(line, found.seeds) + f" {BROKEN}" * (line.label in broken),
             *(_cell(found, value) for value in line.values),
-            *[found.effective_text(line)] * more,
+            *[line.effective_text] * more,
         )
         for line in found.lines
     ]

@@ -37,6 +37,17 @@ class Value(NamedTuple):
     p: float | None = None
 
 
+class Effective(NamedTuple):
+    """An effective length. dropped: whether the score drops at a longer length; if not, the
+    effective length is at least ``length``."""
+
+    length: int
+    dropped: bool
+
+    def __str__(self) -> str:
+        return str(self.length) if self.dropped else f"≥ {self.length}"
+
+
 class Line(NamedTuple):
     """One variant with its position encoding: a value for each length.
 
@@ -44,8 +55,8 @@ class Line(NamedTuple):
     ``trained_score``. unstable: whether the scores of the seeds at the train length disagree.
     tuned: the tuned values in words. at_edge: whether the sweep of an untrained line chose its
     smallest or largest value. effective: the longest length up to which the score stays
-    above 85 % of its value at the train length, of all eval lengths; None if a seed is untrained,
-    that value is missing, or lower values are better.
+    above 85 % of its value at the train length, of all eval lengths with a score; None if a seed is
+    untrained, the value at the train length is missing, or lower values are better.
     """
 
     variant: str
@@ -54,12 +65,17 @@ class Line(NamedTuple):
     values: list[Value]
     unstable: bool = False
     tuned: str = ""
-    effective: int | None = None
+    effective: Effective | None = None
     at_edge: bool = False
 
     @property
     def label(self) -> str:
         return self.variant if self.encoding == "none" else f"{self.variant} · {self.encoding}"
+
+    @property
+    def effective_text(self) -> str:
+        """The effective length, with "≥" if the score drops at no eval length."""
+        return "—" if self.effective is None else str(self.effective)
 
 
 @dataclass(frozen=True)
@@ -67,8 +83,7 @@ class Scores:
     """One metric of one task. lines: the variant that is best at the longest length comes first.
 
     chance: the score of blind guessing; None if the metric is not the task's score. distinction:
-    the settings that differ from other results of the same task, such as "steps 3". longest: the
-    longest eval length, also if the table leaves it out.
+    the settings that differ from other results of the same task, such as "steps 3".
     """
 
     task: Task
@@ -78,7 +93,6 @@ class Scores:
     seeds: int
     chance: float | None
     schedule: str
-    longest: int
     lines: list[Line]
     distinction: str = ""
     remarks: tuple[str, ...] = ()
@@ -128,16 +142,10 @@ class Scores:
         """Whether the metric has an effective length: higher values are better."""
         return not self.metric.lower_is_better
 
-    def effective_text(self, line: Line) -> str:
-        """The effective length, with "≥" if it is the longest eval length."""
-        if line.effective is None:
-            return "—"
-        return f"≥ {line.effective}" if line.effective == self.longest else str(line.effective)
-
 
 def effective_length(
     means: Mapping[int, float | None], train_length: int, metric: Metric, untrained: int
-) -> int | None:
+) -> Effective | None:
     """The effective length of `Line`, from the mean at each eval length."""
     start = means.get(train_length)
     if untrained or start is None or metric.lower_is_better:
@@ -145,13 +153,15 @@ def effective_length(
     longest = None
     for length in sorted(n for n in means if n >= train_length):
         mean = means[length]
-        if mean is None or mean <= KEPT * start:
-            break
+        if mean is None:  # missing or failed, which says nothing about the score
+            continue
+        if mean <= KEPT * start:
+            return None if longest is None else Effective(longest, dropped=True)
         longest = length
-    return longest
+    return None if longest is None else Effective(longest, dropped=False)
 
 
-def _effective(group: Group, series: Series, metric: Metric) -> int | None:
+def _effective(group: Group, series: Series, metric: Metric) -> Effective | None:
     found = {point.length: point.metrics.get(metric.name) for point in group.of(series)}
     means = {length: None if value is None else value.mean for length, value in found.items()}
     return effective_length(means, group.settings["train_longest"], metric, group.untrained(series))
@@ -185,7 +195,6 @@ def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None)
         seeds=len(group.seeds),
         chance=group.chance if is_score else None,
         schedule=group.rows[0]["schedule"],
-        longest=group.lengths[-1],
         lines=_best_first(lines, metric),
         distinction=group.distinction,
         remarks=tuple(group.task.remarks(group.settings)),
@@ -229,7 +238,6 @@ def of_summary(name: str, summary: Sequence[Mapping[str, str]]) -> Scores:
         seeds=max(int(line["seeds"]) for line in summary),
         chance=float(first["chance"]),
         schedule=first["schedule"],
-        longest=lengths[-1],
         lines=_best_first(lines, task.score),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from evals.task import VALIDATION
 from evals.tasks import EXPERIMENTS, TASKS
@@ -12,6 +12,7 @@ from evals.tasks import EXPERIMENTS, TASKS
 PRETRAINED = "pretrained"  # the task of rows of pretrained models
 Row = dict[str, Any]
 Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
 Numbers = dict[str, float]
 Lists = dict[str, list[float]]
 
@@ -23,7 +24,7 @@ class Settings(BaseModel):
 
     steps: Whole
     train_shortest: Whole
-    train_longest: Whole
+    train_longest: Positive
 
 
 class TrialSettings(BaseModel):
@@ -77,6 +78,14 @@ class Tuned(BaseModel):
     values: Numbers
     tried: list[Tried]
 
+    @model_validator(mode="after")
+    def _check_tried(self) -> Tuned:
+        """Every candidate has a value for each tuned setting."""
+        for tried in self.tried:
+            if lacks := sorted(self.values.keys() - tried.values.keys()):
+                raise ValueError(f"must have {lacks[0]} in every candidate, got {tried.values}")
+        return self
+
 
 class Fields(Common):
     """The fields of a result row of a task, the optional ones last.
@@ -86,7 +95,7 @@ class Fields(Common):
     """
 
     positions: str
-    length: Whole
+    length: Positive
     sequences: Whole
     learned: Lists
     train_cpu_seconds: float
@@ -113,7 +122,7 @@ class PretrainedFields(Measured):
     dtype: str
     text: str
     layers: str
-    length: Whole
+    length: Positive
     sample: Whole
     planted: bool
 
@@ -125,7 +134,7 @@ def is_pretrained(row: object) -> bool:
 
 def is_trial(row: object) -> bool:
     """Whether a row belongs to an experiment; otherwise it belongs to a task."""
-    return isinstance(row, dict) and row.get("task") in EXPERIMENTS
+    return isinstance(row, dict) and row.get("task") in list(EXPERIMENTS)  # it may be unhashable
 
 
 def is_validation(row: Row) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evals.experiment import Experiment
-from evals.task import NOTES, Preset, Task
+from evals.task import Task
 from evals.tasks import (
     flip_flop,
     language_model,
@@ -16,6 +16,7 @@ from evals.tasks import (
     transduction,
     two_back,
 )
+from evals.tasks.checks import check_task
 from evals.tasks.digits.active import ACTIVE_LEARNING
 from evals.tasks.digits.classification import CLASSIFICATION
 from evals.tasks.digits.continual import CONTINUAL
@@ -58,8 +59,10 @@ def register_task(task: Task) -> Task:
         The task.
 
     Raises:
-        ValueError: the name is taken or malformed, or there is no preset or an unknown one.
+        ValueError: the name is taken or malformed, or a field is invalid.
     """
+    if not isinstance(task, Task):
+        raise ValueError(f"register_task needs a task, got {task!r}")
     if task.name in TASKS or task.name in EXPERIMENTS:
         raise ValueError(f"task name {task.name!r} is taken")
     if not task.name.isascii() or not task.name.replace("-", "").isalnum() or task.name[0] == "-":
@@ -67,17 +70,6 @@ def register_task(task: Task) -> Task:
             "task name must be letters, digits and hyphens and not start with a hyphen, "
             f"got {task.name!r}"
         )
-    if not task.presets:
-        raise ValueError(f"task {task.name!r} needs a preset, such as 'quick'")
-    if unknown := sorted(set(task.presets) - set(NOTES)):
-        raise ValueError(
-            f"presets of task {task.name!r} must be among {', '.join(NOTES)}, "
-            f"got {', '.join(unknown)}"
-        )
-    for name, preset in task.presets.items():
-        if not isinstance(preset, Preset):
-            raise ValueError(
-                f"presets of task {task.name!r} must be Preset, got {preset!r} for {name!r}"
-            )
+    check_task(task)
     TASKS[task.name] = task
     return task

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from commandline.files import write_whole
+from commandline.files import check_writable, write_whole
 from commandline.table import Table, tables_csv
 from commandline.variants import VariantCall, complete, names
 from evals.measures.arithmetic import lean_arithmetic
@@ -216,6 +216,8 @@ def main(
     sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS),
 ) -> int:
     """Print the tables; with ``out``, write ranks.csv. Returns 0."""
+    if out is not None:
+        check_writable("--out", out)
     variants = [complete(VariantCall(name), tokens) for name in names()]
     with lean_arithmetic():
         found = [

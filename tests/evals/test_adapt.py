@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from attnzoo.integrations.transformers import convert
 from evals.__main__ import main
@@ -175,6 +175,29 @@ def test_a_killed_run_continues_without_training_again(folder: Path, tmp_path: P
     }
 
 
+@pytest.mark.parametrize("damage", ["cut", "no header", "no metadata"])
+def test_damaged_trained_parameters_are_trained_again(
+    damage: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--lengths", "48", "--samples", "1")
+    assert run(folder, tmp_path, *options) == 0
+    file = stored_in(tmp_path)
+    whole, content = load_file(file), file.read_bytes()
+    file.unlink()  # the tensors are mapped into memory, so the file must not be cut in place
+    if damage == "no metadata":
+        save_file(whole, file)
+    else:
+        file.write_bytes(content[:-8] if damage == "cut" else b"")
+    (tmp_path / "rows.jsonl").unlink()
+    capsys.readouterr()
+    assert run(folder, tmp_path, *options) == 0
+    shown = capsys.readouterr()
+    assert f"warning: {file} is damaged: " in shown.err
+    assert "1 training to do" in shown.out
+    again = load_file(file)
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+
+
 def test_some_layers_and_chosen_parameters(folder: Path, tmp_path: Path) -> None:
     options = ("--variants", "ssmax(learn='s b')", "--layers", "1", "--lengths", "48")
     assert run(folder, tmp_path, *options) == 0
@@ -235,11 +258,12 @@ def test_lora_without_peft_is_an_error(
 def test_dry_run_estimates_and_writes_nothing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(folder, tmp_path / "out", "--dry-run") == 0
+    saved = str(tmp_path / "saved")
+    assert run(folder, tmp_path / "out", "--dry-run", "--save", saved) == 0
     printed = capsys.readouterr().out
     assert "1 training to do" in printed
     assert "about " in printed
-    assert not (tmp_path / "out").exists()
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize(
@@ -264,6 +288,9 @@ def test_dry_run_estimates_and_writes_nothing(
         (("--text", "nowhere"), "--text must be a file, got 'nowhere'"),
         (("--steps", "0"), "--steps must be >= 1, got 0"),
         (("--learning-rate", "0"), "--learning-rate must be finite and > 0"),
+        (("--save", __file__), f"--save must be a folder, got {__file__!r}"),
+        (("--out", __file__), f"--out must be a folder, got {__file__!r}"),
+        (("--save", f"{__file__}/below"), f"--save must be a folder, got '{__file__}/below'"),
         (("--seeds", "0,1", "--save", "there"), "--save needs one variant and one seed"),
     ],
 )

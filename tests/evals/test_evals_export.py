@@ -44,6 +44,7 @@ def test_overview_shows_train_length_longest_length_and_effective_length(tmp_pat
             "sigmoid": (0.9, 0.9, 0.9, 0.2),  # untrained: 0.9 at length 16
             "dips": (1.0, 0.5, 0.99, 0.1),
             "fails": (1.0, 0.9, None, None),
+            "gap": (1.0, None, 0.9, 0.15),
         },
         (16, 32, 64, 128),
     )
@@ -58,8 +59,9 @@ def test_overview_shows_train_length_longest_length_and_effective_length(tmp_pat
         ["`ssmax`", "100.0", "88.0", "≥ 128"],
         ["`softmax`", "100.0", "30.0", "32"],
         ["`sigmoid` † 2/2", "90.0", "20.0", "—"],
+        ["`gap`", "100.0", "15.0", "64"],
         ["`dips`", "100.0", "10.0", "16"],
-        ["`fails`", "100.0", "—", "32"],
+        ["`fails`", "100.0", "—", "≥ 32"],  # no drop was seen
     ]
     assert "mean of 2 seeds, chance 10 %" in text
     assert "above 85 % of its value at the train length" in text
@@ -106,6 +108,8 @@ def test_csv_has_a_line_per_variant_length_and_metric(
     assert (first["interval_low"], first["interval_high"], first["seeds"]) == ("0.9", "0.92", "2")
     assert (first["untrained_seeds"], first["chance"], first["train_length"]) == ("2", "0.1", "16")
     assert (lines[1]["failed"], lines[1]["seeds"], lines[1]["standard_error"]) == ("oom", "1", "")
+    assert (lines[2]["effective_length"], lines[2]["drops"]) == ("16", "1")
+    assert (first["effective_length"], first["drops"]) == ("", "")  # not trained
 
 
 def test_markdown_has_the_format_of_the_readme_table(
@@ -228,6 +232,7 @@ def test_each_setting_of_a_task_has_its_own_files(tmp_path: Path) -> None:
         (("--figures", "gif", "--out", "x"), "--figures must be among png, svg, pdf, got gif"),
         (("--format", "csv", "--metric", "no"), "--metric must be among accuracy, hit_rate, "),
         (("--format", "csv", "--lengths", "7"), "--lengths must be among 16, 64, got 7"),
+        (("--format", "csv", "--lengths", "16,16"), "--lengths must not repeat an entry, got 16"),
         (("--format", "csv", "--out", "x.tex"), "--out must end in .csv with --format csv, got "),
         (("--format", "csv", "--out", "there.txt"), "--out must be a folder or a .csv, .tex, .md "),
     ],

@@ -67,6 +67,18 @@ def test_replacing_a_file_on_a_full_disk_keeps_the_old_content(tmp_path: Path) -
         write_whole(file / "below a file", "")
 
 
+@pytest.mark.parametrize("command", ["laws", "ranks", "in-context"])
+def test_out_is_checked_before_the_work(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for work in ("reporting.laws.measure", "theory.ranks.attention_table",
+                 "reporting.in_context.baselines"):  # fmt: skip
+        monkeypatch.setattr(f"evals.{work}", None)  # calling it raises TypeError
+    assert main([command, "--out", __file__]) == 2
+    error = f"error: --out must be writable, got {__file__!r}: File exists\n"
+    assert capsys.readouterr().err == error
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_a_study_on_a_full_disk_ends_with_a_one_line_error(

@@ -49,6 +49,8 @@ def test_option_variants_selects_the_laws(
     assert main(["laws", "--variants", "topk", "--out", str(tmp_path)]) == 0  # no closed form
     assert main(["laws", "--variants", "softmx"]) == 2
     assert "--variants: unknown variant 'softmx'" in capsys.readouterr().err
+    assert main(["laws", "--variants", "topk,topk"]) == 2
+    assert "--variants must not repeat an entry, got topk twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

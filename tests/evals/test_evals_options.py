@@ -103,6 +103,27 @@ def test_a_wrong_option_in_a_file_is_a_one_line_error(
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (("--set", "width=16", "--set", "width=32"), "--set must name a setting once, got width"),
+        (("--steps", "3", "--set", "steps=5"), "steps must be given once, got --steps 3 and --set"),
+        (
+            ("--output", "entmax", "--set", "output=sparsemax"),
+            "output must be given once, got --output entmax and --set output=sparsemax",
+        ),
+        (("--device", "cpu:1", "--dry-run"), "--device must be cpu, cuda or cuda:N, got 'cpu:1'"),
+    ],
+)
+def test_values_that_would_be_ignored_are_one_line_errors(
+    line: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["mqar", "--preset", "smoke", "--out", str(out), *line]) == 2
+    assert re.search(rf"^error: {message}.*\n\Z", capsys.readouterr().err)
+    assert not out.exists()
+
+
 def test_command_all_passes_each_task_the_options_that_it_supports() -> None:
     line = ["all", "--positions", "rope,none", "--set", "heads=4", "--set", "steps=9"]
     found = gather(parser().parse_args(line), ["needle", "mqar"])

@@ -125,7 +125,7 @@ def test_a_plugin_named_in_the_config_file_is_loaded(
         ("return tokens, answers", "ValueError: draw must return a SequenceBatch, got tuple"),
         (
             "return SequenceBatch(tokens[:, 1:], answers[:, 1:])",
-            "ValueError: tokens must be a tensor (stop - start, size(2)) = (1, 2), got (1, 1)",
+            "ValueError: tokens must be a tensor (stop - start, size(2)) = (8, 2), got (8, 1)",
         ),
         ("return SequenceBatch(tokens, answers.int())", "ValueError: answers must be int64, got"),
         (
@@ -142,7 +142,13 @@ def test_a_plugin_named_in_the_config_file_is_loaded(
         ),
         (
             "return SequenceBatch(tokens, answers * 0 - 1)",
-            "ValueError: answers must have an entry >= 0, got only -1",
+            "ValueError: answers must have an entry >= 0 in every sequence, got only -1 in "
+            "sequence 0",
+        ),
+        (
+            "answers[3] = -1; return SequenceBatch(tokens, answers)",
+            "ValueError: answers must have an entry >= 0 in every sequence, got only -1 in "
+            "sequence 3",
         ),
         ("return SequenceBatch(tokens.numpy(), answers)", "ValueError: tokens must be a tensor"),
         (

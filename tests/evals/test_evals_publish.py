@@ -140,6 +140,11 @@ def test_a_second_run_with_other_settings_is_an_error(
             (),
             "the folder must have results, got only those of a sweep",
         ),
+        (
+            [one | {"status": "nan", "metrics": {}} for one in rows()],
+            (),
+            "DIR must have at least one score, got only failed runs",
+        ),
     ],
 )
 def test_wrong_results_or_options_are_one_error_and_write_nothing(
@@ -154,6 +159,20 @@ def test_wrong_results_or_options_are_one_error_and_write_nothing(
     assert message in shown
     assert shown.count("\n") == 1
     assert not (tmp_path / "docs").exists()
+
+
+def test_a_second_run_must_have_other_results_in_another_arithmetic(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = ("--environment", "ATEN_CPU_CAPABILITY=default", "--against")
+    mine = str(tmp_path / "results")  # has the folder of the task
+    assert published(tmp_path, rows(arithmetic="AVX2"), *second, mine) == 2
+    assert "--against must have other results than DIR, both have " in capsys.readouterr().err
+    for name, status in (("AVX2", 2), ("DEFAULT", 0)):
+        other = str(written(tmp_path / name, rows(arithmetic=name)))
+        assert published(tmp_path / f"to {name}", rows(arithmetic="AVX2"), *second, other) == status
+    message = "--against must be of another arithmetic than DIR, both have AVX2"
+    assert message in capsys.readouterr().err
 
 
 def test_changes_that_are_not_committed_are_named_below_the_table(tmp_path: Path) -> None:

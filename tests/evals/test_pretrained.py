@@ -114,6 +114,27 @@ def test_a_killed_run_continues_and_more_samples_extend_it(folder: Path, tmp_pat
     assert len(killed.read_text().splitlines()) == len(again) + 4  # a sample of 2 × 2
 
 
+@pytest.mark.parametrize("command", ["pretrained", "adapt"])
+def test_failed_contexts_are_repeated_on_request(
+    command: str, folder: Path, tmp_path: Path
+) -> None:
+    line = [command, "--model", str(folder), "--text", str(TEXT), "--out", str(tmp_path)]
+    line += ["--workers", "0", "--measures", "loss", "--lengths", "64", "--samples", "2"]
+    line += ["--variants", "ssmax"]
+    if command == "adapt":
+        line += ["--train-length", "64", "--steps", "1", "--batch", "1"]
+    assert main(line) == 0
+    file = tmp_path / "rows.jsonl"
+    first, *others = map(json.loads, file.read_text().splitlines())
+    failed = {**first, "status": "oom", "message": "out of memory", "metrics": {}, "curves": {}}
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in (failed, *others)))
+    main(line)
+    assert len(file.read_text().splitlines()) == 1 + len(others)
+    assert main([*line, "--retry-failed"]) == 0
+    *_, again = map(json.loads, file.read_text().splitlines())
+    assert (again["key"], again["metrics"]) == (first["key"], first["metrics"])
+
+
 def test_two_shards_are_one_run(folder: Path, tmp_path: Path, capsys: Any) -> None:
     quick = ("--measures", "loss", "--lengths", "64,96", "--samples", "2")
     assert run(folder, tmp_path / "one", *quick) == 0
@@ -229,6 +250,7 @@ def test_dry_run_estimates_and_writes_nothing(
         (("--lengths", "64"), "--lengths must be at least "),
         (("--lengths", "99999"), "--text must have at least "),
         (("--samples", "1,2"), "--samples must be one number or 1, one for each length, got 2"),
+        (("--out", __file__), f"--out must be a folder, got {__file__!r}"),
         (("--batch", "0"), "--batch must be an int >= 1, got 0"),
         (("--workers", "-1"), "--workers must be an int >= 0, got -1"),
         (("--shard", "2/2"), "--shard must be I/N"),
@@ -265,7 +287,42 @@ def test_models_that_cannot_be_measured(
     bert = transformers.BertLMHeadModel(transformers.BertConfig(initializer_range=0.5, **sizes))
     save_small_lm(tmp_path / "bert", bert)
     assert "--model must be a causal language model, got " in error(tmp_path / "bert")
+    texts = tmp_path / "empty.txt"
+    texts.write_text("")
+    assert run(folder, tmp_path / "out", "--text", str(texts), "--measures", "loss") == 2
+    assert "--text must have at least 1024 tokens for the length 1024, got 0" in (
+        capsys.readouterr().err
+    )
     texts = tmp_path / "line.txt"
     texts.write_text("word " * 3000)
     assert run(folder, tmp_path / "out", "--text", str(texts)) == 2
     assert "--text must have at least 4 sentences or lines" in capsys.readouterr().err
+
+
+def test_lengths_beyond_a_table_of_position_embeddings_are_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"vocab_size": 257, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 96}
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(bos_token_id=256, eos_token_id=256, **sizes)
+    )
+    save_small_lm(tmp_path / "gpt2", model)
+    loaded = load(Source(str(tmp_path / "gpt2")))
+    loaded.check_length("--lengths", 96)
+    for command, option in (
+        ("pretrained", "--lengths"), ("adapt", "--lengths"), ("adapt", "--train-length")
+    ):  # fmt: skip
+        line = [
+            command,
+            "--model",
+            str(tmp_path / "gpt2"),
+            "--text",
+            str(TEXT),
+            "--measures",
+            "loss",
+        ]
+        line += ["--variants", "ssmax", "--out", str(tmp_path / "out"), "--lengths", "64"]
+        line += ["--train-length", "64"] * (command == "adapt")
+        assert main([*line, option, "97"]) == 2
+        assert f"{option} must be at most 96 for this model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
