@@ -11,6 +11,7 @@ If a query has a NaN among its scores, its whole output is NaN. Other queries ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -208,12 +209,11 @@ def gradients(
             dp.mul_(block.of(factor)[..., None])
         mean_of = mean if how.normalize == "threshold" else out
         c = _mean_gradient(how, block, do_z, mean_of, dp, slope)
+        given = None  # the gradient of lse, 0 without keys
         if call.return_lse:
             assert lse is not None
             assert dlse is not None
-            own = block.of(lse)
-            empty = own == NEG_INF
-            given = block.of(dlse).masked_fill(empty, 0.0)
+            given = block.of(dlse).masked_fill(block.of(lse) == NEG_INF, 0.0)
             if sink is None:  # ∂lse/∂s are the weights
                 assert c is not None
                 c = c - given / block.of(z)
@@ -232,9 +232,11 @@ def gradients(
         ds = dp.mul_(slope)
         if c is not None and other_slope is not None:
             ds -= other_slope.mul_(c[..., None])
-        if call.return_lse and sink is not None:
+        if given is not None and sink is not None:
             # ∂lse/∂s = exp(s − lse), because lse does not include the sink.
-            own = (block.of(tau) - own).masked_fill(empty, 0.0)
+            assert lse is not None
+            own = block.of(tau) - block.of(lse)
+            own = own.masked_fill(own == math.inf, 0.0)
             ds += (x + own[..., None]).exp_() * given[..., None]
         if "offset" in made:
             made["offset"][block.part] = -ds.sum(-1)
