@@ -71,8 +71,8 @@ def publish(args: argparse.Namespace) -> list[Path]:
     if len(tasks := sorted({row["task"] for row in rows})) > 1:
         raise UsageError(f"DIR must have results of one task, got {', '.join(tasks)}")
     made = provenance(rows, args.command, args.note)
-    if all(row["status"] != "ok" for row in rows if not is_validation(row)):
-        raise UsageError("DIR must have at least one score, got only failed runs")
+    if not any(row["status"] == "ok" for row in rows if not is_validation(row)):
+        raise UsageError("DIR must have at least one score, got none")
     if _of_lengths(rows):
         made["scores"] = _scores(groups(rows))
     if args.against is not None:

@@ -20,9 +20,10 @@ from attnzoo.core.visibility import visible_entries
 
 # A row of this many scores is wider than any AVX-512 vector; see `_remove_nan`.
 WIDER_THAN_A_VECTOR = 64
-# Rows of a float mask are shifted if the size of their maximum is at least FAR. In every dtype the
-# difference of an entry from such a maximum is then exact, or so large that the weight is 0.
-FAR = 256.0
+# Rows of a float mask are shifted if their maximum is at most −FAR. In every dtype the difference
+# is exact for entries down to twice the maximum. It is rounded for lower ones, whose weight is 0
+# unless their scores are higher by FAR.
+FAR = 4096.0
 
 
 def unsupported(form: Form, call: Call) -> str | None:
@@ -72,7 +73,7 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
 
     Torch never gets a query without keys: in the first mask such queries see all keys. Both masks
     are None if the call has no mask. Torch saves m + log Z of each query for the backward. If all
-    entries of a row are about −1e9, this sum has no digits of log Z, so the maximum is subtracted.
+    entries of a row are about −1e9, this sum has no digits of log Z: their maximum is subtracted.
     """
     if call.mask is None:
         return None, None
@@ -81,7 +82,7 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
         return call.mask | empty, empty
     mask = call.mask.masked_fill(empty, 0.0)
     peak = mask.amax(-1, keepdim=True)
-    return mask - peak.masked_fill(peak.abs() < FAR, 0.0), empty
+    return mask - peak.masked_fill(peak > -FAR, 0.0), empty
 
 
 def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:

@@ -135,7 +135,8 @@ def implementations(
             try:
                 own = Inputs.make(setting, case)
             except torch.OutOfMemoryError as error:
-                yield without_inputs(case, plain, error)
+                # The frames of the traceback hold the tensors made so far.
+                yield without_inputs(case, plain, error.with_traceback(None))
                 continue
             add_heavy_keys(own.q, own.k)
         yield Implementation.of(case, replace(own, params=case.params), args.backend)

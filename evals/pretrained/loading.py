@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
 from commandline.errors import UsageError
 
@@ -40,26 +38,9 @@ class Source:
         return self.model if self.gguf is None else f"{self.model} --gguf {self.gguf}"
 
 
-class _Missing(Exception):
-    """An embedding was looked up that a table does not have. beyond: the number of entries by which
-    the table is too short."""
-
-    def __init__(self, beyond: int) -> None:
-        self.beyond = beyond
-
-
-class _Lookups(TorchFunctionMode):
-    """Raises `_Missing` before a lookup in a table that is too short: on a GPU the lookup itself
-    would end the process."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.nn.functional.embedding:
-            indices, table = args[:2]
-            if (beyond := int(indices.max()) + 1 - len(table)) > 0:
-                raise _Missing(beyond)
-        return func(*args, **(kwargs or {}))
+# Names of tables with one embedding per position, such as wpe and embed_positions. Tables of
+# relative positions have other limits.
+_POSITIONS = re.compile(r"^(?!.*rel).*(wpe|position)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,19 +70,20 @@ class Loaded:
     def check_length(self, option: str, length: int) -> None:
         """Raise UsageError if a learned table of position embeddings has no entry for a length.
 
-        It reads one token at the last position. A model that takes no positions has no such table.
+        Such a table is an `nn.Embedding` named after positions. OPT's tables have an ``offset``;
+        in those of BERT's kind, position 0 has the index after ``padding_idx``.
         """
-        if "position_ids" not in inspect.signature(self.model.forward).parameters:
-            return
-        last = torch.tensor([[length - 1]], device=self.model.device)
-        with torch.inference_mode(), _Lookups():
-            try:
-                self.model(input_ids=torch.zeros_like(last), position_ids=last, use_cache=False)
-            except _Missing as error:
+        for name, table in self.model.named_modules():
+            last = name.rsplit(".", 1)[-1]
+            if not isinstance(table, nn.Embedding) or not _POSITIONS.search(last):
+                continue
+            first = 0 if table.padding_idx is None else table.padding_idx + 1
+            most = table.weight.shape[0] - getattr(table, "offset", first)
+            if length > most:
                 raise UsageError(
-                    f"{option} must be at most {length - error.beyond} for this model, which has "
-                    f"no embedding of later positions, got {length}"
-                ) from None
+                    f"{option} must be at most {most} for this model, which has no embedding of "
+                    f"later positions, got {length}"
+                )
 
     def fingerprint(self) -> str:
         """A hash of the model's parameters and config and of the tokenizer. Results of two models

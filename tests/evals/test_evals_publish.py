@@ -143,7 +143,7 @@ def test_a_second_run_with_other_settings_is_an_error(
         (
             [one | {"status": "nan", "metrics": {}} for one in rows()],
             (),
-            "DIR must have at least one score, got only failed runs",
+            "DIR must have at least one score, got none",
         ),
     ],
 )

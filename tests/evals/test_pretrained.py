@@ -11,9 +11,10 @@ import pytest
 import torch
 import transformers
 
+from commandline.errors import UsageError
 from evals.__main__ import main
 from evals.pretrained.contexts import Contexts
-from evals.pretrained.loading import Source, load
+from evals.pretrained.loading import Loaded, Source, load
 from helpers.hf_models import quiet
 from helpers.small_lm import LENGTH, TEXT, byte_tokenizer, save_small_lm
 
@@ -307,8 +308,6 @@ def test_lengths_beyond_a_table_of_position_embeddings_are_errors(
         transformers.GPT2Config(bos_token_id=256, eos_token_id=256, **sizes)
     )
     save_small_lm(tmp_path / "gpt2", model)
-    loaded = load(Source(str(tmp_path / "gpt2")))
-    loaded.check_length("--lengths", 96)
     for command, option in (
         ("pretrained", "--lengths"), ("adapt", "--lengths"), ("adapt", "--train-length")
     ):  # fmt: skip
@@ -326,3 +325,20 @@ def test_lengths_beyond_a_table_of_position_embeddings_are_errors(
         assert main([*line, option, "97"]) == 2
         assert f"{option} must be at most 96 for this model" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_limit_of_a_table_of_positions_leaves_out_its_first_indices() -> None:
+    sizes = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "max_position_embeddings": 64}  # fmt: skip
+    opt = transformers.OPTConfig(ffn_dim=16, word_embed_proj_dim=16, **sizes)
+    roberta = transformers.RobertaConfig(intermediate_size=16, is_decoder=True, **sizes)
+    llama = transformers.LlamaConfig(intermediate_size=16, **sizes)
+    for config, limit in ((opt, 64), (roberta, 62), (llama, None)):
+        loaded = Loaded(transformers.AutoModelForCausalLM.from_config(config), None)
+        if limit is None:  # no table
+            loaded.check_length("--lengths", 10_000)
+            continue
+        loaded.check_length("--lengths", limit)
+        loaded.model(torch.zeros(1, limit, dtype=torch.long))
+        with pytest.raises(UsageError, match=f"--lengths must be at most {limit} for this model"):
+            loaded.check_length("--lengths", limit + 1)
