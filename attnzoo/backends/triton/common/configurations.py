@@ -108,7 +108,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "dq filled": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
         "dq one": (full(64, 32, 4, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
         "dq listed": (Config(128, 64, 8, 2), full(32, 64, 8, 1), Config(16, 32, 4, 1)),
-        "dq heavy": (Config(32, 64, 4, 2), full(16, 64, 8, 1), Config(16, 32, 4, 1)),
+        "dq heavy": (full(32, 64, 4, 2), full(16, 64, 8, 1), Config(16, 32, 4, 1)),
         "dkdv": (full(64, 64, 4, 2), Config(64, 64, 8, 2), full(64, 16, 8, 2)),
         "dkdv one": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), full(64, 16, 8, 2)),
         "dkdv listed": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), full(64, 16, 8, 2)),
