@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import importlib.util
 import io
-import os
 import re
 import subprocess
 import sys
@@ -39,6 +38,7 @@ from helpers.pages import (
     python_blocks,
     text_of,
 )
+from helpers.processes import without_interpreter
 from scripts import tables
 from scripts.site import pages as variant_pages
 
@@ -60,10 +60,9 @@ def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.Compl
             text = "\n" * block.line + block.text
             code.append(f"exec(compile({text!r}, {page!r}, 'exec'))")
     # The pages show outputs without Triton's interpreter, which conftest.py turns on.
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", "\n".join(code)],
-        cwd=folder, capture_output=True, text=True, env=env,
+        cwd=folder, capture_output=True, text=True, env=without_interpreter(),
     )  # fmt: skip
 
 

@@ -209,7 +209,7 @@ def run_tasks(
     check_folder("--out", out)
     plugins = load_plugins(shared.plugin)
     planned = [_planned(task, options[task.name], plugins) for task in tasks]
-    if not any(True for study in planned for _ in study.row_specs()):
+    if not any(list(study.row_specs()) for study in planned):
         raise UsageError(f"nothing to run: {', '.join(task.name for task in tasks)} has no variant")
     studies = Studies(planned, shared, out, hash_in(plugins))
     if shared.record:

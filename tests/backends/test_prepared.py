@@ -5,11 +5,9 @@ Runs in a process of its own, with a stand-in for the GPU driver that records al
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from os import environ
-
 import pytest
+
+from helpers.processes import output_of
 
 pytest.importorskip("triton")
 
@@ -115,9 +113,4 @@ print("done")
 
 @pytest.mark.slow
 def test_a_prepared_launch_equals_a_new_one() -> None:
-    environment = {name: value for name, value in environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "done\n"
+    assert output_of(CODE) == "done"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
-from os import environ
 
 import pytest
 
@@ -16,6 +13,7 @@ from benchmarks.kernels.compile import Compiled
 from benchmarks.kernels.specializations import Specialization
 from benchmarks.kernels.tune import Tile, Timed, candidates, table, timings, with_tile
 from helpers.commands import benchmarks, error_of
+from helpers.processes import output_of
 
 
 @pytest.mark.slow
@@ -150,9 +148,4 @@ print(launched)
 
 @pytest.mark.slow
 def test_every_timed_call_launches_its_own_tile() -> None:
-    environment = {name: value for name, value in environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHED], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{[128, 16, 32] * 4}\n"
+    assert output_of(LAUNCHED) == str([128, 16, 32] * 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import attnzoo
 from attnzoo.core import plugins, registry
 from benchmarks.__main__ import main as benchmarks
 from evals.__main__ import main as evals
+from helpers.processes import without_interpreter
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--heads", "2", "--head-dim", "16", "--repeats", "2", "--min-seconds", "0.001"]
@@ -216,8 +216,7 @@ def test_benchmarks_reject_a_plugin_without_a_variant(
 
 def command_line(folder: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a folder, with kernels compiled and not interpreted."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    env = without_interpreter() | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, env=env
     )

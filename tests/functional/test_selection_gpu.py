@@ -6,9 +6,6 @@ them, so tests that run a backend use the device "meta".
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +22,7 @@ from attnzoo.functional.linear_attention import scan_for
 from attnzoo.functional.prepare import prepare
 from helpers.cases import ALL_VARIANTS, CASES, NO_LSE, VARIANTS, params_of, rand
 from helpers.coverage_table import FLASH
+from helpers.processes import output_of
 
 ROOT = Path(__file__).parents[2]
 PAIRWISE = ("sigmoid", "sink", "sparsemax", "entmax", "asentmax", "taylor")
@@ -227,17 +225,6 @@ def test_kernels_are_not_chosen_on_a_cpu(variant: str, n: int) -> None:
         assert attnzoo.explain(q, k, v, variant, **options, **params).chosen not in (
             "flash", "flash_linear", "decode",
         )  # fmt: skip
-
-
-def output_of(code: str) -> str:
-    """Run code in a new process without Triton's interpreter and return the printed text."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=ROOT, capture_output=True, text=True, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def test_calls_on_a_cpu_do_not_import_the_kernels_and_flash_raises() -> None:

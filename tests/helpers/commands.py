@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import main
-
-ROOT = Path(__file__).parents[2]
+from helpers.processes import ROOT, without_interpreter
 
 
 def benchmarks(*args: str) -> subprocess.CompletedProcess[str]:
     """Runs the command in a new process that sees no GPU. Returns the finished process."""
-    # conftest.py sets TRITON_INTERPRET, which prevents compilation.
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *args],
-        cwd=ROOT, capture_output=True, text=True, env={**env, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT, capture_output=True, text=True,
+        env={**without_interpreter(), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
 
 

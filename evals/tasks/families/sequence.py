@@ -46,7 +46,6 @@ ACCURACY = Metric("accuracy", "Accuracy, %", 100, 1)
 EXACT = Metric("exact", "Exact match, %", 100, 1)
 LOSS = Metric("loss", "Loss, nats per answer", lower_is_better=True)
 EPSILON = 1e-6
-TRAINED = 0.95  # a run with a lower score at the train length counts as not trained
 OUTPUT_METRICS = (
     Metric("support", "Number of tokens with probability above 0", digits=1, optional=True),
     Metric("missed", "Answers with probability 0, %", 100, 2, lower_is_better=True, optional=True),
@@ -204,7 +203,6 @@ class SequenceTask(Task):
         text: returns a digest of the files that the data come from; None if there are none.
         frequencies: returns how often each token occurs in the training data, (V,). None if the
             output layer cannot be adaptive.
-        trained_score: by default `TRAINED`, or None if lower scores are better.
     """
 
     name: str
@@ -222,7 +220,7 @@ class SequenceTask(Task):
     metrics: tuple[Metric, ...] = (ACCURACY, LOSS)
     splits: Mapping[str, str] = field(default_factory=lambda: {"": "test"})
     head_sequences: int = 32
-    trained_score: float | None = math.nan  # stands for the default
+    trained_score: float | None = 0.95
     positions: tuple[str, ...] = POSITIONS
     published: Published | None = None
 
@@ -232,9 +230,6 @@ class SequenceTask(Task):
         size = self.vocabulary
         if not callable(size) and (type(size) is not int or size < 1):
             raise ValueError(f"vocabulary of task {self.name!r} must be an int >= 1, got {size!r}")
-        if self.trained_score is not None and math.isnan(self.trained_score):
-            lower = self.metrics[0].lower_is_better
-            object.__setattr__(self, "trained_score", None if lower else TRAINED)
         object.__setattr__(self, "metrics", (*self.metrics, *OUTPUT_METRICS))
 
     def remarks(self, settings: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,9 @@
 """Block sizes, warps and pipeline stages per kernel, architecture, element size and head dimension.
 
-Every entry compiles without spilled registers and within the architecture's shared memory, which
-``python -m benchmarks compile`` checks. ``python -m benchmarks tune`` tries other entries. Nothing
-is tuned at run time. Architectures other than sm_90 and sm_100 use the entries of sm_80.
+Every entry, except one in `OLDER`, compiles without spilled registers and within the architecture's
+shared memory, which ``python -m benchmarks compile`` checks. ``python -m benchmarks tune`` tries
+other entries. Nothing is tuned at run time. Architectures other than sm_90 and sm_100 use the
+entries of sm_80.
 
 A kernel has several entries, chosen by the features of the call:
 
