@@ -230,7 +230,11 @@ def get_variant(name: str) -> Variant:
         # A list of all names would hide a suggestion.
         if hint := did_you_mean(name, known):
             hint += " attnzoo.list_variants() has all names"
-        raise ValueError(f"unknown variant {shown(name)}{hint or '; known: ' + ', '.join(known)}")
+        hint = hint or "; known: " + ", ".join(known)
+        # Tables of the evals print a variant with its parameters in brackets.
+        if "(" in name:
+            hint += "; parameters are separate arguments, not part of the name"
+        raise ValueError(f"unknown variant {shown(name)}{hint}")
     return _VARIANTS[name]
 
 

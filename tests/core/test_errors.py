@@ -47,6 +47,7 @@ WRONG_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"return_lse": "yes"}, TypeError, "return_lse must be a bool, got 'yes'"),
     ({"variant": "softmaks"}, ValueError, "'softmaks'; did you mean 'softmax'"),
     ({"variant": "Softmax"}, ValueError, "unknown variant 'Softmax'.*; did you mean 'softmax'"),
+    ({"variant": "ssmax(s=0.4)"}, ValueError, "did you mean 'ssmax'.*; parameters are separate"),
     ({"variant": torch.softmax}, TypeError, "variant must be a name from .*got <built-in"),
     ({"variant": None}, TypeError, r"variant must be a name from list_variants\(\), got None"),
     ({"variant": torch.ones(5, 6)}, TypeError, r"got a tensor of shape \(5, 6\); .* attn_mask="),

@@ -35,6 +35,7 @@ pytestmark = quiet
     ("make", "args", "options", "error", "message"),
     [
         (llama, ("softmaxx",), {}, ValueError, "'softmaxx'"),
+        (llama, ("mixture",), {}, ValueError, "the name of a wrapper; pass wrapper='mixture'"),
         (llama, ("cosformer",), {}, TypeError, "requires the parameter 'max_length'"),
         (llama, ("ssmax",), {"layers": [2]}, ValueError, "layers must be from -2 to 1, got 2"),
         (llama, ("ssmax",), {"layers": [np.int64(2)]}, ValueError, "layers must be from -2 to 1"),

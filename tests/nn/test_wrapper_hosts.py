@@ -78,6 +78,11 @@ def test_differential_counts_layers() -> None:
     assert [0.2, second.attend.initial] == expected  # pyright: ignore
 
 
+def test_the_name_of_a_wrapper_in_place_of_a_variant_raises() -> None:
+    with pytest.raises(ValueError, match="got 'laser', the name of a wrapper; .* wrapper='laser'"):
+        MultiheadAttention(E, H, variant="laser")
+
+
 def test_the_dtype_under_autocast_is_that_of_attention() -> None:
     for which in MADE:
         module = make(which).float()

@@ -17,7 +17,7 @@ from attnzoo.integrations.transformers.modules import parts_of
 from attnzoo.integrations.transformers.wrapped import inner
 from attnzoo.nn import Attention, Wrapper
 from attnzoo.nn.projections import PROJECTED
-from attnzoo.nn.wrappers import Choice, named_wrapper
+from attnzoo.nn.wrappers import Choice, check_no_wrapper, named_wrapper
 
 # A model that supports none of these changes keys and masks in ways that only itself knows.
 IMPLEMENTATIONS = ("sdpa", "flash_attn", "flex_attn")
@@ -93,11 +93,12 @@ def check_projections(variant: str, params: dict[str, Any]) -> None:
 
 
 def check_own(variant: str, params: dict[str, Any]) -> None:
-    """Raises if the parameters name arguments of `Attention` that the host decides, or are not
-    parameters of the variant."""
+    """Raises if the variant is a wrapper, or if the parameters name arguments of `Attention` that
+    the host decides, or are not parameters of the variant."""
     for name in ("num_heads", "softcap", "given", "head_dim"):
         if name in params:
             raise TypeError(f"convert does not accept {name}, which comes from the model")
+    check_no_wrapper(variant)
     check_names(get_variant(variant), params)
 
 

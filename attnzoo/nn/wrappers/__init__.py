@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from attnzoo.core.checks import check_sizes, did_you_mean, shown
+from attnzoo.core.registry import list_variants
 from attnzoo.nn.attention import Attention, projecting_attention
 from attnzoo.nn.wrappers.base import Wrapper, check_layer
 from attnzoo.nn.wrappers.differential import Differential, DifferentialV2
@@ -74,6 +75,7 @@ def host_attention(
     check_layer(layer)
     if not isinstance(options, dict):
         raise TypeError(f"options must be a dict, got {shown(options)}")
+    check_no_wrapper(variant)
     kind = {"device": device, "dtype": dtype}
     if wrapper is None:
         new = projecting_attention(variant, num_heads, embed_dim, key_dim, qk_dim, options, **kind)
@@ -83,6 +85,15 @@ def host_attention(
     if twice := [key for key in (*own, *arguments) if key in options]:
         raise TypeError(f"options must not have {', '.join(twice)}: arguments of the wrapper")
     return WRAPPERS[name](variant, num_heads, embed_dim, **own, **arguments, **options)
+
+
+def check_no_wrapper(variant: Any) -> None:
+    """Raise if ``variant`` is the name of a wrapper and of no variant."""
+    if isinstance(variant, str) and variant in WRAPPERS and variant not in list_variants():
+        raise ValueError(
+            f"variant must be a name from list_variants(), got {variant!r}, the name of a wrapper; "
+            f"pass wrapper={variant!r}"
+        )
 
 
 def named_wrapper(wrapper: Any) -> tuple[str, dict[str, Any]]:
@@ -119,6 +130,7 @@ __all__ = [
     "MixtureAttention",
     "OutputGate",
     "Wrapper",
+    "check_no_wrapper",
     "host_attention",
     "named_wrapper",
 ]
