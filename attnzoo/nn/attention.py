@@ -37,8 +37,9 @@ class Attention(VariantParameters):
         head_dim: number of features of each query and key head, D. Only needed for a variant that
             learns tensors (H, …), such as a feature map. Layers pass it.
         **params: values of the variant's parameters: floats or tensors of shape (H,). For a learned
-            parameter this is the initial value; the default is the variant's own. A
-            `torch.nn.Parameter` given here is learned. A parameter with an interval
+            parameter this is the initial value; the default is the variant's own. For a
+            `torch.nn.Parameter` a copy in fp32 is learned; to learn the tensor itself, or to share
+            it between modules, pass it to forward (see ``given``). A parameter with an interval
             (`Param.between`) is learned through a sigmoid and stays inside.
 
     Raises:

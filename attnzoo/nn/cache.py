@@ -142,12 +142,13 @@ class KVCache:
         _check_index(index, None if self._buffers is None else self._buffers[0])
         if self._buffers is not None:
             keys, values = self._buffers
-            self._buffers = keys.index_select(0, index), values.index_select(0, index)
-            self._per_key = {n: x.index_select(0, index) for n, x in self._per_key.items()}
+            # A tensor made in inference mode could not be written to outside inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                self._buffers = keys.index_select(0, index), values.index_select(0, index)
+                self._per_key = {n: x.index_select(0, index) for n, x in self._per_key.items()}
 
     def _allocate(self, x: Tensor) -> Tensor:
-        # A tensor made in inference mode could not be written to outside inference mode.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # see reorder
             shape = *x.shape[:2], self.max_length, *x.shape[3:]
             return torch.empty(shape, dtype=x.dtype, device=x.device)
 

@@ -31,8 +31,10 @@ def attended_keys(
 def as_bool(mask: Tensor, hidden: Tensor) -> Tensor | None:
     """The keys that a float mask does not hide, if it adds nothing to their scores; else None.
 
-    Also None if the values of the mask cannot be read.
+    Also None if the values of the mask cannot be read, or if it needs a gradient.
     """
+    if torch.is_grad_enabled() and mask.requires_grad:
+        return None
     if has_values(mask) and bool((hidden | (mask == 0)).all()):
         return ~hidden
     return None

@@ -161,7 +161,7 @@ class MultiheadAttention(nn.Module):
             ValueError: the module has hooks, or is pruned or parametrized; or the wrapper uses more
                 than one query per head.
         """
-        if module._forward_hooks or module._forward_pre_hooks:
+        if any(held for name, held in vars(module).items() if name.endswith("_hooks")):
             raise ValueError("module has hooks, which would be lost: remove them first")
         new = cls(
             module.embed_dim, module.num_heads, module.dropout, module.in_proj_bias is not None,

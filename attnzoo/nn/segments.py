@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.core.arguments import check_ids
-from attnzoo.core.checks import is_readable
+from attnzoo.core.checks import check_dense, is_readable
 
 
 def restarted(segment_ids: Tensor) -> Tensor:
@@ -17,6 +17,20 @@ def restarted(segment_ids: Tensor) -> Tensor:
     starts = segment_ids.new_ones(segment_ids.shape, dtype=torch.bool)
     starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
     return at - at.masked_fill(~starts, 0).cummax(dim=1).values
+
+
+def check_key_mask(mask: Any, tokens: Tensor, start: int) -> None:
+    """Raises unless the mask is a bool key mask of the ``start + N`` keys of tokens (B, N)."""
+    check_dense("attn_mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"attn_mask must be bool (True = attend), got {mask.dtype}")
+    shapes = [(batch, 1, 1, start + tokens.shape[1]) for batch in sorted({len(tokens), 1})]
+    if tuple(mask.shape) not in shapes:
+        allowed = " or ".join(map(str, reversed(shapes)))
+        raise ValueError(
+            f"attn_mask must be a key mask of shape {allowed} for tokens {tuple(tokens.shape)}, "
+            f"got {tuple(mask.shape)}"
+        )
 
 
 def is_key_mask(mask: Any, tokens: Tensor) -> TypeGuard[Tensor]:

@@ -27,6 +27,7 @@ from attnzoo.nn.decoder_layer import DecoderLayer, Scale
 from attnzoo.nn.output_layer import OutputLayer
 from attnzoo.nn.per_layer import per_layer
 from attnzoo.nn.segments import (
+    check_key_mask,
     check_segments,
     check_shape,
     first_visible,
@@ -223,9 +224,9 @@ class Transformer(nn.Module):
 
         Args:
             tokens: int (B, N).
-            attn_mask: bool key mask, (B, 1, 1, N), True = attend. With caches its last dimension
-                counts all tokens so far, ``tokens`` included. Positions count from the first
-                visible token.
+            attn_mask: bool key mask, (B, 1, 1, N) or (1, 1, 1, N), True = attend. With caches its
+                last dimension counts all tokens so far, ``tokens`` included. Positions count from
+                the first visible token.
             caches: from `new_caches`. ``tokens`` are then the next tokens of their sequences.
             segment_ids: int (B, N), the segment of each token, for documents packed in one
                 sequence. A token sees only its own segment, and the outputs are those of the
@@ -268,6 +269,8 @@ class Transformer(nn.Module):
         """
         self._check_tokens(tokens)
         start = 0 if caches is None else cached_length(caches, len(self.layers))
+        if attn_mask is not None and self.sharding is None:  # shards are checked on all ranks
+            check_key_mask(attn_mask, tokens, start)
         options: dict[str, Any] = {"attn_mask": attn_mask, "window": self.window}
         if self.positions in self.BIASED:
             options["alibi"] = self._slopes(tokens.device)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import BigBirdPegasusConfig, BigBirdPegasusForCausalLM, DynamicCache
 
 import attnzoo
 from attnzoo import get_variant
@@ -19,11 +20,13 @@ from helpers.hf_models import (
     DECODERS,
     MODELS,
     bert,
+    eager,
     generate,
     gpt2,
     ids,
     left_padding,
     llama,
+    mistral,
     outputs,
     quiet,
     qwen,
@@ -216,6 +219,18 @@ def test_packed_sequences_do_not_see_each_other() -> None:
     assert torch.allclose(actual, expected, atol=1e-6)
 
 
+def test_decoder_whose_flag_says_that_it_is_not_causal() -> None:
+    """In eager attention the mask alone makes the model causal, and the flag is not read."""
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    config = BigBirdPegasusConfig(vocab_size=99, d_model=32, max_position_embeddings=64, **sizes)
+    model = BigBirdPegasusForCausalLM(config).eval()
+    assert not model.model.decoder.layers[0].self_attn.is_causal
+    expected, generated = outputs(model), generate(model)
+    convert(model, "softmax")
+    assert torch.allclose(outputs(model), expected, atol=1e-6)
+    assert torch.equal(generate(model), generated)
+
+
 # ---- weights, training, dtypes ----------------------------------------------------------------
 
 
@@ -227,6 +242,18 @@ def test_output_attentions_equal_those_of_softmax() -> None:
     expected = original(ids(), output_attentions=True).attentions
     assert len(actual) == 2
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(actual, expected, strict=True))
+
+
+def test_output_attentions_have_a_column_for_every_key_of_the_cache() -> None:
+    """Also for keys that the window hides."""
+    found = []
+    for model in (eager(mistral()), convert(mistral(), "softmax")):
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(ids()[:, :9], past_key_values=cache)
+            last = model(ids()[:, 9:10], past_key_values=cache, output_attentions=True)
+        found.append(last.attentions[0])
+    assert torch.allclose(*found, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [gpt2, bert], ids=["gpt2", "bert"])

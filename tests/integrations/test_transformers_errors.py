@@ -105,11 +105,25 @@ def test_causal_variant_in_an_encoder_raises(variant: str) -> None:
     outputs(model)
 
 
-def test_positional_variant_in_cross_attention_raises() -> None:
+def bart() -> BartModel:
     sizes = {"vocab_size": 99, "d_model": 32, "max_position_embeddings": 64}
     layers = {f"{who}_{what}": n for who in ("encoder", "decoder")
               for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
-    model = BartModel(BartConfig(**sizes, **layers)).eval()
+    return BartModel(BartConfig(**sizes, **layers)).eval()
+
+
+def test_half_of_an_encoder_decoder_raises() -> None:
+    """The halves share a config, so that a loaded model would have both converted."""
+    model = bart()
+    for half in (model.encoder, model.decoder):
+        with pytest.raises(ValueError, match=f"whole model, got {type(half).__name__}, which"):
+            convert(half, "sigmoid")
+    layers = ["encoder.layers.0.self_attn"]
+    assert convert(model, "sigmoid", layers=layers).config.attnzoo["layers"].keys() == set(layers)
+
+
+def test_positional_variant_in_cross_attention_raises() -> None:
+    model = bart()
     with pytest.raises(ValueError, match="cosformer does not support the cross-attention of Bart"):
         convert(model, "cosformer", layers=[-1], max_length=64)
     model(input_ids=ids(), decoder_input_ids=ids(5))

@@ -12,15 +12,17 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     chunked_causal_mask_function,
+    chunked_overlay,
     or_masks,
     packed_sequence_compatibility_function,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
+    sliding_window_overlay,
 )
 
 import attnzoo
 from attnzoo.integrations.transformers import masks
-from attnzoo.integrations.transformers.masks import make_mask, read_mask
+from attnzoo.integrations.transformers.masks import is_causal, make_mask, read_mask
 from helpers.hf_models import left_padding, quiet
 
 pytestmark = quiet
@@ -28,9 +30,10 @@ pytestmark = quiet
 
 def test_masks_that_say_nothing_about_single_keys_hold_no_values() -> None:
     window = sliding_window_causal_mask_function(4)
-    assert make_mask(2, 12, 12) is None
-    assert make_mask(2, 4, 4, mask_function=window) is None
+    assert make_mask(2, 12, 12, mask_function=bidirectional_mask_function) is None
     for mask, (queries, keys), expected in (
+        (make_mask(2, 12, 12), (12, 12), (True, None, 0, 12)),
+        (make_mask(2, 4, 4, mask_function=window), (4, 4), (True, None, 0, 4)),
         (make_mask(2, 1, 20, q_offset=torch.tensor(7)), (1, 20), (False, None, 0, 8)),
         (make_mask(2, 12, 20), (12, 20), (True, None, 0, 12)),
         (make_mask(2, 3, 10, q_offset=7), (3, 10), (True, None, 0, 10)),
@@ -40,7 +43,7 @@ def test_masks_that_say_nothing_about_single_keys_hold_no_values() -> None:
     ):
         assert mask is not None
         assert mask.numel() == 0
-        found = read_mask(mask, True, queries, keys)
+        found = read_mask(mask, is_causal(mask, False), queries, keys)
         assert (found.is_causal, found.window, found.start, found.stop) == expected
         assert (found.attn_mask, found.segment_ids) == (None, None)
 
@@ -53,6 +56,7 @@ def functions() -> dict[str, Any]:
         "causal": causal_mask_function,
         "window": sliding_window_causal_mask_function(3),
         "both sides": sliding_window_bidirectional_mask_function(3),
+        "all": bidirectional_mask_function,
         "chunk": chunked_causal_mask_function(3, none),
     }
     made = {
@@ -71,8 +75,13 @@ def test_every_recognized_mask_shows_the_same_keys_as_the_dense_one(name: str) -
     for padding in paddings:
         dense = masks._dense(2, 12, 12, 0, 0, function, padding)
         made = make_mask(2, 12, 12, mask_function=function, attention_mask=padding)
-        assert made is None or made.dtype in (torch.uint8, torch.int32)
-        found = read_mask(made, "both" not in name, 12, 12)
+        if made is None:
+            assert (name, padding) == ("all", None)
+        else:
+            assert made.dtype in (torch.uint8, torch.int32)
+        causal = is_causal(made, False)  # modules whose flag says that they are not causal
+        assert is_causal(made, True) == (causal or made is None)
+        found = read_mask(made, causal, 12, 12)
         q = torch.zeros(2, 1, 12, 4)
         weights = attnzoo.attention_weights(
             q, q, q, attn_mask=found.attn_mask, is_causal=found.is_causal, window=found.window,
@@ -87,10 +96,14 @@ def test_other_mask_functions_become_dense_masks() -> None:
         return key != 3
 
     two = and_masks(sliding_window_causal_mask_function(3), sliding_window_causal_mask_function(5))
+    both = and_masks(causal_mask_function, sliding_window_bidirectional_mask_function(3))
     for function in (
         or_masks(causal_mask_function, own),
         and_masks(causal_mask_function, own),
         two,
+        both,
+        sliding_window_overlay(3),
+        chunked_overlay(3, torch.tensor([0, 0])),
     ):
         made = make_mask(2, 12, 12, mask_function=function)
         assert made is not None

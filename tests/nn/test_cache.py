@@ -146,6 +146,8 @@ def test_prefill_in_inference_mode_then_decode_outside() -> None:
     tensors, cache = qkv(), KVCache(LENGTH)
     with torch.inference_mode():
         attend(cache, *(x[:, :, :9] for x in tensors), "softmax", enable_gqa=True)
+        cache.reorder(torch.tensor([1, 0, 2]))
+        cache.reorder(torch.tensor([1, 0, 2]))
     out = attend(cache, *(x[:, :, 9:] for x in tensors), "softmax", enable_gqa=True)
     assert torch.allclose(out, whole("softmax", tensors)[:, :, 9:])
 

@@ -246,6 +246,20 @@ def test_attn_mask_and_is_causal_both_apply_with_weights() -> None:
     assert torch.equal(weights > 0, (~first).tril().expand(2, 6, 6))
 
 
+@pytest.mark.parametrize("need", [True, False])
+def test_learned_float_masks_of_0_and_inf_get_torchs_gradients(need: bool) -> None:
+    """Such masks without a gradient become bool."""
+    gradients = []
+    for layer in pair():
+        later = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
+        masks = [later.requires_grad_(), torch.zeros(2, 6, dtype=torch.float64, requires_grad=True)]
+        x = tensors(layer, 6, 6)[0]
+        out = layer(x, x, x, attn_mask=masks[0], key_padding_mask=masks[1], need_weights=need)[0]
+        gradients.append(torch.autograd.grad(out.square().sum(), masks))
+    for theirs, ours in zip(*gradients, strict=True):
+        assert torch.allclose(ours.tril(), theirs.tril())
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, under vmap
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

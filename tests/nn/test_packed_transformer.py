@@ -67,9 +67,14 @@ def test_left_padding_does_not_change_the_logits(variant: str, positions: str) -
         assert torch.allclose(torch.cat(parts, 1)[:, 5:], expected, atol=1e-6)
 
 
-def test_a_key_mask_of_another_batch_raises_the_error_of_the_attention() -> None:
-    with pytest.raises(ValueError, match=r"attn_mask must broadcast to \(B, H, Nq, Nk\)"):
-        model()(TOKENS, attn_mask=torch.ones(3, 1, 1, 14, dtype=torch.bool))
+@pytest.mark.parametrize("shape", [(3, 1, 1, 14), (2, 14), (14, 14), (2, 1, 14, 14), (2, 1, 1, 1)])
+def test_a_mask_that_is_no_key_mask_of_the_tokens_raises(shape: tuple[int, ...]) -> None:
+    """A padding mask (B, N) of N sequences would broadcast to a mask of queries and keys."""
+    words = r"key mask of shape \(2, 1, 1, 14\) or \(1, 1, 1, 14\) for tokens \(2, 14\), got"
+    with pytest.raises(ValueError, match=words):
+        model()(TOKENS, attn_mask=torch.ones(shape, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"attn_mask must be bool .*, got torch\.float32"):
+        model()(TOKENS, attn_mask=torch.ones(shape))
 
 
 def test_loss_and_gradients_of_a_packed_batch_are_those_of_its_documents() -> None:

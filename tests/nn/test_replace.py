@@ -103,13 +103,22 @@ def test_failed_replace_changes_nothing() -> None:
         replace(nn.Linear(2, 2), "ssmax")
 
 
-def test_replace_of_hooked_or_parametrized_layers_raises() -> None:
-    hooked, normed = nn.MultiheadAttention(16, 4), nn.MultiheadAttention(16, 4)
-    hooked.register_forward_hook(lambda *args: None)
-    torch.nn.utils.parametrizations.weight_norm(normed.out_proj)
-    for layer, message in ((hooked, "has hooks"), (normed, "parametrizations.weight")):
-        with pytest.raises(ValueError, match=message):
-            replace(nn.ModuleList([layer]), "softmax")
+@pytest.mark.parametrize(
+    "kind",
+    ["forward", "forward_pre", "full_backward", "full_backward_pre", "load_state_dict_post"],
+)
+def test_replace_of_layers_with_hooks_raises(kind: str) -> None:
+    layer = nn.MultiheadAttention(16, 4)
+    getattr(layer, f"register_{kind}_hook")(lambda *args: None)
+    with pytest.raises(ValueError, match="has hooks"):
+        replace(nn.ModuleList([layer]), "softmax")
+
+
+def test_replace_of_parametrized_layers_raises() -> None:
+    layer = nn.MultiheadAttention(16, 4)
+    torch.nn.utils.parametrizations.weight_norm(layer.out_proj)
+    with pytest.raises(ValueError, match=r"parametrizations\.weight"):
+        replace(nn.ModuleList([layer]), "softmax")
 
 
 def test_padding_of_linear_variants_under_a_dispatch_mode() -> None:

@@ -114,6 +114,23 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_not_half(model: Any) -> None:
+    """Raise if the model is the encoder or the decoder of an encoder-decoder, without both.
+
+    The two share a config and have equal names of modules. Loaded from this config, both would be
+    converted.
+    """
+    from transformers import PreTrainedModel
+
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    both = hasattr(model, "encoder") and hasattr(model, "decoder")
+    if model.config.is_encoder_decoder and len(parts) == 1 and not both:
+        raise ValueError(
+            f"model must be a whole model, got {type(model).__name__}, which shares its config "
+            "with the other half: convert the whole model, and choose the half with layers"
+        )
+
+
 def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:
     """What the config stores about the wrapper of a layer; None if there is no wrapper."""
     if wrapper is None:

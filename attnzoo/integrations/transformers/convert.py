@@ -15,6 +15,7 @@ from attnzoo.integrations.transformers.checks import (
     check_loaded,
     check_logits,
     check_model,
+    check_not_half,
     check_own,
     check_projections,
     check_softcap,
@@ -132,6 +133,7 @@ def convert(
         model cast to bf16 as a whole the parameters are bf16 too; gains are computed in fp32.
     """
     check_model(model)
+    check_not_half(model)
     check_has_weights(model)
     check_own(variant, params)
     for other, given in (("start", start), ("inputs", inputs)):

@@ -16,7 +16,8 @@ from attnzoo.core.checks import is_readable
 from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.core.variant import Variant
 from attnzoo.functional.attention import attention
-from attnzoo.integrations.transformers.masks import NAME, Layout, make_mask, read_mask
+from attnzoo.integrations.transformers import masks
+from attnzoo.integrations.transformers.masks import NAME, Layout
 from attnzoo.integrations.transformers.packed import chunked, packed_segments
 from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
@@ -80,10 +81,11 @@ def attend(
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"attnzoo does not support {name}, which {type(module).__name__} uses")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    flag = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = masks.is_causal(attention_mask, bool(flag))
     child = module._modules.get(NAME)
     variant = _variant(child)
-    layout = read_mask(attention_mask, bool(causal), query.shape[2], key.shape[2])
+    layout = masks.read_mask(attention_mask, causal, query.shape[2], key.shape[2])
     if variant is not None and variant.by_position:
         crossed = not causal and query.shape[2] != key.shape[2]
         windowed = kwargs.get("sliding_window") or layout.window or layout.start or layout.chunk
@@ -91,6 +93,7 @@ def attend(
     sharded = _sharding(child)
     if sharded is not None:
         layout = _for_shards(module, layout, query, sharded, kwargs)
+    unused = layout.start, key.shape[2] - layout.stop  # keys before and after those in use
     key, value = key[:, :, layout.start : layout.stop], value[:, :, layout.start : layout.stop]
     segments = layout.segment_ids
     if segments is None or layout.chunk:
@@ -123,8 +126,10 @@ def attend(
         )
     options |= from_hidden_states(module, child, kwargs.get(HIDDEN))
     result: Any = child(query, key, value, need_weights=need_weights, **options)
-    out, weights = result if need_weights else (result, None)
-    return out.transpose(1, 2).contiguous(), weights
+    if not need_weights:
+        return result.transpose(1, 2).contiguous(), None
+    out, weights = result
+    return out.transpose(1, 2).contiguous(), nn.functional.pad(weights, unused)
 
 
 def _sharding(child: nn.Module | None) -> Any:
@@ -231,4 +236,4 @@ def _log_n(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -
 
 
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, make_mask)
+AttentionMaskInterface.register(NAME, masks.make_mask)

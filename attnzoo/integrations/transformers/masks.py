@@ -4,18 +4,16 @@ Transformers makes one mask per kind of layer in each forward, and passes it to 
 tensor. `make_mask` recognizes causality, sliding windows, chunks, packed batches and padding, and
 returns what they need; `read_mask` turns this into arguments of `attnzoo.attention`:
 
-- None: no window, padding or segments, and as many queries as keys if the call is causal.
-- uint8 (B, W + 1, S, keys in use): a key mask.
-- int32 (B, W + 1, S, keys in use): the segment of each key. The queries are the last keys.
-- int32 (B, C + 1, 3 or 4, keys in use): the same, if the segments are chunks of C keys of the whole
-  row; 4 with padding.
-- uint8 (keys in use, W + 1, S, 0): neither of them.
+- None: not causal, without window, padding or segments.
+- uint8 (B, W + 1, kind, keys in use): a key mask.
+- int32 (B, W + 1, kind, keys in use): the segment of each key. The queries are the last keys.
+- uint8 (keys in use, W + 1, kind, 0): neither of them.
 
-W is the window, 0 for none. It is a size because sizes are known without reading a GPU; a window
-costs no memory, because the tensor is expanded. S is 2 for a window to both sides and otherwise 1.
-Transformers itself makes no masks of these dtypes. All other masks are dense and include causality:
-those of a mask function that is not recognized, and in `torch.compile` those of windows, chunks,
-packed batches and static caches.
+W is the window, 0 for none, and ``kind`` is one of the constants below; for chunks of the whole row
+W is their size. Both are sizes, because sizes are known without reading a GPU, and they cost no
+memory, because the tensor is expanded. Transformers itself makes no masks of these dtypes. All
+other masks are dense and include causality: those of a mask function that is not recognized, and in
+`torch.compile` those of windows, chunks, packed batches and static caches.
 """
 
 from __future__ import annotations
@@ -41,6 +39,8 @@ from attnzoo.nn.masks import as_bool
 
 NAME = "attnzoo"
 PADDING = torch.iinfo(torch.int32).max  # the segment of padding after the segments
+# Kinds of masks. All but the last two are causal.
+CAUSAL, CHUNKS, PADDED_CHUNKS, TO_BOTH_SIDES, BIDIRECTIONAL = range(1, 6)
 
 
 class Pattern(NamedTuple):
@@ -91,7 +91,7 @@ def make_mask(
         )  # fmt: skip
     used = end if pattern.causal and end is not None else kv_length
     window = pattern.window if pattern.window < used else 0
-    sides = 2 if window and pattern.both_sides else 1
+    kind = CAUSAL if pattern.causal else TO_BOTH_SIDES if window else BIDIRECTIONAL
     device = kwargs.get("device", "cpu")
     segments = _segments(pattern, kv_offset, used)
     seen = prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -106,15 +106,15 @@ def make_mask(
             padded = torch.where(segments < 0, segments, PADDING)
             segments = torch.where(seen, segments, padded)
         if pattern.chunk is not None and pattern.documents is None:
-            window, sides = pattern.chunk[0], 3 if seen is None else 4
+            window, kind = pattern.chunk[0], CHUNKS if seen is None else PADDED_CHUNKS
         values = segments.to(torch.int32)
     elif seen is not None:
         values = seen.to(torch.uint8)
-    elif window or (pattern.causal and kv_length != q_length):
-        return torch.empty(used, window + 1, sides, 0, dtype=torch.uint8, device=device)
+    elif window or pattern.causal:
+        return torch.empty(used, window + 1, kind, 0, dtype=torch.uint8, device=device)
     else:
         return None
-    return values[:, None, None].expand(batch_size, window + 1, sides, used)
+    return values[:, None, None].expand(batch_size, window + 1, kind, used)
 
 
 def _is_expressible(
@@ -126,6 +126,9 @@ def _is_expressible(
     not allow skipping it. Transformers does not allow it either for one query with a static cache,
     whose mask becomes a key mask of the keys in use.
     """
+    one_sided = pattern.chunk is not None or (pattern.window and not pattern.both_sides)
+    if pattern.both_sides if pattern.causal else one_sided:
+        return False
     if pattern.documents is not None:
         return pattern.documents.shape[-1] == keys
     if pattern.causal:
@@ -144,10 +147,20 @@ def _seen_by_one(seen: Tensor | None, segments: Tensor | None) -> Tensor | None:
     return own if seen is None else own & seen
 
 
+def is_causal(mask: Tensor | None, flag: bool) -> bool:
+    """Whether a call with this mask is causal. ``flag`` is whether the module says that it is.
+
+    The flag of some decoders is wrong, because the mask alone decides in eager attention.
+    """
+    if mask is None or mask.dtype not in (torch.uint8, torch.int32):
+        return flag
+    return mask.shape[2] not in (TO_BOTH_SIDES, BIDIRECTIONAL)
+
+
 def read_mask(mask: Tensor | None, causal: bool, queries: int, keys: int) -> Layout:
     """The arguments of `attnzoo.attention` for a mask from `make_mask` or of another origin.
 
-    ``causal`` is whether the module is causal.
+    ``causal`` is from `is_causal`.
     """
     if mask is None:
         if causal and queries != keys:
@@ -158,15 +171,15 @@ def read_mask(mask: Tensor | None, causal: bool, queries: int, keys: int) -> Lay
         return Layout(None, causal and queries > 1, None, None, 0, keys)
     if mask.dtype not in (torch.uint8, torch.int32):
         return Layout(_other_mask(mask), False, None, None, 0, keys)
-    window, stop = mask.shape[1] - 1, mask.shape[3] or mask.shape[0]
-    chunk = window if mask.shape[2] > 2 else 0
+    window, kind, stop = mask.shape[1] - 1, mask.shape[2], mask.shape[3] or mask.shape[0]
+    chunk = window if kind in (CHUNKS, PADDED_CHUNKS) else 0
     window = 0 if chunk else window
-    if window and mask.shape[2] == 2:
+    if window and kind == TO_BOTH_SIDES:
         bounds: Window = (window, window)
-        start, causal = 0, False
+        start = 0
     elif window:
         # The first query sees no key before ``start``.
-        start, causal = max(stop - queries - window + 1, 0), True
+        start = max(stop - queries - window + 1, 0)
         bounds = window if queries > 1 else None
     else:
         bounds, start = None, 0
@@ -178,7 +191,7 @@ def read_mask(mask: Tensor | None, causal: bool, queries: int, keys: int) -> Lay
         return Layout(values.view(torch.bool), causal, bounds, None, start, stop)
     ids = values[:, 0, 0]
     segments = ids if queries == stop - start else (ids[:, stop - start - queries :], ids)
-    return Layout(None, causal, bounds, segments, start, stop, chunk, mask.shape[2] == 4)
+    return Layout(None, causal, bounds, segments, start, stop, chunk, kind == PADDED_CHUNKS)
 
 
 def _other_mask(mask: Tensor) -> Tensor:
