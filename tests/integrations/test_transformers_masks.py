@@ -43,7 +43,7 @@ def test_masks_that_say_nothing_about_single_keys_hold_no_values() -> None:
     ):
         assert mask is not None
         assert mask.numel() == 0
-        found = read_mask(mask, is_causal(mask, False), queries, keys)
+        found = read_mask(mask, False, queries, keys)
         assert (found.is_causal, found.window, found.start, found.stop) == expected
         assert (found.attn_mask, found.segment_ids) == (None, None)
 
@@ -79,9 +79,8 @@ def test_every_recognized_mask_shows_the_same_keys_as_the_dense_one(name: str) -
             assert (name, padding) == ("all", None)
         else:
             assert made.dtype in (torch.uint8, torch.int32)
-        causal = is_causal(made, False)  # modules whose flag says that they are not causal
-        assert is_causal(made, True) == (causal or made is None)
-        found = read_mask(made, causal, 12, 12)
+            assert read_mask(made, True, 12, 12).is_causal == is_causal(made, False)
+        found = read_mask(made, False, 12, 12)
         q = torch.zeros(2, 1, 12, 4)
         weights = attnzoo.attention_weights(
             q, q, q, attn_mask=found.attn_mask, is_causal=found.is_causal, window=found.window,

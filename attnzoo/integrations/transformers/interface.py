@@ -81,12 +81,12 @@ def attend(
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"attnzoo does not support {name}, which {type(module).__name__} uses")
-    flag = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = masks.is_causal(attention_mask, bool(flag))
+    flag = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     child = module._modules.get(NAME)
     variant = _variant(child)
-    layout = masks.read_mask(attention_mask, causal, query.shape[2], key.shape[2])
+    layout = masks.read_mask(attention_mask, flag, query.shape[2], key.shape[2])
     if variant is not None and variant.by_position:
+        causal = masks.is_causal(attention_mask, flag)
         crossed = not causal and query.shape[2] != key.shape[2]
         windowed = kwargs.get("sliding_window") or layout.window or layout.start or layout.chunk
         _check_positions(variant, module, crossed, bool(windowed))

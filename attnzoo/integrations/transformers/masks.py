@@ -127,7 +127,7 @@ def _is_expressible(
     whose mask becomes a key mask of the keys in use.
     """
     one_sided = pattern.chunk is not None or (pattern.window and not pattern.both_sides)
-    if pattern.both_sides if pattern.causal else one_sided:
+    if (pattern.causal and pattern.both_sides) or (one_sided and not pattern.causal):
         return False
     if pattern.documents is not None:
         return pattern.documents.shape[-1] == keys
@@ -157,11 +157,12 @@ def is_causal(mask: Tensor | None, flag: bool) -> bool:
     return mask.shape[2] not in (TO_BOTH_SIDES, BIDIRECTIONAL)
 
 
-def read_mask(mask: Tensor | None, causal: bool, queries: int, keys: int) -> Layout:
+def read_mask(mask: Tensor | None, flag: bool, queries: int, keys: int) -> Layout:
     """The arguments of `attnzoo.attention` for a mask from `make_mask` or of another origin.
 
-    ``causal`` is from `is_causal`.
+    ``flag`` is whether the module says that it is causal.
     """
+    causal = is_causal(mask, flag)
     if mask is None:
         if causal and queries != keys:
             raise ValueError(
