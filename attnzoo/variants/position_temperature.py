@@ -55,7 +55,7 @@ def forms(call: Call, beta: PerQuery, train_length: float, one_based: bool) -> t
 VARIANT = Variant(
     name="position_temperature",
     formula="softmax((1 + β·log(1 + ⌊(p + 1) / train_length⌋))·z)",
-    use="Sharpen a model with long contexts a little beyond its train length, as Llama 4 does.",
+    use="Sharpen attention slightly at positions beyond the train length, as Llama 4 does.",
     paper="Llama 4, Meta 2025",
     weights=weights,
     params=(
