@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from attnzoo.core.checks import shown
+from attnzoo.core.variant import Variant
 
 
 def check_module(name: str, x: Any) -> None:
@@ -23,3 +24,21 @@ def check_heads(num_heads: int, num_kv_heads: int | None, **sizes: int) -> int:
     if num_heads % kv_heads:
         raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
     return kv_heads
+
+
+def check_appended(variant: Variant, made: tuple[str, ...]) -> None:
+    """Raises if a variant does not support the keys that a layer appends to its inputs.
+
+    ``made`` are the parameters that the layer makes from the hidden states. The appended keys have
+    none. They also count as the last keys, so that all queries would stand at later positions.
+    """
+    per_key = [param.name for param in variant.params if param.per_key and param.name in made]
+    if per_key:
+        reason = f"the appended keys have no {per_key[0]}"
+    elif variant.by_position:
+        reason = "its weights depend on positions and the appended keys have none"
+    else:
+        return
+    raise ValueError(
+        f"add_bias_kv and add_zero_attn must be False for {variant.name!r}, because {reason}"
+    )

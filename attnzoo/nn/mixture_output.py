@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.core.call import score_dtype
-from attnzoo.core.checks import check_sizes, shown
+from attnzoo.core.checks import check_sizes, is_dtensor, shown
 from attnzoo.functional.prepare import autocast_dtype
 from attnzoo.functional.topk import TopK
-from attnzoo.losses.arguments import check_options, check_target
-from attnzoo.losses.linear_loss import linear_loss
+from attnzoo.losses.arguments import check_options, check_plain, check_target
 from attnzoo.losses.log_probabilities import check_head, log_probabilities, topk_by_chunks
 from attnzoo.nn.output_layer import OutputLayer, TargetLoss
 
@@ -82,7 +81,8 @@ class MixtureOutput(OutputLayer):
 
     Notes:
         As in the paper's formula, W_k and W_π have no bias. There is no dropout of the contexts.
-        Label smoothing and ``lse_penalty`` are not available.
+        Label smoothing and ``lse_penalty`` are not available. After `shard_classes` only `loss` can
+        be called; W_k and W_π are not sharded.
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class MixtureOutput(OutputLayer):
 
     def forward(self, input: Tensor, target: Tensor) -> TargetLoss:
         """The log-probability of each target, and the mean loss, as from `OutputLayer`."""
+        self._check_whole()
         input = self._without_ignored(input, target)
         if self.mix == "contexts":
             return super().forward(self._mixed(input), target)
@@ -151,6 +152,7 @@ class MixtureOutput(OutputLayer):
 
         A mixture of probabilities has no logits. The result is then `log_prob`.
         """
+        self._check_whole()
         if self.mix == "contexts":
             return super().logits(self._mixed(self._checked_input(input)))
         return self.log_prob(input)
@@ -179,8 +181,13 @@ class MixtureOutput(OutputLayer):
             return super().topk(self._mixed(checked).to(input.dtype), k)
         return topk_by_chunks(self.log_prob, input, k, self.num_classes)
 
+    def _check_whole(self) -> None:
+        if is_dtensor(self.weight):
+            raise TypeError("weight is a DTensor: only the method loss takes sharded classes")
+
     def _without_ignored(self, input: Tensor, target: Tensor) -> Tensor:
         """Checked hidden states, 0 where the target is ignored."""
+        check_plain(input=input)
         input = self._checked_input(input)
         lead = input.shape[:-1]
         check_target(target, lead, self.num_classes, None, self.ignore_index, input.device)
@@ -190,11 +197,7 @@ class MixtureOutput(OutputLayer):
     def _losses(self, input: Tensor, target: Tensor) -> Tensor:
         """−log p_y of each token, (*); 0 where the target is ignored."""
         log_prior, contexts = self._components(input)
-        each = linear_loss(
-            contexts, self.weight, target[..., None].expand(log_prior.shape), self.variant,
-            linear_bias=self.bias, softcap=self.softcap, ignore_index=self.ignore_index,
-            reduction="none", **self._params(),
-        )  # fmt: skip
+        each = super().loss(contexts, target[..., None].expand(log_prior.shape), "none")
         losses = -torch.logsumexp(log_prior - each, dim=-1)
         return losses.masked_fill(target == self.ignore_index, 0.0)
 

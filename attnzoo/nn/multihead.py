@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from attnzoo.core.checks import DTYPES, check_bool, check_dense, check_probability, check_sizes
 from attnzoo.core.registry import get_variant
 from attnzoo.nn.attention import Attention
-from attnzoo.nn.checks import check_heads
+from attnzoo.nn.checks import check_appended, check_heads
 from attnzoo.nn.masks import attended_keys, both_masks
 from attnzoo.nn.parameters import Names
 from attnzoo.nn.wrappers import Choice, Wrapper, host_attention
@@ -29,8 +29,9 @@ class MultiheadAttention(nn.Module):
         num_heads: number of query heads, H.
         dropout: dropout probability of the weights, in training.
         bias: whether the projections have a bias.
-        add_bias_kv: whether to append a learned key and value.
-        add_zero_attn: whether to append a key and a value of zeros.
+        add_bias_kv: whether to append a learned key and value. Must be False for variants whose
+            weights depend on positions.
+        add_zero_attn: whether to append a key and a value of zeros. Must be False likewise.
         kdim: number of features of ``key``; None is E.
         vdim: number of features of ``value``; None is E.
         batch_first: whether inputs and outputs are (B, N, E) instead of (N, B, E).
@@ -207,13 +208,9 @@ class MultiheadAttention(nn.Module):
             key_dim=self.kdim, qk_dim=self.head_dim, v_dim=self.head_dim, layer=layer,
             device=device, dtype=dtype,
         )  # fmt: skip
-        made = (new if isinstance(new, Attention) else new.attention).given
-        for param in get_variant(variant).params:
-            if self.appends and param.per_key and param.name in made:
-                raise ValueError(
-                    f"add_bias_kv and add_zero_attn must be False for {variant!r}, because the "
-                    f"appended keys have no {param.name}"
-                )
+        if self.appends:
+            made = (new if isinstance(new, Attention) else new.attention).given
+            check_appended(get_variant(variant), made)
         return new.to(device=device)
 
     def forward(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from attnzoo.core.checks import is_finite, is_number, plain, shown
 from attnzoo.nn.checks import check_module
@@ -38,6 +38,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     Notes:
         Zero is not a neutral value for a scale or a sink, so decay towards zero is a wrong prior.
+        The Trainer of transformers follows the same rule with
+        `attnzoo.integrations.transformers.TrainerMixin`.
     """
     check_module("model", model)
     weight_decay = plain(weight_decay)
@@ -45,11 +47,21 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         raise TypeError(f"weight_decay must be a finite number >= 0, got {shown(weight_decay)}")
     if not (weight_decay >= 0 and is_finite(weight_decay)):
         raise ValueError(f"weight_decay must be a finite number >= 0, got {shown(weight_decay)}")
-    owners = [module for module in model.modules() if isinstance(module, VariantParameters)]
-    learned = [m.parameter_tensors()[name] for m in owners for name in m.learned]
-    projections = (m for m in model.modules() if isinstance(m, HeadProjection))
-    learned += [m.bias for m in projections if m.bias is not None]
-    ids = {id(p) for p in learned}
+    constant = without_decay(model)
+    ids = {id(p) for p in constant}
     others = [p for p in model.parameters() if id(p) not in ids]
-    groups = ((others, weight_decay), (list(dict.fromkeys(learned)), 0.0))
+    groups = ((others, weight_decay), (constant, 0.0))
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def without_decay(model: nn.Module) -> list[Tensor]:
+    """The parameters of a model that must not decay.
+
+    These are the parameters that variants learn, and the biases of the projections that make
+    parameters. The matrices of projections may decay: with zeros, all tokens have the same value.
+    """
+    owners = [module for module in model.modules() if isinstance(module, VariantParameters)]
+    found = [m.parameter_tensors()[name] for m in owners for name in m.learned]
+    projections = (m for m in model.modules() if isinstance(m, HeadProjection))
+    found += [m.bias for m in projections if m.bias is not None]
+    return list(dict.fromkeys(found))

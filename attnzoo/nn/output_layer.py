@@ -25,7 +25,7 @@ from attnzoo.losses.log_probabilities import (
     log_probabilities,
     target_log_probabilities,
 )
-from attnzoo.nn.parameters import VariantParameters
+from attnzoo.nn.parameters import VariantParameters, local
 
 
 class TargetLoss(NamedTuple):
@@ -292,8 +292,8 @@ class OutputLayer(VariantParameters):
     def _checked_input(self, input: Tensor) -> Tensor:
         """The input, in the dtype of autocast if that is on; raises unless it fits the layer."""
         # One class suffices for the check. A cast of all would be in vain.
-        bias = None if self.bias is None else cast_by_autocast(self.bias[:1])[0]
-        input, weight = cast_by_autocast(input, self.weight[:1])
+        bias = None if self.bias is None else cast_by_autocast(_one_class(self.bias))[0]
+        input, weight = cast_by_autocast(input, _one_class(self.weight))
         check_layer(input, weight, bias)
         return input
 
@@ -324,3 +324,8 @@ class OutputLayer(VariantParameters):
         changed = [f"{name}={x}" for name, (x, default) in options.items() if x != default]
         sizes = [str(self.in_features), str(self.num_classes), repr(self.variant)]
         return ", ".join([*sizes, f"bias={self.bias is not None}", *self._shown(), *changed])
+
+
+def _one_class(x: Tensor) -> Tensor:
+    """The matrix or bias of one class, without its values: ranks would have to exchange them."""
+    return local(x).new_empty(1, *x.shape[1:])

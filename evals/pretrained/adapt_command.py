@@ -20,7 +20,7 @@ from evals.harness.plan import check_device, check_unique, key_of
 from evals.harness.plugins import load_plugins
 from evals.harness.progress import Progress, clock, counted
 from evals.harness.training import NotFinite
-from evals.measures.arithmetic import lean_arithmetic
+from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
 from evals.measures.metrics import Outcome
 from evals.pretrained import command, lora
 from evals.pretrained.adapting import (
@@ -44,7 +44,7 @@ from evals.pretrained.study import (
     Study,
     drawn_from,
     opened,
-    text_hash,
+    planned,
 )
 from evals.pretrained.substitution import (
     Substitution,
@@ -65,6 +65,7 @@ ABOUT = (
 )
 VARIANTS, LENGTHS, MEASURED = "ssmax", "512,1024,2048,4096,8192", "loss,retrieval"
 FOLDER = "trained"  # of the trained parameters, in --out
+LORA_RATE = 3e-4
 
 
 def add_parser(commands: Any) -> None:
@@ -92,8 +93,8 @@ def add_parser(commands: Any) -> None:
         help="Peak learning rate of the variant's parameters (default: 0.01)")  # fmt: skip
     add("--lora", type=int, default=0, metavar="RANK",
         help="Also train LoRA of this rank in all linear layers, with peft")  # fmt: skip
-    add("--lora-learning-rate", type=float, default=3e-4, metavar="X",
-        help="Peak learning rate of LoRA (default: 3e-4)")  # fmt: skip
+    add("--lora-learning-rate", type=float, metavar="X",
+        help=f"Peak learning rate of LoRA (default: {LORA_RATE:g})")  # fmt: skip
     add("--seeds", type=_seeds, default=[0], metavar="N,N,…",
         help="Train once with each of these seeds (default: 0)")  # fmt: skip
     add("--seed", type=seed, default=0, metavar="N", help="Draw contexts with seed N (default: 0)")
@@ -129,11 +130,6 @@ def _seeds(text: str) -> list[int]:
 class AdaptStudy(Study):
     """A study whose rows also say what was trained and how."""
 
-    def data(self) -> str:
-        task = self.task
-        assert isinstance(task, HeldOut)
-        return f"{super().data()} trained-on-{text_hash(task.training_text())}"
-
     def row(self, run: Reading, key: str, point: Point, outcome: Outcome) -> Row:
         row = super().row(run, key, point, outcome)
         if isinstance(run.substitution, Adapted):
@@ -157,11 +153,16 @@ def main(given: argparse.Namespace) -> int:
         print(line)
     sys.stdout.flush()
     folder = Folder(given.out, WHOLE)
+    workers = command.default_workers(given.device) if given.workers is None else given.workers
     if given.dry_run:
         _estimate(study, left)
         # Trained variants are timed as they are at the start.
+        runs = [
+            replace(run, substitution=_start_of(run.substitution))
+            for run in _missing(study.runs(), folder, given.retry_failed)
+        ]
         study = replace(study, specs=[_start_of(spec) for spec in study.specs])
-        command.show_estimate(study, study.runs(), 1)
+        command.show_estimate(study, runs, max(1, workers))
         return 0
     if given.save is not None:
         check_writable("--save", given.save)
@@ -169,12 +170,7 @@ def main(given: argparse.Namespace) -> int:
     failed = _train(study, left, given.verbose)
     study = replace(study, specs=[spec for spec in study.specs if spec not in failed])
     every = study.runs()
-    runs = [
-        left
-        for run in every
-        if (left := command.missing(run, folder, given.retry_failed)) is not None
-    ]
-    workers = command.default_workers(given.device) if given.workers is None else given.workers
+    runs = _missing(every, folder, given.retry_failed)
     failures = command.execute(study, runs, folder, workers, given)
     for failure in failures:
         print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
@@ -188,6 +184,11 @@ def main(given: argparse.Namespace) -> int:
     if given.save is not None and not failed:
         _save(study, trained[0], given.save)
     return 1 if failed or failures or all(row["status"] != "ok" for row in rows) else 0
+
+
+def _missing(runs: Sequence[Reading], folder: Folder, retry: bool) -> list[Reading]:
+    found = (command.missing(run, folder, retry) for run in runs)
+    return [run for run in found if run is not None]
 
 
 def _start_of(spec: Substitution | None) -> Substitution | None:
@@ -246,8 +247,10 @@ def _train(study: Study, specs: Sequence[Adapted], verbose: bool) -> list[Adapte
                     train(spec, loaded, model, study.task.typical(drawn_from(study.task)), report)
             except NotWritten:
                 raise
-            except NotFinite as error:
-                print(f"failed: {name}: {error}", file=sys.stderr)
+            except (NotFinite, MemoryError, RuntimeError) as error:
+                if not (isinstance(error, NotFinite) or is_out_of_memory(error)):
+                    raise
+                print(f"failed: {name}: {str(error).splitlines()[0]}", file=sys.stderr)
                 failed.append(spec)
             progress.finish(name, "failed" if spec in failed else "trained")
     finally:
@@ -286,8 +289,11 @@ def plan(given: argparse.Namespace) -> AdaptStudy:
         if value is not None and value < least:
             name = option.replace("_", "-")
             raise UsageError(f"--{name} must be an int >= {least}, got {value}")
-    if not 0 < given.lora_learning_rate < float("inf"):
-        raise UsageError(f"--lora-learning-rate must be > 0, got {given.lora_learning_rate}")
+    rate = LORA_RATE if given.lora_learning_rate is None else given.lora_learning_rate
+    if given.lora_learning_rate is not None and not given.lora:
+        raise UsageError("--lora-learning-rate needs --lora")
+    if not 0 < rate < float("inf"):
+        raise UsageError(f"--lora-learning-rate must be finite and > 0, got {rate}")
     try:
         Schedule(steps=given.steps, batch=given.batch, learning_rate=given.learning_rate)
     except ValueError as error:
@@ -295,7 +301,7 @@ def plan(given: argparse.Namespace) -> AdaptStudy:
     if given.lora:
         lora.check()
     check_device(given.device)
-    task = _task(given)
+    task = planned(_task(given))
     samples = command.samples_of(given.lengths, given.samples)
     # Without the train length, a table cannot show whether the training worked.
     samples.setdefault(given.train_length, next(iter(samples.values())))
@@ -304,9 +310,8 @@ def plan(given: argparse.Namespace) -> AdaptStudy:
         raise UsageError("--save needs one variant and one seed, got "
                          f"{counted(len(starts), 'variant')}, {counted(len(given.seeds), 'seed')}"
                          )  # fmt: skip
-    recipe = Recipe(text_hash(task.training_text()), given.train_length, given.steps, given.batch,
-                    given.learning_rate, 0, given.lora,
-                    given.lora_learning_rate if given.lora else 0.0)  # fmt: skip
+    recipe = Recipe(task.hashes[0], given.train_length, given.steps, given.batch,
+                    given.learning_rate, 0, given.lora, rate if given.lora else 0.0)  # fmt: skip
     loaded = opened(task.source)
     if is_converted(loaded.model):
         raise UsageError(f"--model {task.source}: attnzoo has already converted this model")

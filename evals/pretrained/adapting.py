@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ from evals.pretrained.substitution import Substitution, apply
 from evals.task import Schedule
 from evals.tasks import draws
 
-VERSION = 1  # change it when a training with the same settings gives other values
+VERSION = 2  # change it when a training with the same settings gives other values
 _LEAST_GRADIENT = 1e-11  # a thousandth of AdamW's eps: smaller gradients move nothing
 
 
@@ -87,15 +87,16 @@ class Adapted(Substitution):
     def prepared(self, model: Any, tokens: Tensor) -> tuple[Any, Any]:
         """The model at the start of the training with frozen parameters, and the LoRA tuner."""
         model = apply(model, self, tokens, learn=self.learn)
-        tuner = lora.added(model, self.settings.lora) if self.settings.lora else None
+        recipe = self.settings
+        tuner = lora.added(model, recipe.lora, recipe.seed) if recipe.lora else None
         mine = {id(x) for module in attentions(model) for x in module.parameters()}
         for name, value in model.named_parameters():
             value.requires_grad_(id(value) in mine or lora.MARK in name)
         return model, tuner
 
     def onto(self, model: Any, tokens: Tensor) -> Any:
-        model, tuner = self.prepared(model, tokens)
         stored = read_stored(self.file)
+        model, tuner = self.prepared(model, tokens)
         own = trained_parameters(model)
         if own.keys() != stored.tensors.keys():
             raise UsageError(f"{self.file} has the parameters of another model; remove it")
@@ -132,16 +133,17 @@ class HeldOut(Task):
     def text_name(self) -> str:
         return f"last {100 * self.share:g} % of {self.text.name}" if self.share else self.text.name
 
-    def read(self) -> str:
-        return self._parts()[1]
+    @property
+    def data(self) -> str:
+        return f"{super().data} trained-on-{self.hashes[0]}"
 
     def training_text(self) -> str:
-        return self._parts()[0]
+        return self.texts()[0]
 
     def typical(self, drawn: contexts.Contexts) -> Tensor:
         return training_tokens(self)
 
-    def _parts(self) -> tuple[str, str]:
+    def _read(self) -> tuple[str, str]:
         """The training text and the text of the contexts. A text is cut at the end of a line."""
         if not self.share:
             return read_text(self.training), read_text(self.text, "--eval-text")
@@ -163,7 +165,7 @@ def training_tokens(task: HeldOut) -> Tensor:
 
 class Sequences:
     """Training sequences: the tokenizer's special tokens, then consecutive tokens of the text from
-    random starts. A sequence depends only on the seed and its number."""
+    random starts. A sequence depends only on the seed, its length and its number."""
 
     def __init__(self, loaded: Loaded, tokens: Tensor, recipe: Recipe) -> None:
         self.tokens, self.recipe, self.start = tokens, recipe, loaded.start()
@@ -211,8 +213,8 @@ def _tensors(layer: attnzoo.nn.Attention, name: str) -> list[Tensor]:
 class Stored:
     """A finished training: the trained tensors by name, and what is known about it.
 
-    about: "loss" of each step; "values", for each parameter of the variant a list of heads for each
-    layer; "seconds", "cpu_seconds", "parameters" (their number) and "settings".
+    about: "loss" of each step; "values", for each parameter with one number per head a list of
+    heads for each layer; "seconds", "cpu_seconds", "parameters" (their number) and "settings".
     """
 
     tensors: Mapping[str, Tensor]
@@ -289,8 +291,7 @@ def train(
     trained = trained_parameters(model)
     about = {
         "loss": [_short(float(loss)) for loss in losses],
-        "values": {name: [[_short(x) for x in getattr(layer, name).tolist()]
-                          for layer in attentions(model)] for name in spec.learn},
+        "values": _per_head(attentions(model), spec.learn),
         "seconds": round(time.perf_counter() - began, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
         "parameters": sum(x.numel() for x in trained.values()),
@@ -299,6 +300,17 @@ def train(
     }  # fmt: skip
     tensors = {name: x.detach().cpu().contiguous() for name, x in trained.items()}
     write_whole(spec.file, save(tensors, {"about": json.dumps(about)}))
+
+
+def _per_head(
+    layers: Sequence[attnzoo.nn.Attention], names: Sequence[str]
+) -> dict[str, list[list[float]]]:
+    """The values of the parameters with one number per head, a list of heads for each layer."""
+    return {
+        name: [[_short(x) for x in getattr(layer, name).tolist()] for layer in layers]
+        for name in names
+        if all(getattr(layer, name).ndim == 1 for layer in layers)
+    }
 
 
 def _short(value: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from evals.pretrained.study import (
     drawn_from,
     measured,
     opened,
+    planned,
 )
 from evals.pretrained.substitution import (
     Substitution,
@@ -65,9 +67,10 @@ def add_parser(commands: Any) -> None:
         help="Load this model: a folder, or a name on the Hugging Face hub")  # fmt: skip
     add("--gguf", metavar="FILE", help="Load the model and its tokenizer from this file in it")
     add("--text", type=Path, required=True, metavar="FILE", help="Read this UTF-8 text")
-    add("--variants", type=split_list, default=split_list(VARIANTS), metavar="a,b(x=1)",
+    add("--variants", type=split_list, metavar="a,b(x=1)",
         help="Substitute these variants at inference, also with start='identity' or calibrate=N "
-        f"(default: {VARIANTS}). The model as loaded is always measured")  # fmt: skip
+        f"(default: {VARIANTS}, and those of --plugin). The model as loaded is always measured"
+        )  # fmt: skip
     add("--layers", default="all", metavar="N-N,N", help="Substitute only in these layers")
     add("--measures", type=split_list, default=list(MEASURES), metavar="NAME,…",
         help=f"Measure these (default: {','.join(MEASURES)})")  # fmt: skip
@@ -183,13 +186,21 @@ def execute(
     try:
         if workers == 0:
             return execute_here(runs, context, listener, progress)
-        opened.cache_clear()  # each worker loads the model itself
-        drawn_from.cache_clear()
+        _free_memory()  # each worker loads the model itself
         devices = worker_devices(given.device, min(workers, len(runs)))
         contexts = [replace(context, device=device) for device in devices]
         return Pool(contexts, listener, progress).execute(runs)
     finally:
         progress.close()
+
+
+def _free_memory() -> None:
+    """Drop the model of this process."""
+    opened.cache_clear()
+    drawn_from.cache_clear()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 # ---- plan -------------------------------------------------------------------------------------
@@ -208,13 +219,17 @@ def plan(given: argparse.Namespace) -> Study:
     check_device(given.device)
     samples = samples_of(given.lengths, given.samples)
     layers = parse_layers(given.layers)
-    texts = [*given.variants, *(name for name in plugins if name not in given.variants
-                                and not name.startswith("task "))]  # fmt: skip
+    texts = given.variants
+    if texts is None:
+        own = [name for name in plugins if not name.startswith("task ")]
+        texts = [*split_list(VARIANTS), *own]
     specs = [_completed(parse_substitution(text, layers), max(samples)) for text in texts]
     check_unique("--variants", list(map(str, specs)))
     source = Source(given.model, given.gguf, given.dtype, given.device)
     measures = tuple(name for name in MEASURES if name in given.measures)
-    task = Task(source, given.text, measures, given.greedy, given.seed, given.batch)
+    if given.greedy and "retrieval" not in measures:
+        raise UsageError("--greedy needs the measure retrieval in --measures")
+    task = planned(Task(source, given.text, measures, given.greedy, given.seed, given.batch))
     loaded = opened(source)
     study = Study(
         task, [None, *specs], samples, plugins, loaded.fingerprint(), loaded.limit
@@ -282,7 +297,7 @@ def show_estimate(study: Study, runs: Sequence[Reading], workers: int) -> None:
         if not mine:
             continue
         times: list[tuple[int, float]] = []
-        with substituted(loaded.model, spec, drawn.tokens) as model:
+        with substituted(loaded.model, spec, study.task.typical(drawn)) as model:
             shortest = min(study.samples)
             longer = next((n for n in sorted(study.samples) if n > shortest), shortest)
             for length in (shortest, shortest, longer):  # the first is slower

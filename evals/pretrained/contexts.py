@@ -39,7 +39,7 @@ from evals.pretrained.words import (
 )
 from evals.tasks import draws
 
-VERSION = 1  # change it when the contexts change
+VERSION = 2  # change it when the contexts change
 RESERVED = 64  # tokens for a question and its answer
 LEAST_TEXT = 32  # tokens of the text in a context
 NEEDLE = "one_needle"  # of the tasks in `evals.results.pretrained.RETRIEVAL`
@@ -144,7 +144,7 @@ class Contexts:
     def breaks(self) -> np.ndarray:
         """The indices of tokens that begin a sentence or a line, in ascending order."""
         unique, where = np.unique(self.tokens.numpy(), return_inverse=True)
-        texts = [self.loaded.tokenizer.decode([int(token)]) for token in unique]
+        texts = [self.loaded.text_inside(int(token)) for token in unique]
         line = np.array(["\n" in text for text in texts], dtype=bool)[where]
         stop = np.array([text.endswith(_STOPS) for text in texts], dtype=bool)[where]
         space = np.array([text[:1].isspace() for text in texts], dtype=bool)[where]

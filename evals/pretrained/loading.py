@@ -60,6 +60,18 @@ class Loaded:
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.long)
 
+    def text_inside(self, token: int) -> str:
+        """What a token adds to a text that it continues.
+
+        Some tokenizers drop the space of the first token of a text, so the token follows another.
+        """
+        before = self.tokens(_PROBE).tolist()
+        texts = [
+            self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            for ids in (before, [*before, token])
+        ]
+        return texts[1].removeprefix(texts[0])
+
     def start(self) -> Tensor:
         """The special tokens that the tokenizer puts before every text, such as one named BOS."""
         plain = self.tokens(_PROBE).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from commandline.errors import UsageError
@@ -19,16 +20,19 @@ def check() -> None:
         raise UsageError("--lora needs peft: pip install -e '.[lora]'") from error
 
 
-def added(model: nn.Module, rank: int) -> Any:
+def added(model: nn.Module, rank: int, seed: int) -> Any:
     """Add LoRA layers with fp32 parameters to the linear layers below the output layer, in place.
 
     The scale is that of peft with alpha = rank, which is 1. At the start the outputs of the model
-    do not change. ``merged`` of the result is the model with the changed weights.
+    do not change. ``merged`` of the result is the model with the changed weights. The matrices A
+    are drawn at random with ``seed``.
     """
     from peft import LoraConfig, LoraModel
 
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", lora_dropout=0.0)
-    tuner: Any = LoraModel(model, config, "default")  # type: ignore[arg-type]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        tuner: Any = LoraModel(model, config, "default")  # type: ignore[arg-type]
     for name, value in tuner.model.named_parameters():
         if MARK in name:
             value.data = value.data.float()

@@ -1,7 +1,7 @@
 """The loss at each position of a context, in nats per token.
 
 Only tokens of the text count, not planted facts. Positions are collected in bins whose edges do not
-depend on the length: 1, 32, 64, 96, 128, 192, 256, 384, … So the curves of two lengths can be
+depend on the length: 1, 32, 48, 64, 96, 128, 192, 256, … So the curves of two lengths can be
 compared.
 """
 

@@ -9,6 +9,7 @@ greedy    the share of the answer's words and numbers in the text that greedy de
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -39,7 +40,16 @@ def greedy(reader: Reader, cache: Any, question: Question, tokenizer: Any) -> fl
         written.append(int(reader.logits(hidden[:, -1:])[0, 0].argmax()))
         ids = torch.tensor(written[-1:])
     text = tokenizer.decode(written)
-    return sum(value in text for value in question.values) / len(question.values)
+    return sum(_names(text, value) for value in question.values) / len(question.values)
+
+
+def _names(text: str, value: str) -> bool:
+    """Whether a word or number stands in the text, not as a part of another.
+
+    >>> _names("It is 48213.", "4821")
+    False
+    """
+    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text) is not None
 
 
 def scores(

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from commandline.errors import UsageError
 from commandline.variants import VariantCall
 from evals.harness.any_run import AnyRun, Context, Emit
 from evals.harness.plan import key_of, origin
@@ -34,14 +35,18 @@ from evals.tasks.draws import GENERATOR
 
 MEASURES = ("loss", "retrieval", "sharpness", "dispersion")
 _PLANTED = ("retrieval", "dispersion")
-_VERSION = 1  # change it when the measures change
+_VERSION = 2  # change it when the measures change
 _QUADRATIC = 4096  # tokens at which attention costs about as much as the rest of a small model
 Point = tuple[int, int]  # length, sample
+TaskT = TypeVar("TaskT", bound="Task")
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all points of a command share."""
+    """What all points of a command share.
+
+    hashes: hashes of the texts, which must not change after the command is planned; see `planned`.
+    """
 
     source: Source
     text: Path
@@ -49,6 +54,12 @@ class Task:
     greedy: bool = False
     seed: int = 0
     batch: int = 1
+    hashes: tuple[str, ...] = ()
+
+    @property
+    def data(self) -> str:
+        """The text and the version of the contexts. Only of a planned task."""
+        return f"{self.hashes[-1]} contexts-{contexts.VERSION} {GENERATOR}"
 
     @property
     def planted(self) -> bool:
@@ -62,11 +73,30 @@ class Task:
 
     def read(self) -> str:
         """The text from which contexts are drawn."""
-        return read_text(self.text)
+        return self.texts()[-1]
+
+    def texts(self) -> tuple[str, ...]:
+        """All texts that the command reads; that of the contexts is the last.
+
+        Raises:
+            UsageError: a text is not the one of the plan.
+        """
+        found = self._read()
+        if self.hashes and self.hashes != tuple(map(text_hash, found)):
+            raise UsageError(f"{self.text_name} changed after the start; run the command again")
+        return found
+
+    def _read(self) -> tuple[str, ...]:
+        return (read_text(self.text),)
 
     def typical(self, drawn: contexts.Contexts) -> torch.Tensor:
         """The tokens to calibrate variants on."""
         return drawn.tokens
+
+
+def planned(task: TaskT) -> TaskT:
+    """The task with the hashes of its texts, which are checked when they are read again."""
+    return replace(task, hashes=tuple(map(text_hash, task.texts())))
 
 
 @cache
@@ -231,11 +261,6 @@ class Study:
     fingerprint: str
     limit: int | None
 
-    def data(self) -> str:
-        """The text and the version of the contexts."""
-        text = text_hash(self.task.read())
-        return f"{text} contexts-{contexts.VERSION} {GENERATOR}"
-
     def points(self) -> list[Point]:
         """All points of one variant, the longest first."""
         ordered = sorted(self.samples.items(), reverse=True)
@@ -243,14 +268,17 @@ class Study:
 
     def key(self, spec: Substitution | None, point: Point) -> str:
         variant = None if spec is None else spec.identity()
-        plugin = None if spec is None else self.plugins.get(spec.call.name)
+        plugin = None if spec is None else self._plugin(spec)
         return key_of({
             "task": PRETRAINED, "version": _VERSION, "model": self.fingerprint,
-            "data": self.data(), "device": self.task.source.device.split(":")[0],
+            "data": self.task.data, "device": self.task.source.device.split(":")[0],
             "variant": variant, "plugin": plugin, "seed": self.task.seed,
             "length": point[0], "sample": point[1], "measures": sorted(self.task.measures),
             "greedy": self.task.greedy,
         })  # fmt: skip
+
+    def _plugin(self, spec: Substitution) -> str | None:
+        return self.plugins.get(spec.call.name)
 
     def runs(self) -> list[Reading]:
         """All runs, also of points that have results."""
@@ -278,6 +306,7 @@ class Study:
             "text": self.task.text_name,
             "variant": run.name,
             "layers": "all" if layers is None else ",".join(map(str, layers)),
+            "plugin": None if run.substitution is None else self._plugin(run.substitution),
             "length": point[0],
             "sample": point[1],
             "seed": self.task.seed,
@@ -288,7 +317,7 @@ class Study:
             "curves": outcome.curves,
             "cpu_seconds": round(outcome.cpu_seconds, 3),
             "version": f"measures-{_VERSION}",
-            "data": self.data(),
+            "data": self.task.data,
             "device": self.task.source.device,
             **origin(),
         }

@@ -51,10 +51,6 @@ class Substitution:
         return apply(model, self, tokens)
 
     @property
-    def calibrate(self) -> int | None:
-        return self.call.params.get("calibrate")
-
-    @property
     def variant(self) -> VariantCall:
         """The variant without the keywords."""
         kept = tuple((name, x) for name, x in self.call.arguments if name not in _KEYWORDS)
@@ -161,8 +157,8 @@ def substituted(model: Any, substitution: Substitution | None, tokens: Tensor) -
     else:
         from attnzoo.integrations.transformers import revert
 
-        substitution.onto(model, tokens)
         try:
-            yield model
+            yield substitution.onto(model, tokens)
         finally:
-            revert(model)
+            if is_converted(model):  # not if the conversion failed
+                revert(model)

@@ -24,16 +24,17 @@ RETRIEVAL = {
     "variable_tracking": "variable tracking",
     "common_word": "common word",
 }
-# What must be equal in the rows of a group: then variants read the same contexts.
-_SAME = ("model", "fingerprint", "dtype", "text", "data", "seed", "planted")
+# What must be equal in the rows of a group, besides the kind of device: then variants read the same
+# contexts. The names of the model and of the text do not matter.
+_SAME = ("fingerprint", "dtype", "data", "seed", "planted")
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Rows of one model, text, dtype and seed.
+    """Rows of one model, text, dtype, seed and kind of device.
 
     The last row of each (series, length, sample) counts, but metrics that only earlier rows have
-    are kept.
+    are kept. Rows of earlier versions of a plugin do not count.
     """
 
     rows: Sequence[Row]
@@ -46,7 +47,8 @@ class Group:
     def title(self) -> str:
         row = self.first
         planted = "" if row["planted"] else ", nothing planted"
-        return f"{row['model']}, {row['text']}, {row['dtype']}, seed {row['seed']}{planted}"
+        device = "" if _device(row) == "cpu" else f", {_device(row)}"
+        return f"{row['model']}, {row['text']}, {row['dtype']}{device}, seed {row['seed']}{planted}"
 
     @cached_property
     def found(self) -> dict[tuple[str, int], dict[int, Row]]:
@@ -191,9 +193,20 @@ def series_of(row: Row) -> str:
     return row["variant"] + ("" if row["layers"] == "all" else f" · layers {row['layers']}")
 
 
+def _device(row: Row) -> str:
+    return row["device"].split(":")[0]
+
+
 def groups(rows: Iterable[Row]) -> list[Group]:
     """Group rows by what the variants must share to be compared."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(json.dumps([row[name] for name in _SAME]), []).append(row)
-    return [Group(mine) for mine in found.values()]
+        same = [_device(row), *(row[name] for name in _SAME)]
+        found.setdefault(json.dumps(same), []).append(row)
+    return [Group(_of_latest_plugins(mine)) for mine in found.values()]
+
+
+def _of_latest_plugins(rows: Sequence[Row]) -> list[Row]:
+    """The rows without those of earlier versions of the plugin of a series."""
+    latest = {series_of(row): row.get("plugin") for row in rows}
+    return [row for row in rows if row.get("plugin") == latest[series_of(row)]]

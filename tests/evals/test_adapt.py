@@ -14,10 +14,19 @@ from safetensors.torch import load_file, save_file
 
 from attnzoo.integrations.transformers import convert
 from evals.__main__ import main
-from evals.pretrained.adapting import HeldOut, Recipe, Sequences, loss_of, read_stored
+from evals.pretrained.adapting import (
+    Adapted,
+    HeldOut,
+    Recipe,
+    Sequences,
+    loss_of,
+    read_stored,
+    train,
+)
 from evals.pretrained.contexts import Contexts
 from evals.pretrained.loading import Source, load
 from evals.pretrained.study import opened
+from evals.pretrained.substitution import is_converted, parse_substitution, substituted
 from helpers.hf_models import quiet
 from helpers.small_lm import TEXT, save_small_lm
 
@@ -224,6 +233,50 @@ def test_variants_that_start_at_given_values(folder: Path, tmp_path: Path) -> No
     assert sorted(learned) == [["b"], ["beta", "gamma"]]
 
 
+def test_parameters_that_are_matrices(folder: Path, tmp_path: Path) -> None:
+    """The row lists trained numbers per head, but not the entries of matrices."""
+    assert run(folder, tmp_path, "--variants", "hedgehog", "--lengths", "48") == 0
+    assert {value.ndim for value in load_file(stored_in(tmp_path)).values()} == {3}
+    (curves,) = (row["curves"] for row in rows_in(tmp_path).values() if row["sample"] == 0
+                 and "training" in row)  # fmt: skip
+    assert [name for name in curves if name.startswith("head_learned")] == []
+
+
+@needs_peft
+def test_lora_depends_on_the_seed_only(folder: Path, tmp_path: Path) -> None:
+    options = ("--variants", "softmax", "--lora", "2", "--lengths", "48", "--steps", "1")
+    assert run(folder, tmp_path / "1", *options, "--seeds", "1") == 0
+    assert run(folder, tmp_path / "2", *options, "--seeds", "0,1") == 0
+    second = load_file(stored_in(tmp_path / "1"))
+    both = [load_file(file) for file in (tmp_path / "2" / "trained").iterdir()]
+    same = [all(torch.equal(x[name], value) for name, value in second.items()) for x in both]
+    assert sorted(same) == [False, True]
+
+
+def test_a_training_without_memory_does_not_stop_the_others(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    def starved(spec: Any, *rest: Any) -> None:
+        if spec.settings.seed == 0:
+            raise torch.OutOfMemoryError("out of memory")
+        train(spec, *rest)
+
+    monkeypatch.setattr("evals.pretrained.adapt_command.train", starved)
+    assert run(folder, tmp_path, "--lengths", "48", "--seeds", "0,1") == 1
+    assert "seed 0): out of memory" in capsys.readouterr().err
+    trained = {row["variant"] for row in rows_in(tmp_path).values() if "training" in row}
+    assert trained == {TRAINED.replace("seed 0", "seed 1")}
+
+
+def test_a_substitution_that_fails_leaves_the_model_as_loaded(folder: Path) -> None:
+    model = load(Source(str(folder))).model
+    call = parse_substitution("ssmax").call
+    spec = Adapted(call, None, Recipe("", 48, 1, 1, 0.1, 0), ("s",), Path("nowhere"))
+    with pytest.raises(FileNotFoundError), substituted(model, spec, torch.arange(9)):
+        pass
+    assert not is_converted(model)
+
+
 @needs_peft
 def test_lora_changes_the_weights_of_a_copy(folder: Path, tmp_path: Path) -> None:
     options = ("--variants", "softmax", "--lora", "2", "--lengths", "48", "--lora-learning-rate",
@@ -292,6 +345,7 @@ def test_dry_run_estimates_and_writes_nothing(
         (("--out", __file__), f"--out must be a folder, got {__file__!r}"),
         (("--save", f"{__file__}/below"), f"--save must be a folder, got '{__file__}/below'"),
         (("--seeds", "0,1", "--save", "there"), "--save needs one variant and one seed"),
+        (("--lora-learning-rate", "0.1"), "--lora-learning-rate needs --lora"),
     ],
 )
 def test_wrong_options_are_errors_and_write_nothing(

@@ -15,6 +15,7 @@ from commandline.errors import UsageError
 from evals.__main__ import main
 from evals.pretrained.contexts import Contexts
 from evals.pretrained.loading import Loaded, Source, load
+from evals.pretrained.study import Task, planned
 from helpers.hf_models import quiet
 from helpers.small_lm import LENGTH, TEXT, byte_tokenizer, save_small_lm
 
@@ -217,9 +218,39 @@ def test_variant_of_a_plugin(folder: Path, tmp_path: Path) -> None:
         "    return scores.softmax(-1)\n"
         "register_variant(Variant('halved', 'softmax(z / 2)', 'none', weights))\n"
     )
-    assert run(folder, tmp_path / "out", "--measures", "loss", "--lengths", "64", "--plugin",
-               str(plugin)) == 0  # fmt: skip
-    assert ("halved", 64, 0) in rows_in(tmp_path / "out")
+    options = ("--measures", "loss", "--lengths", "64", "--plugin", str(plugin), "--variants")
+    assert run(folder, tmp_path / "1", *options, "softmax") == 0
+    assert ("halved", 64, 0) not in rows_in(tmp_path / "1")
+    out = tmp_path / "2"
+    assert run(folder, out, *options, "halved", "--samples", "2") == 0
+    # The tables never mix results of two versions of the file.
+    plugin.write_text(plugin.read_text() + "# another version\n")
+    assert run(folder, out, *options, "halved") == 0
+    lines = (out / "summary.csv").read_text().splitlines()
+    assert [line.rsplit(",", 1)[1] for line in lines if ",halved,64,loss," in line] == ["1"]
+
+
+def test_other_names_of_the_model_and_of_the_text_share_the_baseline(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--measures", "loss", "--lengths", "64")
+    assert run(folder, tmp_path / "out", *options) == 0
+    (tmp_path / "copy.txt").write_text(TEXT.read_text())
+    monkeypatch.chdir(folder.parent)
+    other = ("--text", str(tmp_path / "copy.txt"), "--variants", "entmax")
+    assert run(Path(folder.name), tmp_path / "out", *options, *other) == 0
+    lines = (tmp_path / "out" / "summary.csv").read_text().splitlines()
+    assert sum(",entmax,64,loss minus as loaded," in line for line in lines) == 1
+
+
+def test_a_text_that_changes_during_the_run_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("One.\n")
+    task = planned(Task(Source("model"), file))
+    assert task.read() == "One.\n"
+    file.write_text("Two.\n")
+    with pytest.raises(UsageError, match=r"text\.txt changed after the start; run the command"):
+        task.read()
 
 
 def test_dry_run_estimates_and_writes_nothing(
@@ -248,6 +279,7 @@ def test_dry_run_estimates_and_writes_nothing(
         (("--layers", "1-0"), "--layers must be all, or numbers such as 0-9,20, got '1-0'"),
         (("--layers", "0-1,1"), "--layers must name each layer once"),
         (("--measures", "los"), "--measures must be among loss, retrieval, "),
+        (("--measures", "loss", "--greedy"), "--greedy needs the measure retrieval"),
         (("--lengths", "64"), "--lengths must be at least "),
         (("--lengths", "99999"), "--text must have at least "),
         (("--samples", "1,2"), "--samples must be one number or 1, one for each length, got 2"),

@@ -30,6 +30,26 @@ def byte_tokenizer(start: bool = False) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
 
 
+def word_tokenizer(text: str) -> Any:
+    """Tokens of a text's words and points in the way of SentencePiece: "▁" stands for a space.
+
+    The decoder drops the space of the first token, as those of Llama 2 and Mistral do.
+    """
+    split = pre_tokenizers.Sequence([
+        pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always"),
+        pre_tokenizers.Split(tokenizers.Regex(r"[.?]"), "isolated"),
+    ])  # fmt: skip
+    pieces = dict.fromkeys(piece for piece, _ in split.pre_tokenize_str("A" + text))
+    pieces |= dict.fromkeys(piece for piece, _ in split.pre_tokenize_str(text))
+    vocabulary = {piece: index for index, piece in enumerate(["<unk>", *pieces])}
+    made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = split
+    made.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0),
+    ])  # fmt: skip
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+
 def save_small_lm(folder: Path, model: Any = None, start: bool = False) -> Path:
     """Save a model, by default a Llama with two layers of four heads, and its tokenizer."""
     options = {"vocab_size": 257, "max_position_embeddings": LENGTH, "initializer_range": 0.2}

@@ -312,6 +312,17 @@ def test_parameter_groups_exclude_scales_from_weight_decay() -> None:
     assert len(network["params"]) + 2 == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_convert_does_not_append_to_a_cache_of_the_inputs(gradients: bool) -> None:
+    model, cache = llama(), DynamicCache()
+    with torch.set_grad_enabled(gradients):
+        model(ids()[:, :4], past_key_values=cache)
+    keys = cache.layers[0].keys
+    convert(model, "ssmax", inputs={"input_ids": ids()[:, 4:6], "past_key_values": cache})
+    assert cache.get_seq_length() == 4
+    assert cache.layers[0].keys is keys
+
+
 def test_a_model_and_its_sub_model_can_be_converted_and_reverted_separately() -> None:
     model = llama()
     convert(model.model, "ssmax")

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments
 
 from attnzoo.integrations.transformers import TrainerMixin, convert
-from attnzoo.nn import parameter_groups
+from attnzoo.nn import MultiheadAttention, OutputLayer, parameter_groups
 from helpers.hf_models import ids, llama, quiet
 
 pytestmark = [quiet, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -56,6 +56,28 @@ def test_trainer_mixin_decays_all_but_scales_and_norms(variant: str, tmp_path: P
     scales = {name for name in before if ".attnzoo." in name}
     assert len(scales) == 2 * len(learn)
     assert unchanged == scales | {name for name in before if "norm" in name}
+
+
+class DecaysAll:
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        return [name for name, _ in model.named_parameters()]
+
+
+class DecaysAllButLearned(TrainerMixin, DecaysAll):
+    pass
+
+
+def test_trainer_mixin_and_parameter_groups_follow_one_rule() -> None:
+    """The scale of an output layer does not decay, the matrix of a projection does."""
+    attend, head = MultiheadAttention(8, 2, variant="forgetting"), OutputLayer(8, 9, "ssmax")
+    model = torch.nn.ModuleDict({"attend": attend, "head": head})
+    decayed = {id(p) for p in parameter_groups(model, 0.1)[0]["params"]}
+    names = DecaysAllButLearned().get_decay_parameter_names(model)
+    assert names == [name for name, p in model.named_parameters() if id(p) in decayed]
+    projection = "attend.attend.projections.log_gates"
+    assert {"head.s", f"{projection}.weight", f"{projection}.bias"} & set(names) == {
+        f"{projection}.weight"
+    }
 
 
 def test_trainer_mixin_trains_and_does_not_decay_scales(tmp_path: Path) -> None:

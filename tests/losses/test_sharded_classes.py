@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
+from attnzoo.nn import MixtureOutput
+from helpers.cases import rand
 from helpers.covering import covering, each_setting
 from helpers.loss_cases import FACTORS, allowed
 from helpers.ranks import on_ranks
@@ -47,3 +52,44 @@ def test_mistakes_raise_on_all_ranks(
 ) -> None:
     for of_rank in found:
         assert re.search(text, of_rank["errors"][function.__name__])
+
+
+# ---- mixtures ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def mixture(mix: str) -> MixtureOutput:
+    torch.manual_seed(0)
+    return MixtureOutput(4, 11, 3, "ssmax", mix=mix, learn=["s"]).double()
+
+
+@pytest.mark.parametrize("mix", ["probabilities", "contexts"])
+def test_losses_of_a_mixture_with_sharded_classes(mesh: Any, mix: str) -> None:
+    target, found = torch.tensor([0, 4, 10, -100, 3, 6]), []
+    for layer in (mixture(mix), mixture(mix).shard_classes(mesh)):
+        x = rand(6, 4).requires_grad_()
+        losses = [layer.loss(x, target, reduction) for reduction in ("mean", "sum", "none")]
+        assert not any(isinstance(loss, DTensor) for loss in losses)
+        gradients = torch.autograd.grad(losses[0] + losses[2][1], [x, *layer.parameters()])
+        whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+        found.append(torch.cat([part.flatten() for part in (*losses, *whole)]).detach())
+    assert torch.allclose(*found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mix", ["probabilities", "contexts"])
+def test_a_mixture_with_sharded_classes_has_no_other_methods(mesh: Any, mix: str) -> None:
+    layer, x, y = mixture(mix).shard_classes(mesh), rand(6, 4), torch.arange(6)
+    for call in (lambda: layer(x, y), lambda: layer.logits(x)):
+        with pytest.raises(TypeError, match="weight is a DTensor: only the method loss takes"):
+            call()
+    for call in (lambda: layer.log_prob(x), lambda: layer.topk(x, 2), lambda: layer.predict(x)):
+        with pytest.raises(TypeError, match="linear_weight must be a plain tensor, got a DTensor"):
+            call()
+    with pytest.raises(TypeError, match="input must be a plain tensor, got a DTensor"):
+        layer.loss(DTensor.from_local(x, mesh, [Replicate()]), y)

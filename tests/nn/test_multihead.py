@@ -11,7 +11,7 @@ import torch.nn.utils.parametrizations
 from torch import Tensor, nn
 
 import attnzoo
-from attnzoo.nn import MultiheadAttention
+from attnzoo.nn import MultiheadAttention, replace
 from helpers.cases import VARIANTS, params_of, rand
 
 E, H = 12, 3
@@ -28,6 +28,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 MASKS = ("none", "bool", "float", "padding", "float padding", "bool and padding", "both float",
          "per head")  # fmt: skip
 every_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+BY_POSITION = [name for name in attnzoo.list_variants() if attnzoo.get_variant(name).by_position]
 
 
 def pair(**options: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
@@ -128,6 +129,21 @@ def test_appended_keys_are_visible_in_a_causal_call(options: dict[str, Any]) -> 
     weights = ours(*given, is_causal=True)[1]
     assert bool((weights[..., -1] > 0).all())
     assert torch.equal(weights[..., :5].triu(1), torch.zeros(2, 5, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("flag", ["add_bias_kv", "add_zero_attn"])
+@pytest.mark.parametrize("variant", BY_POSITION)
+def test_variants_that_depend_on_positions_have_no_appended_keys(variant: str, flag: str) -> None:
+    """An appended key would shift the positions of all queries by one."""
+    params, message = params_of(variant), f"add_zero_attn must be False for '{variant}', because"
+    theirs, ours = nn.MultiheadAttention(E, H, **{flag: True}), pair(**{flag: True})[1]
+    for call in (
+        lambda: MultiheadAttention(E, H, variant=variant, **{flag: True}, **params),
+        lambda: replace(theirs, variant, **params),
+        lambda: replace(ours, variant, **params),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_fully_blocked_row_gives_the_output_bias() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -189,17 +188,12 @@ def _attach_and_try(
     before, undo = implementations(model), []
     try:
         attach(model, children, undo)
-        _run_once(model, _with_own_caches(batches[0]))
+        _run_once(model, batches[0])
     except BaseException:
         for function in reversed(undo):
             function()
         model.set_attn_implementation(before)
         raise
-
-
-def _with_own_caches(batch: dict[str, Any]) -> dict[str, Any]:
-    """The same tensors, and copies of all else, because the model may append to a cache."""
-    return copy.deepcopy(batch, {id(x): x for x in batch.values() if isinstance(x, Tensor)})
 
 
 def _run_once(model: Any, batch: dict[str, Any]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from attnzoo.core.checks import plain
 from attnzoo.integrations.transformers.interface import ObservedCall, observe_calls
@@ -58,15 +60,32 @@ def _run_or_ask(model: Any, batches: list[dict[str, Any]] | None) -> None:
 
 
 def run(model: Any, batches: list[dict[str, Any]]) -> None:
-    """Runs the model in evaluation mode, without gradients."""
+    """Runs the model in evaluation mode, without gradients. The batches stay as they are."""
     training = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
             for batch in batches:
-                model.eval()(**batch)
+                model.eval()(**_with_own_caches(batch))
     finally:
         for module, before in training.items():
             module.training = before
+
+
+def _with_own_caches(batch: dict[str, Any]) -> dict[str, Any]:
+    """The same tensors, and copies of all else, because the model may append to a cache."""
+    with _CopiesWithoutGradients():
+        return copy.deepcopy(batch, {id(x): x for x in batch.values() if isinstance(x, Tensor)})
+
+
+class _CopiesWithoutGradients(TorchFunctionMode):
+    """`deepcopy` raises for the tensors of a cache that was filled with gradients."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 def minimal_batch(model: Any) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from attnzoo.nn import Attention
+from attnzoo.nn.optimizer import without_decay
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -28,15 +28,13 @@ class TrainerMixin(_Base):
 
     Notes:
         Zero is not a neutral value for a scale or a sink, so decay towards zero is a wrong prior.
-        Trainer itself excludes only biases and norms.
+        The excluded parameters are those of `attnzoo.nn.parameter_groups`; the matrix of a
+        projection that makes a parameter decays. Trainer itself excludes only biases and norms.
     """
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters with weight decay."""
-        learned = {
-            f"{prefix}.{name}"
-            for prefix, module in model.named_modules()
-            if isinstance(module, Attention)
-            for name, _ in module.named_parameters()
-        }
-        return [name for name in super().get_decay_parameter_names(model) if name not in learned]
+        constant = {id(parameter) for parameter in without_decay(model)}
+        named = model.named_parameters(remove_duplicate=False)
+        names = {name for name, parameter in named if id(parameter) in constant}
+        return [name for name in super().get_decay_parameter_names(model) if name not in names]
