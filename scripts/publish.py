@@ -111,7 +111,7 @@ def _summary(rows: Sequence[Row]) -> str:
     if is_pretrained(rows[0]):
         return pretrained.summary_csv(_only([(x.title, x) for x in pretrained.groups(rows)]))
     if is_trial(rows[0]):
-        return trials_csv(trial_groups(rows))
+        return trials_csv(_only([(x.distinction, x) for x in trial_groups(rows)]))
     return csv_text(_only([(x.distinction, x) for x in groups(rows)]))
 
 

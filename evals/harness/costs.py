@@ -1,9 +1,10 @@
-"""Estimates the time of runs from a training step and a few test sequences, timed on this machine.
+"""Estimates the time of runs from short runs, or from single steps, timed on this machine.
 
-Trials of experiments are timed with a twentieth of their steps. For the runs of tasks, a training
-step is timed at the middle train length. An evaluation is timed at two lengths n. At
-other lengths it is assumed to take a·n + b·n² seconds per sequence. Runs that differ only in their
-seed share these timings.
+Trials of experiments are run with a twentieth and with a tenth of their steps, after a run of one
+step that loads the data; the time of all steps is extrapolated. For the runs of tasks, a training
+step is timed at the middle train length, and an evaluation at two lengths n. At other lengths it is
+assumed to take a·n + b·n² seconds per sequence. Runs that differ only in their seed share these
+timings.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def show(runs: Sequence[AnyRun], device: str, workers: int, verbose: bool) -> No
     total = sum(map(sum, seconds.values())) / workers
     timings = ["one training step and a few test sequences of each model"] * any(
         isinstance(run, Run) for run in runs
-    ) + ["runs with a twentieth of the training steps"] * any(
+    ) + ["runs with a twentieth and a tenth of the training steps"] * any(
         isinstance(run, Trials) for run in runs
     )
     print(

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+import attnzoo
 from commandline.checkout import commit
 from commandline.errors import UsageError
+from commandline.variants import Spec
 from evals.harness.options import Options, no_setting
 
 
@@ -77,6 +79,13 @@ def check_device(device: str) -> None:
             raise UsageError(
                 f"--device must be a device that exists, got {device!r}; torch finds {count} GPU(s)"
             )
+
+
+def check_registered(name: str, spec: Spec) -> None:
+    """Raise UsageError unless an entry of the option ``name`` is a registered variant, not a->b."""
+    if spec.is_substitution or spec.test.name not in attnzoo.list_variants():
+        known = ", ".join(attnzoo.list_variants())
+        raise UsageError(f"{name} must be among {known}, got {spec}")
 
 
 def check_unique(name: str, values: Sequence[object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,7 +25,7 @@ from evals.harness.plan import check_device, check_unique, chosen_settings
 from evals.harness.study import Study
 from evals.harness.sweeps import SWEEP_SEEDS, plan_sweep
 from evals.measures.heads import own_parameters
-from evals.task import EVERY_VARIANT, Preset, Settings, Task
+from evals.task import EVERY_VARIANT, VALIDATION, Preset, Settings, Task
 
 _DRAWN = 8  # sequences of a length that are drawn to check a task's data
 
@@ -66,8 +67,11 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     chance = task.chance(settings)
     if not isinstance(chance, (int, float)) or not math.isfinite(chance):
         raise UsageError(f"the chance score of {task.name} must be a finite number, got {chance!r}")
-    for length in (settings.train_shortest, *lengths):
-        _check_data(task, length, settings, options.verbose)
+    draws = [("train", settings.train_shortest), *itertools.product(task.splits.values(), lengths)]
+    if sweep.grid:
+        draws.append((VALIDATION, settings.train_longest))
+    for split, length in draws:
+        _check_data(task, split, length, settings, options.verbose)
     for encoding in positions:
         try:
             task.build(VariantCall("softmax"), encoding, settings)
@@ -107,23 +111,25 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
 
 
 def _own(preset: Preset, options: Options) -> dict[str, Mapping[str, Any]]:
-    """The settings that the preset gives to some variants, unless --set gives them to all."""
+    """The settings that the preset gives to some variants, unless an option gives them to all."""
+    given = {*options.settings}
+    given |= {name for name in ("steps", "output") if getattr(options, name) is not None}
     kept = {
-        name: {key: value for key, value in own.items() if key not in options.settings}
+        name: {key: value for key, value in own.items() if key not in given}
         for name, own in preset.own.items()
     }
     return {name: own for name, own in kept.items() if own}
 
 
-def _check_data(task: Task, length: int, settings: Settings, verbose: bool) -> None:
+def _check_data(task: Task, split: str, length: int, settings: Settings, verbose: bool) -> None:
     """Draw sequences twice: some of the lengths trained on, one of each longer length.
 
     Raises:
-        UsageError: the task does not support this length, or the draws differ.
+        UsageError: the task does not support this split or length, or the draws differ.
     """
     count = _DRAWN if length <= settings.train_longest else 1
     try:
-        drawn = (task.batch(0, "test", length, 0, count, settings) for _ in range(2))
+        drawn = (task.batch(0, split, length, 0, count, settings) for _ in range(2))
         first, second = (_tensors(batch) for batch in drawn)
         if not all(map(torch.equal, first, second)):
             raise ValueError("two draws with the same arguments must be equal: use evals.draws")
@@ -133,7 +139,8 @@ def _check_data(task: Task, length: int, settings: Settings, verbose: bool) -> N
         if verbose:
             raise
         raise UsageError(
-            f"{task.name}: draw failed at length {length}: {type(error).__name__}: {error}\n"
+            f"{task.name}: draw of split {split!r} failed at length {length}: "
+            f"{type(error).__name__}: {error}\n"
             "Repeat the command with --verbose for the traceback."
         ) from error
 

@@ -151,6 +151,8 @@ class Pool:
                             workers[slot] = _Worker(context)
                         self._start(workers, slot, waiting)
                 pipes = {w.pipe: slot for slot, w in workers.items() if w.run is not None}
+                if not pipes:  # the only workers were dead; waiting for none would last forever
+                    continue
                 for pipe in wait(list(pipes)):
                     slot = pipes[pipe]  # type: ignore[index]
                     try:

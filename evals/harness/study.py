@@ -1,7 +1,11 @@
 """A study: the runs of one task, from its variants, position encodings, seeds and settings.
 
-The key of a row is a hash of everything that its scores depend on. An interrupted study therefore
-finds its rows again, and rows of other settings are never reused.
+The key of a row is a hash of its settings, variants with all parameters, position encoding, seed
+and length, of the versions of the task's data and of the evaluation, the kind of device and the
+files of plugins. An interrupted study therefore finds its rows again, and rows of other settings
+are never reused. A key has neither the code of the built-in variants nor the versions of torch and
+attnzoo: rows that were made before a change of these are reused. Rows name their commit and
+versions, and reports warn if these differ.
 """
 
 from __future__ import annotations

@@ -66,11 +66,11 @@ class Loaded:
         Some tokenizers drop the space of the first token of a text, so the token follows another.
         """
         before = self.tokens(_PROBE).tolist()
-        texts = [
+        alone, after = (
             self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             for ids in (before, [*before, token])
-        ]
-        return texts[1].removeprefix(texts[0])
+        )
+        return after.removeprefix(alone)
 
     def start(self) -> Tensor:
         """The special tokens that the tokenizer puts before every text, such as one named BOS."""

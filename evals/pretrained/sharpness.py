@@ -14,22 +14,24 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import attnzoo
 from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
 from commandline.files import check_folder, write_whole
 from commandline.variants import parse_specs, split_list
-from evals.harness.plan import check_unique
-from evals.measures.sparsity import TITLES, sparsity
+from evals.harness.plan import check_registered, check_unique
+from evals.measures.sparsity import sparsity
 from evals.reporting.plots import png
 
 NAME = "sharpness"
@@ -37,7 +39,7 @@ OWN = "softmax"
 LOADED = "as loaded"
 DEFAULT = "softmax,adaptive_temperature,log_n"
 SHORTEST = 16
-METRICS = ("max_weight", *TITLES)
+_MASKS = ("attn_mask", "is_causal", "window", "segment_ids", "enable_gqa")
 # The measures in the printed tables: (column name, format). A line with all measures would be wider
 # than a terminal, so the others are only in the CSV file.
 SHOWN = {
@@ -46,6 +48,9 @@ SHOWN = {
     "n_eff": ("effective keys", ".1f"),
     "gini": (" Gini", ".3f"),
 }
+
+
+Layer = tuple[Tensor, Tensor]  # weights (B, H, N, N), and the keys that each query sees (N,)
 
 
 @dataclass(frozen=True)
@@ -85,18 +90,33 @@ def add_parser(commands: Any) -> None:
     add_plugin(parser)
 
 
-def main(given: argparse.Namespace) -> int:
+def check(name: str, file: Path) -> None:
+    """Raise UsageError unless `main` can load this model and measure it on the text in ``file``."""
+    _convert()
+    tokens, model = read(name, file)
+    if (most := longest(model.config, len(tokens))) < SHORTEST:
+        raise UsageError(
+            f"--model {name} and --text {file} must both allow {SHORTEST} tokens or more, "
+            f"got {most}"
+        )
+
+
+def _convert() -> Callable[..., Any]:
+    """`attnzoo.integrations.transformers.convert`, if transformers is installed."""
     try:
         from attnzoo.integrations.transformers import convert
     except ImportError as error:
         raise UsageError(str(error)) from error
+    return convert
+
+
+def main(given: argparse.Namespace) -> int:
+    convert = _convert()
     check_folder("--out", given.out)
     specs = parse_specs(given.variants)
     check_unique("--lengths", given.lengths or [])
     for spec in specs:
-        if spec.is_substitution or spec.test.name not in attnzoo.list_variants():
-            known = ", ".join(attnzoo.list_variants())
-            raise UsageError(f"--variants must be among {known}, got {spec}")
+        check_registered("--variants", spec)
     if given.samples < 1:
         raise UsageError(f"--samples must be an int >= 1, got {given.samples}")
     tokens, model = read(given.model, given.text)
@@ -116,9 +136,9 @@ def main(given: argparse.Namespace) -> int:
         if not converted:
             convert(model, OWN, inputs=smallest)
         for n in lengths:
-            own[n], weights = states(model, pieces[n])
+            own[n], layers = states(model, pieces[n])
             if converted:
-                rows += measured(LOADED, n, weights)
+                rows += measured(LOADED, n, layers)
                 similar[LOADED, n] = 1.0
     except (TypeError, ValueError) as error:
         raise UsageError(f"--model {given.model}: {error}") from error
@@ -131,8 +151,8 @@ def main(given: argparse.Namespace) -> int:
             seen = {n: states(model, pieces[n]) for n in lengths}
         except (TypeError, ValueError) as error:
             raise UsageError(f"--variants {spec}: {error}") from error
-        for n, (found, weights) in seen.items():
-            rows += measured(str(spec), n, weights)
+        for n, (found, layers) in seen.items():
+            rows += measured(str(spec), n, layers)
             similar[str(spec), n] = float(
                 torch.nn.functional.cosine_similarity(found, own[n], dim=-1).mean()
             )
@@ -185,22 +205,51 @@ def cut(tokens: Tensor, length: int, samples: int) -> Tensor:
 
 
 @torch.no_grad()
-def states(model: Any, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The last hidden states, and the weights (B, H, N, N) of each layer."""
-    out = model(input_ids=ids, output_attentions=True)
-    if not out.attentions:
-        raise ValueError(f"{type(model).__name__} returns no attention weights")
-    return out.last_hidden_state, list(out.attentions)
+def states(model: Any, ids: Tensor) -> tuple[Tensor, list[Layer]]:
+    """The last hidden states, and each layer's weights and numbers of visible keys."""
+    with _visible_keys() as keys:
+        out = model(input_ids=ids, output_attentions=True)
+    weights = list(out.attentions or ())
+    if len(weights) != len(keys):
+        raise ValueError(
+            f"{type(model).__name__} must return the weights of all {len(keys)} attention layers, "
+            f"got those of {len(weights)}"
+        )
+    return out.last_hidden_state, list(zip(weights, keys, strict=True))
 
 
-def measured(variant: str, length: int, weights: list[Tensor]) -> Iterator[Row]:
-    """Measure the weights (B, H, N, N) of each layer; returns one `Row` per head."""
-    causal = all(bool((w.triu(1) == 0).all()) for w in weights)
-    keys = torch.arange(1, length + 1) if causal else torch.full((length,), length)
-    rows = keys > 1
-    for layer, w in enumerate(weights):
+@contextmanager
+def _visible_keys() -> Iterator[list[Tensor]]:
+    """Collect each layer's numbers of visible keys, (N,), while a model reads.
+
+    A layer may have a sliding window, so causality alone does not give them. The hook is global,
+    because a layer that is not converted makes its attention module during the call.
+    """
+    found: list[Tensor] = []
+
+    def count(
+        module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        if isinstance(module, attnzoo.nn.Attention):
+            # With equal scores, the weights of softmax are 0 only at keys that a query does not
+            # see. No piece of the text is padded, so all of them and all heads see the same keys.
+            q, k = (torch.zeros_like(x[..., :1]) for x in args[:2])
+            masks = {name: kwargs[name] for name in _MASKS if name in kwargs}
+            found.append((attnzoo.attention_weights(q, k, k, **masks)[0, 0] > 0).sum(-1))
+
+    hook = register_module_forward_hook(count, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def measured(variant: str, length: int, layers: list[Layer]) -> Iterator[Row]:
+    """Measure the weights of each layer; returns one `Row` per head."""
+    for layer, (w, keys) in enumerate(layers):
+        rows = keys > 1
         exact = w[:, :, rows].double()
-        found = {"max_weight": exact.amax(-1), **sparsity(exact, keys[rows].to(w.device))}
+        found = {"max_weight": exact.amax(-1), **sparsity(exact, keys[rows])}
         for head in range(w.shape[1]):
             means = {name: float(values[:, head].mean()) for name, values in found.items()}
             yield Row(variant, length, layer, head, **means)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, parse_spec
+from evals.harness.plan import check_registered
 
 _KEYWORDS = ("start", "calibrate")
 
@@ -74,9 +75,7 @@ def parse_substitution(text: str, layers: tuple[int, ...] | None = None) -> Subs
     """
     spec = parse_spec(text)
     call = spec.test
-    if spec.is_substitution or call.name not in attnzoo.list_variants():
-        known = ", ".join(attnzoo.list_variants())
-        raise UsageError(f"--variants must be among {known}, got {text!r}")
+    check_registered("--variants", spec)
     tokens = call.params.get("calibrate")
     if tokens is not None and (type(tokens) is not int or tokens < 2):
         raise UsageError(f"{call.name}: calibrate must be an int >= 2, got {tokens!r}")

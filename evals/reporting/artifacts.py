@@ -53,7 +53,9 @@ def main(folders: Sequence[Path], out: Path | None) -> int:
     rows = read_rows(folders)
     pretrained = sections([row for row in rows if is_pretrained(row)])
     tasks = [row for row in rows if not is_pretrained(row)]
-    found, theory_results = groups(of_tasks(tasks, "report")), stored(folders)
+    theory_results = stored(folders)
+    others = bool(pretrained or theory_results)  # without any of them, the page would be empty
+    found = groups(of_tasks(tasks, "report", required=not others))
     page = out or folders[0] / "report.html"
     note = f"results of {', '.join(map(str, folders))}"
     shown = [_drawn(group) for group in found]

@@ -13,12 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-import attnzoo
 from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 from commandline.files import check_writable, write_whole
 from commandline.table import tables_csv
 from commandline.variants import VariantCall, complete, parse_specs, split_list
+from evals.harness.plan import check_registered
 from evals.harness.training import NotFinite
 from evals.measures.arithmetic import lean_arithmetic
 from evals.reporting.plots import GRID, length_axis, looks_of, png
@@ -87,9 +87,7 @@ def main(given: argparse.Namespace) -> int:
 def _variants(texts: list[str]) -> list[VariantCall]:
     calls = []
     for spec in parse_specs(texts):
-        if spec.is_substitution or spec.test.name not in attnzoo.list_variants():
-            known = ", ".join(attnzoo.list_variants())
-            raise UsageError(f"--variants must be among {known}, got {spec}")
+        check_registered("--variants", spec)
         calls.append(complete(spec.test, max(LENGTHS)))
     return calls
 

@@ -235,11 +235,16 @@ def of_summary(name: str, summary: Sequence[Mapping[str, str]]) -> Scores:
         metric=task.score,
         lengths=lengths,
         train_length=int(first["train_length"]),
-        seeds=max(int(line["seeds"]) for line in summary),
+        seeds=max(int(line["seeds"]) + _failed(line) for line in summary),
         chance=float(first["chance"]),
         schedule=first["schedule"],
         lines=_best_first(lines, task.score),
     )
+
+
+def _failed(line: Mapping[str, str]) -> int:
+    """The number of seeds without a score, from a text such as "nan:2 oom:1"."""
+    return sum(int(part.split(":")[1]) for part in line["failed"].split())
 
 
 def _of_point(point: Point, metric: Metric, is_score: bool, p: float | None) -> Value:

@@ -12,7 +12,8 @@ from evals.task import Metric
 
 PARTIAL = "*"
 BETTER, WORSE = "⁺", "⁻"  # than softmax, with a p value below `LEVEL`
-ENOUGH_SEEDS = 30  # with fewer seeds, a 95 % bootstrap interval is too narrow
+ENOUGH_FOR_INTERVALS = 30  # with fewer seeds, a 95 % bootstrap interval is too narrow
+ENOUGH_FOR_ERRORS = 6  # with fewer seeds, the estimated standard errors vary much
 
 
 def legend(group: Group) -> list[str]:
@@ -82,7 +83,7 @@ def mark_lines(
         )
     if partial:
         lines.append(f"{PARTIAL} some seeds failed or are missing; the mean leaves them out")
-    if 1 < seeds < ENOUGH_SEEDS:
+    if 1 < seeds < ENOUGH_FOR_INTERVALS:
         lines.append(coverage_line(seeds))
     return lines
 

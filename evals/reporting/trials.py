@@ -12,7 +12,7 @@ from markupsafe import Markup
 from commandline.files import write_whole
 from commandline.table import Table, markdown
 from evals.experiment import Experiment
-from evals.reporting.tables import PARTIAL, chance_text
+from evals.reporting.tables import ENOUGH_FOR_ERRORS, PARTIAL, chance_text
 from evals.results.rows import Row
 from evals.results.trials import Line, TrialGroup, summary_lines, trial_groups, trials_csv
 from evals.task import Metric
@@ -20,8 +20,6 @@ from evals.tasks import EXPERIMENTS
 
 TEMPLATE = Path(__file__).parent / "template"
 CURVE_OF = "softmax"  # the documentation shows the curve of this output layer only
-
-ENOUGH_SEEDS = 6  # with fewer seeds, the estimated standard errors vary much
 
 
 def _cell(line: Line, name: str, metric: Metric, sign: bool) -> str:
@@ -101,7 +99,7 @@ def notes(lines: Sequence[Line]) -> list[str]:
     if any(line[name] and line[f"{name}_seeds"] != line["seeds"]
            for line in lines for name in names):  # fmt: skip
         found.append(f"{PARTIAL} undefined or failed in some seeds; the mean leaves them out")
-    if 1 < seeds < ENOUGH_SEEDS:
+    if 1 < seeds < ENOUGH_FOR_ERRORS:
         found.append(f"with only {seeds} seeds the standard errors are themselves uncertain")
     return found
 

@@ -181,9 +181,12 @@ class Group:
         return self._a_row(series).get("tuned") or {"values": {}, "tried": []}
 
     def own(self, series: Series) -> dict[str, Any]:
-        """The settings in which the variant may differ from others, besides its tuned ones."""
+        """The settings in which the variant may differ from others, besides those of the sweep.
+
+        A variant that the sweep left out has the preset's values of these.
+        """
         row = self._a_row(series)
-        names = set(row.get("shared", {})) - set(self.tuned(series)["values"])
+        names = [name for name, x in row.get("shared", {}).items() if not _is_tuned(x)]
         return {name: row["settings"][name] for name in sorted(names) if name in row["settings"]}
 
     def _a_row(self, series: Series) -> Row:
@@ -235,12 +238,17 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 def _shared_settings(row: Row) -> dict[str, Any]:
     """The settings of a row's table: in place of those that differ between its variants, a text."""
     found = row["settings"] | row.get("shared", {})
-    # Older rows name the candidates. Variants of one table may have different ones.
     return {
-        name: TUNED if str(value).startswith(TUNED) else value
+        name: TUNED if _is_tuned(value) else value
         for name, value in found.items()
         if value is not None
     }
+
+
+def _is_tuned(value: Any) -> bool:
+    """Whether a text stands in place of the values of a swept setting. Older rows also name the
+    candidates, and variants of one table may have different ones."""
+    return str(value).startswith(TUNED)
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:

@@ -77,17 +77,17 @@ class TrialGroup:
         )  # fmt: skip
 
 
-def of_tasks(rows: Sequence[Row], command: str) -> list[Row]:
+def of_tasks(rows: Sequence[Row], command: str, required: bool = True) -> list[Row]:
     """The rows of tasks, for a command that has no tables of experiments or pretrained models.
 
     Raises:
-        UsageError: no rows are of tasks.
+        UsageError: no rows are of tasks, and ``required`` is true.
     """
     others = [row for row in rows if is_trial(row) or is_pretrained(row)]
     found = [row for row in rows if not is_trial(row) and not is_pretrained(row)]
     names = ", ".join(sorted({row["task"] for row in others}))
     where = "; their own folders have summary.csv and report.html"
-    if names and not found:
+    if names and not found and required:
         raise UsageError(f"{command} needs results of tasks, got only those of {names}{where}")
     if names:
         print(f"note: {command} leaves out {names}{where}", file=sys.stderr)

@@ -346,5 +346,5 @@ def test_dry_run_estimates_the_time(capsys: pytest.CaptureFixture[str], tmp_path
     run = [*SMALL, "--variants", "softmax", "--dry-run", "--out", str(tmp_path)]
     assert main(run) == 0
     shown = capsys.readouterr().out
-    assert "runs with a twentieth of the training steps were timed" in shown
+    assert "runs with a twentieth and a tenth of the training steps were timed" in shown
     assert not (tmp_path / "classification").exists()

@@ -75,6 +75,16 @@ def test_rows_and_their_summary_give_the_same_scores() -> None:
     assert one == other
 
 
+def test_the_seeds_of_a_summary_include_those_that_failed_at_every_length() -> None:
+    found = rows({"softmax": (0.75, 0.5)}, (16, 64))
+    found += [row("softmax", None, seed=2, length=length) for length in (16, 64)]
+    (group,) = groups(found)
+    summary = list(csv.DictReader(io.StringIO(csv_text([group]))))
+    one, other = of_group(group, group.task.score), of_summary("max-retrieval", summary)
+    assert (other.seeds, other.lines[0].untrained) == (3, 3)
+    assert one == other
+
+
 # ---- export
 
 

@@ -7,7 +7,10 @@ import resource
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +20,8 @@ from benchmarks.__main__ import main as benchmarks
 from benchmarks.harness import report
 from commandline.files import NotWritten, write_whole
 from evals.__main__ import main
-from evals.harness import runs
-from evals.harness.pool import Failure
+from evals.harness import pool, runs
+from evals.harness.pool import Failure, Pool
 from evals.harness.training import NotFinite, fit
 from evals.results.store import Rows
 from evals.task import Settings
@@ -135,6 +138,44 @@ def test_an_error_ends_only_its_own_run(
     ]
     assert main([*run, "--verbose"]) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+class ShortLived:
+    """A worker that does its first run and dies before the next one is sent."""
+
+    def __init__(self, context: object) -> None:
+        self.pipe, self.other_end = Pipe()
+        self.process = SimpleNamespace(join=lambda: None, exitcode=1)
+        self.run: Any = None
+        self.stage = None
+        self.dead = False
+
+    def start(self, run: Any) -> None:
+        self.run = run
+        if self.dead:
+            raise BrokenPipeError
+        self.other_end.send(("done", "done"))
+        self.dead = True
+
+    def stop(self) -> None:
+        self.pipe.close()
+
+
+def test_the_run_of_a_worker_that_died_idle_gets_a_new_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wait(pipes: list[Any]) -> list[Any]:
+        assert pipes, "waiting for no pipe would last forever"
+        return pool_wait(pipes)
+
+    pool_wait, finished = pool.wait, []
+    monkeypatch.setattr(pool, "wait", wait)
+    monkeypatch.setattr(pool, "_Worker", ShortLived)
+    progress: Any = SimpleNamespace(finish=lambda name, status: finished.append((name, status)))
+    listener: Any = None
+    mine: Any = [SimpleNamespace(tests={16: {}}, number=number) for number in range(3)]
+    assert Pool([listener], listener, progress).execute(mine) == []
+    assert finished == [(str(run), "done") for run in mine]
 
 
 @pytest.fixture

@@ -165,10 +165,19 @@ def test_a_wrong_draw_is_a_one_line_error_before_training(
     options = ["recall", "--plugin", str(recall), *SMALL, "--dry-run"]
     assert main(options) == 2
     shown = capsys.readouterr().err
-    assert f"error: recall: draw failed at length 2: {message}" in shown
+    assert f"error: recall: draw of split 'train' failed at length 2: {message}" in shown
     assert "--verbose" in shown
     with pytest.raises((ValueError, IndexError)):
         main([*options, "--verbose"])
+
+
+def test_the_splits_of_the_evaluation_are_checked_before_training(
+    recall: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recall.write_text(RECALL.replace("draw=draw,", 'draw=draw, splits={"": "mine"},'))
+    assert main(["recall", "--plugin", str(recall), *SMALL, "--dry-run"]) == 2
+    message = "error: recall: draw of split 'mine' failed at length 16: KeyError: 'mine'"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,15 @@ def test_results_with_different_settings_are_an_error(tmp_path: Path) -> None:
         publish.publish(publish_options(folder))
 
 
+def test_experiments_with_different_settings_are_an_error(tmp_path: Path) -> None:
+    experiment = {"task": "classification", "condition": "clean"}
+    found = [row("softmax", 0.5, key=str(steps), settings={"steps": steps}) | experiment
+             for steps in (10, 11)]  # fmt: skip
+    folder = written(tmp_path, found)
+    with pytest.raises(UsageError, match="equal settings, got 2 groups: steps 10; steps 11"):
+        publish.publish(publish_options(folder))
+
+
 def test_results_of_two_tasks_are_an_error(tmp_path: Path) -> None:
     folder = written(tmp_path, [row("softmax", 0.5), row("softmax", 0.5, task="needle")])
     with pytest.raises(UsageError, match="results of one task, got max-retrieval, needle"):

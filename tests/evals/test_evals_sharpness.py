@@ -13,8 +13,9 @@ import transformers
 
 from attnzoo.integrations.transformers import convert
 from evals.__main__ import main
+from evals.measures.sparsity import TITLES
 from evals.pretrained import sharpness
-from helpers.hf_models import ids, llama, quiet
+from helpers.hf_models import gemma2, ids, llama, quiet
 
 pytestmark = quiet
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ def test_softmax_flattens_with_length_in_a_real_model(
     assert mean("softmax", 64, "n_eff") > mean("softmax", 16, "n_eff")
     # The gain of log_n is 1 at 16 keys and log 64 / log 16 = 1.5 at 64 keys.
     log_n = "log_n(train_length=16)"
-    for name in sharpness.METRICS:
+    for name in ("max_weight", *TITLES):
         assert mean(log_n, 16, name) == pytest.approx(mean("softmax", 16, name), rel=1e-4)
     assert mean(log_n, 64, "max_weight") > mean("softmax", 64, "max_weight")
     assert mean("softmax", 64, "cosine_of_outputs") == pytest.approx(1.0)
@@ -78,8 +79,8 @@ def test_causal_rows_count_only_visible_keys() -> None:
     with torch.no_grad():
         for layer in model.layers:
             layer.self_attn.q_proj.weight.zero_()
-    _, weights = sharpness.states(model, ids())
-    rows = list(sharpness.measured("softmax", 12, weights))
+    _, layers = sharpness.states(model, ids())
+    rows = list(sharpness.measured("softmax", 12, layers))
     assert [(row.layer, row.head) for row in rows] == [(i, h) for i in range(2) for h in range(4)]
     for row in rows:
         assert row.entropy == pytest.approx(1.0)
@@ -87,13 +88,30 @@ def test_causal_rows_count_only_visible_keys() -> None:
         assert row.n_eff == pytest.approx(sum(range(2, 13)) / 11, rel=1e-5)
 
 
+@pytest.mark.parametrize("converted", [[0, 1], [1]])
+def test_a_layer_with_a_window_counts_only_the_keys_in_it(converted: list[int]) -> None:
+    """The first layer has a window of 5 keys, the second one has none. Both have equal scores."""
+    model = convert(gemma2(), "softmax", converted).model
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.self_attn.q_proj.weight.zero_()
+    _, layers = sharpness.states(model, ids())
+    rows = list(sharpness.measured("softmax", 12, layers))
+    for layer, most in ((0, 5), (1, 12)):
+        seen = [min(n, most) for n in range(2, 13)]
+        for row in (row for row in rows if row.layer == layer):
+            assert row.entropy == pytest.approx(1.0)
+            assert row.hoyer == pytest.approx(0.0, abs=1e-6)
+            assert row.n_eff == pytest.approx(sum(seen) / 11, rel=1e-5)
+
+
 def test_metrics_of_one_hot_and_uniform_weights() -> None:
-    w = torch.zeros(1, 1, 4, 4)
+    w, keys = torch.zeros(1, 1, 4, 4), torch.full((4,), 4)
     w[..., 3] = 1.0
-    (row,) = sharpness.measured("x", 4, [w])
+    (row,) = sharpness.measured("x", 4, [(w, keys)])
     assert (row.max_weight, row.entropy, row.n_eff) == (1.0, 0.0, 1.0)
     w[:] = 0.25
-    (row,) = sharpness.measured("x", 4, [w])
+    (row,) = sharpness.measured("x", 4, [(w, keys)])
     assert (row.max_weight, row.n_eff) == (0.25, 4.0)
     assert row.entropy == pytest.approx(math.log(4) / math.log(4))
 
@@ -134,7 +152,8 @@ def test_wrong_arguments_are_errors_and_write_nothing(
 def test_command_all_runs_sharpness_if_a_model_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("evals.__main__.run_tasks", lambda *given: 0)
+    ran: list[object] = []
+    monkeypatch.setattr("evals.__main__.run_tasks", lambda *given: ran.append(given) or 0)
     seen = []
     monkeypatch.setattr(sharpness, "main", lambda given: seen.append(vars(given)) or 1)
     line = ["all", "--preset", "smoke", "--out", str(tmp_path)]
@@ -142,6 +161,20 @@ def test_command_all_runs_sharpness_if_a_model_is_given(
     assert seen == []
     assert main([*line, *GIVEN[1:]]) == 1
     assert (seen[0]["model"], seen[0]["out"]) == (MINILM, tmp_path / "sharpness")
-    assert main([*line, "--model", MINILM]) == 2
-    assert "--model and --text must be given together" in capsys.readouterr().err
-    assert main([*line, "--model", MINILM, "--text", "nowhere"]) == 2
+    assert main([*line, *GIVEN[1:], "--shard", "1/2"]) == 0  # the files are those of shard 0
+    assert len(seen) == 1
+    assert "left out: sharpness runs in shard 0 only" in capsys.readouterr().out
+    assert main([*line, *GIVEN[1:], "--shard", "0/2"]) == 1
+    assert len(seen) == 2
+    ran.clear()
+    (tmp_path / "short.txt").write_text("one two three")
+    for model, text, message in (
+        (MINILM, None, "--model and --text must be given together"),
+        (MINILM, "nowhere", "--text must be a file, got nowhere"),
+        (MINILM, str(tmp_path / "short.txt"), "must both allow 16 tokens or more, got 3"),
+        (str(ROOT / "docs"), str(ROOT / "LICENSE"), "docs has no tokenizer"),
+    ):
+        more = [] if text is None else ["--text", text]
+        assert main([*line, "--model", model, *more]) == 2
+        assert message in capsys.readouterr().err
+    assert ran == []  # the error comes before the tasks

@@ -215,7 +215,7 @@ def test_retrieval_tasks_report_every_measure_and_old_results_lack_the_new_ones(
 def test_sharpness_shows_gini_and_stores_every_measure() -> None:
     w = torch.zeros(1, 1, 4, 4)
     w[..., 3] = 1.0
-    rows = list(sharpness.measured("x", 4, [w]))
+    rows = list(sharpness.measured("x", 4, [(w, torch.full((4,), 4))]))
     assert (rows[0].gini, rows[0].hoyer, rows[0].l1_l2) == pytest.approx((0.75, 1, 1))
     assert set(TITLES) <= set(sharpness.as_csv(rows, {("x", 4): 1.0}).splitlines()[0].split(","))
     lines = list(sharpness.table(rows, {("x", 4): 1.0}, "x", [4]))

@@ -68,6 +68,23 @@ def test_report_shows_the_tables_and_the_figure_of_theory_commands(
         assert f"<a href='#{name}'>{name}</a>" in html
 
 
+def test_report_shows_a_pretrained_model_beside_experiments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("evals.reporting.pretrained.figures", lambda group: [])
+    common = evals_rows.row("softmax", 0.5)
+    trial = common | {"key": "trial", "task": "classification", "condition": "clean"}
+    read = {"model": "tiny", "fingerprint": "f", "limit": 64, "dtype": "float32", "text": "a.txt",
+            "layers": "all", "sample": 0, "planted": True, "metrics": {"loss": 3.0}}  # fmt: skip
+    pretrained = common | {"task": "pretrained", "variant": "as loaded", **read}
+    del pretrained["training"]  # which rows of the command adapt have
+    folder = evals_rows.written(tmp_path, [trial, pretrained])
+    page = tmp_path / "page.html"
+    assert main(["report", str(folder), "--out", str(page)]) == 0
+    assert "note: report leaves out classification" in capsys.readouterr().err
+    assert "<section id='pretrained-1'" in page.read_text()
+
+
 def test_results_in_several_folders_have_their_own_headings(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

@@ -321,7 +321,7 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
     assert table.header[3:] == [f"learning_rate {x}" for x in (0.0003, 0.001, 0.003)]
     assert table.rows == [
         ["softmax", "—", "learning_rate 0.001", "30.0", "60.0", "—"],
-        ["ssmax", "learning_rate 0.001", "not tuned", "—", "—", "—"],
+        ["ssmax", "—", "not tuned", "—", "—", "—"],
     ]
     assert group.tuned(Series("softmax", "none")) == fields["tuned"]
 
@@ -338,6 +338,23 @@ def test_settings_that_papers_require_are_the_variants_own() -> None:
     assert found["taylor"].fields["shared"]["qk_dim"] is None
     off = Options(preset="paper", settings={"qk_dim": 0, "layer_scale": 0.0}, **given)  # type: ignore[arg-type]
     assert plan_study(TASKS["flip-flop"], off, {}).own == {"sigmoid": {"qk_norm": True}}
+
+
+@pytest.mark.parametrize("option", ["steps", "output"])
+def test_an_option_for_a_setting_replaces_what_variants_have_of_their_own(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = TASKS["copy"]
+    own = {"sigmoid": {"steps": 7, "output": "sparsemax", "qk_norm": True}}
+    presets = cast("dict[str, Any]", task.presets)
+    monkeypatch.setitem(presets, "smoke", replace(task.presets["smoke"], own=own))
+    given = {"steps": 5} if option == "steps" else {"output": "entmax"}
+    options = Options(preset="smoke", variants=["softmax", "sigmoid"], **given)  # type: ignore[arg-type]
+    found = {run.variant.name: run.settings for run in plan_study(task, options, {}).runs({})}
+    assert getattr(found["sigmoid"], option) == getattr(found["softmax"], option)
+    assert found["sigmoid"].qk_norm
+    other = "output" if option == "steps" else "steps"
+    assert getattr(found["sigmoid"], other) == own["sigmoid"][other]
 
 
 def test_own_settings_are_in_one_table_and_shown() -> None:
