@@ -138,16 +138,16 @@ def _run(given: argparse.Namespace) -> int:
         load_plugins(given.plugin)
         return compare.main(given.a, given.b, given.fail_below, given.holds)
     names = list(TASKS) if given.command == ALL else [given.command]
-    measured = [vars(given).pop(name, None) for name in ("model", "text")]
-    if measured.count(None) == 1:
+    model, text = (vars(given).pop(name, None) for name in ("model", "text"))
+    if (model is None) != (text is None):
         raise UsageError("--model and --text must be given together")
     options = gather(given, names)
     shared = options[names[0]]
-    if measured[0] is not None and shared.shard.index > 0:  # shards would write the same files
+    if model is not None and shared.shard.index > 0:  # shards would write the same files
         print(f"left out: {sharpness.NAME} runs in shard 0 only")
-        measured = [None, None]
-    if measured[0] is not None:  # the tasks may take hours
-        sharpness.check(*measured)
+        model = text = None
+    if model is not None and text is not None:  # the tasks may take hours
+        sharpness.check(model, text)
     out = shared.out or Path("results") / shared.preset
     for name in names.copy() if given.command == ALL else ():
         if shared.preset not in TASKS[name].presets:
@@ -155,9 +155,8 @@ def _run(given: argparse.Namespace) -> int:
             names.remove(name)
     chosen = [(TASKS | EXPERIMENTS)[name] for name in names]
     status = run_tasks(chosen, options, out, artifacts.write_results)
-    if measured[0] is not None and not shared.dry_run:
-        model, text = map(str, measured)
-        line = [sharpness.NAME, "--model", model, "--text", text]
+    if model is not None and not shared.dry_run:
+        line = [sharpness.NAME, "--model", model, "--text", str(text)]
         line += ["--out", str(out / sharpness.NAME)]
         return max(status, sharpness.main(parser().parse_args(line)))
     return status
