@@ -15,15 +15,13 @@ import argparse
 import csv
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch import Tensor
 
 import attnzoo
 from commandline.arguments import add_plugin, numbers
@@ -39,7 +37,6 @@ OWN = "softmax"
 LOADED = "as loaded"
 DEFAULT = "softmax,adaptive_temperature,log_n"
 SHORTEST = 16
-_MASKS = ("attn_mask", "is_causal", "window", "segment_ids", "enable_gqa")
 # The measures in the printed tables: (column name, format). A line with all measures would be wider
 # than a terminal, so the others are only in the CSV file.
 SHOWN = {
@@ -207,8 +204,12 @@ def cut(tokens: Tensor, length: int, samples: int) -> Tensor:
 @torch.no_grad()
 def states(model: Any, ids: Tensor) -> tuple[Tensor, list[Layer]]:
     """The last hidden states, and each layer's weights and numbers of visible keys."""
-    with _visible_keys() as keys:
+    from attnzoo.integrations.transformers.interface import observe_calls
+
+    with observe_calls() as calls:
         out = model(input_ids=ids, output_attentions=True)
+    # A layer may have a window, so causality alone does not give the numbers of keys.
+    keys = [call.keys for call in calls if call.keys is not None]
     weights = list(out.attentions or ())
     if len(weights) != len(keys):
         raise ValueError(
@@ -216,32 +217,6 @@ def states(model: Any, ids: Tensor) -> tuple[Tensor, list[Layer]]:
             f"got those of {len(weights)}"
         )
     return out.last_hidden_state, list(zip(weights, keys, strict=True))
-
-
-@contextmanager
-def _visible_keys() -> Iterator[list[Tensor]]:
-    """Collect each layer's numbers of visible keys, (N,), while a model reads.
-
-    A layer may have a sliding window, so causality alone does not give them. The hook is global,
-    because a layer that is not converted makes its attention module during the call.
-    """
-    found: list[Tensor] = []
-
-    def count(
-        module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
-        if isinstance(module, attnzoo.nn.Attention):
-            # With equal scores, the weights of softmax are 0 only at keys that a query does not
-            # see. No piece of the text is padded, so all of them and all heads see the same keys.
-            q, k = (torch.zeros_like(x[..., :1]) for x in args[:2])
-            masks = {name: kwargs[name] for name in _MASKS if name in kwargs}
-            found.append((attnzoo.attention_weights(q, k, k, **masks)[0, 0] > 0).sum(-1))
-
-    hook = register_module_forward_hook(count, with_kwargs=True)
-    try:
-        yield found
-    finally:
-        hook.remove()
 
 
 def measured(variant: str, length: int, layers: list[Layer]) -> Iterator[Row]:
