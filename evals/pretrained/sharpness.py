@@ -15,9 +15,11 @@ import argparse
 import csv
 import io
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from matplotlib.figure import Figure
@@ -37,6 +39,7 @@ OWN = "softmax"
 LOADED = "as loaded"
 DEFAULT = "softmax,adaptive_temperature,log_n"
 SHORTEST = 16
+_MASKS = ("attn_mask", "is_causal", "window", "segment_ids", "enable_gqa")
 # The measures in the printed tables: (column name, format). A line with all measures would be wider
 # than a terminal, so the others are only in the CSV file.
 SHOWN = {
@@ -204,12 +207,8 @@ def cut(tokens: Tensor, length: int, samples: int) -> Tensor:
 @torch.no_grad()
 def states(model: Any, ids: Tensor) -> tuple[Tensor, list[Layer]]:
     """The last hidden states, and each layer's weights and numbers of visible keys."""
-    from attnzoo.integrations.transformers.interface import observe_calls
-
-    with observe_calls() as calls:
+    with _visible_keys() as keys:
         out = model(input_ids=ids, output_attentions=True)
-    # A layer may have a window, so causality alone does not give the numbers of keys.
-    keys = [call.keys for call in calls if call.keys is not None]
     weights = list(out.attentions or ())
     if len(weights) != len(keys):
         raise ValueError(
@@ -217,6 +216,29 @@ def states(model: Any, ids: Tensor) -> tuple[Tensor, list[Layer]]:
             f"got those of {len(weights)}"
         )
     return out.last_hidden_state, list(zip(weights, keys, strict=True))
+
+
+@contextmanager
+def _visible_keys() -> Iterator[list[Tensor]]:
+    """Collect each layer's numbers of visible keys, (N,), while a model reads.
+
+    A layer may have a window, so causality alone does not give them. A layer that is not converted
+    makes its attention module during the call, so the class is changed, not modules.
+    """
+    found: list[Tensor] = []
+    own = attnzoo.nn.Attention.forward
+
+    def forward(self: attnzoo.nn.Attention, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+        # With equal scores, the weights of softmax are 0 only at keys that a query does not see. No
+        # piece of the text is padded, so all of them and all heads see the same keys.
+        zero_q, zero_k = (torch.zeros_like(x[..., :1]) for x in (q, k))
+        masks = {name: kwargs[name] for name in _MASKS if name in kwargs}
+        seen = attnzoo.attention_weights(zero_q, zero_k, zero_k, **masks)
+        found.append((seen[0, 0] > 0).sum(-1))
+        return own(self, q, k, v, **kwargs)
+
+    with mock.patch.object(attnzoo.nn.Attention, "forward", forward):
+        yield found
 
 
 def measured(variant: str, length: int, layers: list[Layer]) -> Iterator[Row]:

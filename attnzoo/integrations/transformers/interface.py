@@ -44,7 +44,6 @@ class ObservedCall(NamedTuple):
     v_dim: int = 0  # features of each value
     number: int = 0  # of the module, in the order of execution
     hidden: Tensor | None = None  # (0, features), with the dtype of the hidden states, if any
-    keys: Tensor | None = None  # (Nq,), the visible keys of the first head and sequence
 
     def merge(self, other: ObservedCall) -> ObservedCall:
         """Combines two calls of the same module."""
@@ -108,13 +107,10 @@ def attend(
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     calls = None if torch.compiler.is_compiling() else _observed.get()
     if calls is not None:
-        counts = _counts(query, key, value, options)
-        seen = counts[counts > 0]
-        log_n = float(seen.log().mean()) if len(seen) else 0.0
+        log_n, rows = _log_n(query, key, value, options)
         heads = query.shape[1] // getattr(child, "queries", 1)
         dims = query.shape[-1], value.shape[-1]
-        found = ObservedCall(module, heads, log_n, len(seen), softcap, sinks is not None, *dims)
-        calls.append(found._replace(keys=counts[0, 0].long()))
+        calls.append(ObservedCall(module, heads, log_n, rows, softcap, sinks is not None, *dims))
     name, params = ("softmax", {}) if sinks is None else _with_sinks(module, child, sinks)
     options |= params
     need_weights = _need_weights(kwargs)
@@ -231,10 +227,12 @@ def _need_weights(kwargs: dict[str, Any]) -> bool:
     return any(name.endswith("attentions") for name in collected or ())
 
 
-def _counts(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    """The numbers of visible keys (B, H, Nq) of a call, in fp32."""
+def _log_n(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[float, int]:
+    """The fields log_n and rows of an `ObservedCall`."""
     call = check_call(query, key, value, **options)
-    return call.counts.expand(call.batch, call.heads, call.queries).float()
+    counts = call.counts.expand(call.batch, call.heads, call.queries).float()
+    counts = counts[counts > 0]
+    return float(counts.log().mean()) if len(counts) else 0.0, len(counts)
 
 
 AttentionInterface.register(NAME, attend)
