@@ -23,10 +23,12 @@ import atexit
 import gc
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from attnzoo.core import registry
 from helpers.fast_interpreter import speed_up_interpreter
@@ -58,6 +60,16 @@ def same_number_of_threads() -> Iterator[None]:
     yield
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of one rank, this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,6 @@ from evals.pretrained.study import (
     Study,
     drawn_from,
     opened,
-    planned,
 )
 from evals.pretrained.substitution import (
     Substitution,
@@ -159,7 +158,7 @@ def main(given: argparse.Namespace) -> int:
         # Trained variants are timed as they are at the start.
         runs = [
             replace(run, substitution=_start_of(run.substitution))
-            for run in _missing(study.runs(), folder, given.retry_failed)
+            for run in command.missing(study.runs(), folder, given.retry_failed)
         ]
         study = replace(study, specs=[_start_of(spec) for spec in study.specs])
         command.show_estimate(study, runs, max(1, workers))
@@ -170,7 +169,7 @@ def main(given: argparse.Namespace) -> int:
     failed = _train(study, left, given.verbose)
     study = replace(study, specs=[spec for spec in study.specs if spec not in failed])
     every = study.runs()
-    runs = _missing(every, folder, given.retry_failed)
+    runs = command.missing(every, folder, given.retry_failed)
     failures = command.execute(study, runs, folder, workers, given)
     for failure in failures:
         print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
@@ -184,11 +183,6 @@ def main(given: argparse.Namespace) -> int:
     if given.save is not None and not failed:
         _save(study, trained[0], given.save)
     return 1 if failed or failures or all(row["status"] != "ok" for row in rows) else 0
-
-
-def _missing(runs: Sequence[Reading], folder: Folder, retry: bool) -> list[Reading]:
-    found = (command.missing(run, folder, retry) for run in runs)
-    return [run for run in found if run is not None]
 
 
 def _start_of(spec: Substitution | None) -> Substitution | None:
@@ -301,7 +295,7 @@ def plan(given: argparse.Namespace) -> AdaptStudy:
     if given.lora:
         lora.check()
     check_device(given.device)
-    task = planned(_task(given))
+    task = _task(given).planned()
     samples = command.samples_of(given.lengths, given.samples)
     # Without the train length, a table cannot show whether the training worked.
     samples.setdefault(given.train_length, next(iter(samples.values())))

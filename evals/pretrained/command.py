@@ -33,7 +33,6 @@ from evals.pretrained.study import (
     drawn_from,
     measured,
     opened,
-    planned,
 )
 from evals.pretrained.substitution import (
     Substitution,
@@ -128,8 +127,8 @@ def main(given: argparse.Namespace) -> int:
     study = plan(given)
     folder = Folder(given.out, given.shard)
     every = study.runs()
-    runs = [left for run in every[given.shard.index :: given.shard.count]
-            if (left := missing(run, folder, given.retry_failed)) is not None]  # fmt: skip
+    mine = every[given.shard.index :: given.shard.count]
+    runs = missing(mine, folder, given.retry_failed)
     points = sum(len(run.tests) for run in runs)
     part = f" in shard {given.shard.index} of {given.shard.count}" * (given.shard.count > 1)
     print(f"{NAME}: {study.task.source}, {counted(len(study.specs), 'variant')}, lengths up to "
@@ -166,11 +165,14 @@ def show(rows: Sequence[Row], folder: Folder, out: Path, verbose: bool) -> None:
     print(f"\nReport: {page}")
 
 
-def missing(run: Reading, folder: Folder, retry: bool) -> Reading | None:
-    """The run with the points that have no result yet, or with ``retry`` a failed one."""
+def missing(runs: Sequence[Reading], folder: Folder, retry: bool) -> list[Reading]:
+    """The runs with the points that have no result yet, or with ``retry`` a failed one."""
     done = {key for key, row in folder.by_key.items() if not retry or row["status"] == "ok"}
-    left = {point: tests for point, tests in run.tests.items() if not tests.keys() <= done}
-    return replace(run, tests=left) if left else None
+    left = (
+        replace(run, tests={at: keys for at, keys in run.tests.items() if not keys.keys() <= done})
+        for run in runs
+    )
+    return [run for run in left if run.tests]
 
 
 def execute(
@@ -229,7 +231,7 @@ def plan(given: argparse.Namespace) -> Study:
     measures = tuple(name for name in MEASURES if name in given.measures)
     if given.greedy and "retrieval" not in measures:
         raise UsageError("--greedy needs the measure retrieval in --measures")
-    task = planned(Task(source, given.text, measures, given.greedy, given.seed, given.batch))
+    task = Task(source, given.text, measures, given.greedy, given.seed, given.batch).planned()
     loaded = opened(source)
     study = Study(
         task, [None, *specs], samples, plugins, loaded.fingerprint(), loaded.limit

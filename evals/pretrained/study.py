@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 
@@ -38,7 +38,6 @@ _PLANTED = ("retrieval", "dispersion")
 _VERSION = 2  # change it when the measures change
 _QUADRATIC = 4096  # tokens at which attention costs about as much as the rest of a small model
 Point = tuple[int, int]  # length, sample
-TaskT = TypeVar("TaskT", bound="Task")
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,10 @@ class Task:
         """The text in words, for tables."""
         return self.text.name
 
+    def planned(self) -> Self:
+        """The task with the hashes of its texts, which are checked when they are read again."""
+        return replace(self, hashes=tuple(map(text_hash, self.texts())))
+
     def read(self) -> str:
         """The text from which contexts are drawn."""
         return self.texts()[-1]
@@ -92,11 +95,6 @@ class Task:
     def typical(self, drawn: contexts.Contexts) -> torch.Tensor:
         """The tokens to calibrate variants on."""
         return drawn.tokens
-
-
-def planned(task: TaskT) -> TaskT:
-    """The task with the hashes of its texts, which are checked when they are read again."""
-    return replace(task, hashes=tuple(map(text_hash, task.texts())))
 
 
 @cache

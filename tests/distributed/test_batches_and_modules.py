@@ -5,12 +5,10 @@ Tests with several ranks are in test_context_models.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import attnzoo
@@ -24,13 +22,6 @@ from attnzoo.distributed import (
 from attnzoo.nn import Attention, MultiheadAttention, Transformer
 
 LONG = torch.zeros(1, 4, dtype=torch.long)
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def test_shard_pads_and_unshard_removes_the_padding(mesh: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from helpers.cases import ALL_VARIANTS
 from helpers.context_cases import (
@@ -73,12 +72,9 @@ def test_chunks_of_one_token() -> None:
     check(on_ranks(2, outcomes_of_short_chunks, KINDS, seconds=240), KINDS)
 
 
+@pytest.mark.usefixtures("mesh")
 def test_one_rank_is_attention() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        found = outcomes(0, ("ssmax",))
-    finally:
-        dist.destroy_process_group()
+    found = outcomes(0, ("ssmax",))
     assert all(text is None for text in found.values()), found
 
 

@@ -15,7 +15,7 @@ from commandline.errors import UsageError
 from evals.__main__ import main
 from evals.pretrained.contexts import Contexts
 from evals.pretrained.loading import Loaded, Source, load
-from evals.pretrained.study import Task, planned
+from evals.pretrained.study import Task
 from helpers.hf_models import quiet
 from helpers.small_lm import LENGTH, TEXT, byte_tokenizer, save_small_lm
 
@@ -246,7 +246,7 @@ def test_other_names_of_the_model_and_of_the_text_share_the_baseline(
 def test_a_text_that_changes_during_the_run_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("One.\n")
-    task = planned(Task(Source("model"), file))
+    task = Task(Source("model"), file).planned()
     assert task.read() == "One.\n"
     file.write_text("Two.\n")
     with pytest.raises(UsageError, match=r"text\.txt changed after the start; run the command"):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from attnzoo.nn import MixtureOutput
@@ -55,13 +54,6 @@ def test_mistakes_raise_on_all_ranks(
 
 
 # ---- mixtures ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def mixture(mix: str) -> MixtureOutput:
