@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 
+from benchmarks.gpu import checks, pack
+from benchmarks.gpu import command as gpu
 from benchmarks.harness import memory
 from benchmarks.kernels import compile, host, profile, rows, tune
-from benchmarks.suites import attention, decode, distributed, gpu, linear, losses, overhead, packed
+from benchmarks.suites import attention, decode, distributed, linear, losses, overhead, packed
 from commandline.errors import UsageError
 from commandline.variants import load_plugin
 
 COMMANDS = (
     attention, linear, decode, packed, distributed, losses, overhead, host, rows, compile, profile,
-    tune, gpu, memory,
+    tune, checks, pack, gpu, memory,
 )  # fmt: skip
 
 

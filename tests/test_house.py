@@ -78,7 +78,7 @@ ORDER = {
         *"task experiment measures tasks results".split(),
         *"harness theory reporting pretrained __main__".split(),
     ],
-    "benchmarks": "harness suites kernels __main__".split(),
+    "benchmarks": "harness suites kernels gpu __main__".split(),
 }
 
 
@@ -174,7 +174,10 @@ def test_only_variants_with_shared_mathematics_import_each_other() -> None:
     assert found == {("entmax", "sparsemax"), ("asentmax", "entmax"), ("cosformer", "elu")}
 
 
-PUBLIC = ("attnzoo", "attnzoo.distributed", "attnzoo.nn", "attnzoo.integrations.transformers")
+PUBLIC = (
+    "attnzoo", "attnzoo.distributed", "attnzoo.losses", "attnzoo.nn",
+    "attnzoo.integrations.transformers",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("folder", ["evals", "benchmarks"])
@@ -249,6 +252,9 @@ def test_each_file_in_variants_defines_one_variant() -> None:
 ABOUT_VARIANTS = {
     "attnzoo/core/activations.py",
     "attnzoo/nn/taylor.py",
+    "benchmarks/gpu/checks.py",
+    "benchmarks/gpu/measurements.py",
+    "benchmarks/gpu/stages.py",
     "benchmarks/harness/baselines.py",
     "benchmarks/harness/presets.py",
     "benchmarks/suites/losses.py",

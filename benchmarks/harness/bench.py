@@ -3,11 +3,15 @@
 All implementations in a group have the same shape and kind of inputs, so that ratios compare calls
 from the same rounds. An error in one implementation becomes a note in its table row. The other
 implementations are still timed.
+
+A group can be measured in parts, so that its rows are written one after the other and a crash costs
+one of them. The first part has the baselines and softmax. Each further part has one variant, and
+times the implementations of the first part again in its rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -15,7 +19,6 @@ from typing import Literal
 from benchmarks.harness import baselines
 from benchmarks.harness.cases import SOFTMAX, Attend, Case, Inputs, Setting, call
 from benchmarks.harness.correctness import Check, Reference, plan_of
-from benchmarks.harness.grid import Budget
 from benchmarks.harness.report import Report, Row
 from benchmarks.harness.timing import Spread, Timer, ratio
 
@@ -76,8 +79,8 @@ class Bench:
     """Measures groups and writes their rows to a report.
 
     repeats, min_seconds, max_seconds: how long a group is timed in each direction; see
-    `timing.interleave`. rate: computes figures such as TFLOP/s from a timed row. budget: time limit
-    for all groups together.
+    `timing.interleave`. in_parts: whether a group is measured in parts. rate: computes figures such
+    as TFLOP/s from a timed row.
     """
 
     suite: str
@@ -86,32 +89,58 @@ class Bench:
     repeats: int = 10
     min_seconds: float = 0.05
     max_seconds: float = 20.0
+    in_parts: bool = False
     time: bool = True
     memory: Memory | None = None
     rate: Callable[[Row], dict[str, float]] = lambda row: {}
-    budget: Budget = field(default_factory=Budget)
+    reference: tuple[str, Reference] | None = None  # the last one, by the spec of its case
 
     def run(self, groups: Groups, report: Report) -> None:
-        """Measures groups until the time budget is spent. The report lists the remaining groups."""
+        """Measures all groups. If the device fails, the report lists the remaining groups."""
         for setting, make in groups:
             label = f"{self.suite}: {setting.title}, B={setting.batch}, N={setting.length}"
-            if self.budget.spent:
+            if report.device_lost:
                 report.left_out.append(label)
                 continue
-            rows: list[Row] = []
             try:
-                self.measure_group(make(), setting, rows)
+                self.run_group(make(), setting, report)
             except DeviceLost as error:
-                self.budget.end_now()
+                report.device_lost = True
                 report.left_out.append(f"the rest of {label}: {error}")
             except Exception as error:  # for example, too little memory for the inputs
                 report.left_out.append(f"{label}: {first_line(error)}")
-            report.add(sorted(rows, key=lambda row: self.directions.index(row.direction)))
+
+    def run_group(
+        self, implementations: Sequence[Implementation], setting: Setting, report: Report
+    ) -> None:
+        """Measures the parts of a group, and adds the rows of each part to the report.
+
+        Raises:
+            DeviceLost: the device failed. The rows of the part are in the report.
+        """
+        self.reference = None
+        able: list[Implementation] = []
+        timed_again: list[Implementation] = []
+        parts = in_parts(implementations) if self.in_parts else [implementations]
+        for part in filter(None, parts):
+            rows: list[Row] = []
+            report.begin(part[-1].case.spec)
+            try:
+                able = self.measure_group(part, setting, rows, timed_again)
+            finally:
+                report.add(sorted(rows, key=lambda row: self.directions.index(row.direction)))
+            timed_again = timed_again or able
+        self.reference = None
+        self.timer.release()
 
     def measure_group(
-        self, implementations: Sequence[Implementation], setting: Setting, rows: list[Row]
-    ) -> None:
-        """Appends the group's rows to ``rows``, so that the rows are kept if the device fails.
+        self, implementations: Sequence[Implementation], setting: Setting, rows: list[Row],
+        timed_again: Sequence[Implementation] = (),
+    ) -> list[Implementation]:  # fmt: skip
+        """Appends the rows of all implementations to ``rows``. Returns those that can be timed.
+
+        The rows are kept if the device fails. ``timed_again``: implementations that take part in
+        the rounds only for the ratios.
 
         Raises:
             DeviceLost: the device failed.
@@ -122,9 +151,6 @@ class Bench:
                 d: Row(self.suite, e.name, e.case, e.kind, d, setting) for d in self.directions
             }
             rows += e.rows.values()
-            if self.budget.spent:  # implementations already checked are still timed
-                e.note("left out: time budget used up")
-                continue
             try:
                 e.attend = e.make()
                 self.check(e, setting)
@@ -135,9 +161,9 @@ class Bench:
                 e.note(WRONG)
             else:
                 able.append(e)
-        if self.time:
+        if self.time and able:
             for direction in self.directions:
-                self.time_direction(able, direction)
+                self.time_direction(able, direction, timed_again)
         if self.memory is not None:
             for implementation in able:
                 for row in (row for row in implementation.rows.values() if not row.note):
@@ -145,7 +171,7 @@ class Bench:
                         row.peak_bytes = self.memory(implementation, row)
                     except Exception as error:
                         self.note_error(error, [row])
-        self.timer.release()
+        return able
 
     def check(self, e: Implementation, setting: Setting) -> None:
         """Compares the implementation with fp64 and records the errors in its rows.
@@ -158,48 +184,67 @@ class Bench:
             return
         without = e.inputs.detached()
         if e.kind == "baseline":
-            error = Reference.of(e.case, without, setting.seed).relative_error(e.attend)
+            error = self.reference_of(e, setting).relative_error(e.attend, without)
             for row in e.rows.values():
                 row.error = error if abs(error) < float("inf") else None  # JSON has no NaN
             return
-        inputs = without if [*e.rows] == ["forward"] else e.inputs
-        reference = Reference.of(e.case, inputs, setting.seed)
-        found: dict[bool, Check] = {}
+        for row in e.rows.values():
+            inputs = without if row.direction == "forward" else e.inputs
+            row.backend = plan_of(e.case, inputs, e.backend).chosen
+            if row.backend is None:
+                e.attend(
+                    inputs.q, inputs.k, inputs.v
+                )  # raises the reason, before a reference is made
+        reference = self.reference_of(e, setting)
+        checks: dict[bool, Check] = {}
         for row in e.rows.values():
             gradients = row.direction != "forward"
-            given = inputs if gradients else without
-            row.backend = plan_of(e.case, given, e.backend).chosen
-            if gradients not in found:
-                found[gradients] = reference.check(e.backend, gradients)
-            row.check = found[gradients]
+            if gradients not in checks:
+                checks[gradients] = reference.check(e.backend, gradients)
+            row.check = checks[gradients]
 
-    def time_direction(self, implementations: list[Implementation], direction: str) -> None:
+    def reference_of(self, e: Implementation, setting: Setting) -> Reference:
+        """The reference of the implementation's case. Implementations of a case follow each other,
+        so the last reference is kept."""
+        if self.reference is None or self.reference[0] != e.case.spec:
+            self.reference = None  # frees its memory first
+            inputs = e.inputs.detached() if [*e.rows] == ["forward"] else e.inputs
+            self.reference = e.case.spec, Reference.of(e.case, inputs, setting.seed)
+        return self.reference[1]
+
+    def time_direction(
+        self, implementations: list[Implementation], direction: str,
+        timed_again: Sequence[Implementation] = (),
+    ) -> None:  # fmt: skip
         """Times the implementations in one direction. An error becomes a note in their rows."""
         calls: dict[str, Callable[[], object]] = {}
         rows = {e.name: e.rows[direction] for e in implementations}
-        for e in implementations:
+        cases = {e.name: e.case for e in (*timed_again, *implementations)}
+        for e in (*timed_again, *implementations):
+            if e.rows[direction].note:
+                continue  # one of ``timed_again`` that has no time in this direction
             try:
                 timed = call(e.attend, e.inputs, direction)
                 timed()  # the first call may compile
                 self.timer.synchronize()
                 calls[e.name] = timed
             except Exception as error:
-                self.note_error(error, [rows[e.name]])
-        if not calls:
+                self.note_error(error, [rows[e.name]] if e.name in rows else [])
+        if not calls.keys() & rows.keys():
             return
         try:
             seconds = self.timer.rounds(calls, self.repeats, self.min_seconds, self.max_seconds)
         except Exception as error:  # for example, too little memory for all graphs together
-            self.note_error(error, [rows[name] for name in calls])
+            self.note_error(error, [rows[name] for name in calls if name in rows])
             return
-        for name, samples in seconds.items():
-            row = rows[name]
+        for name in calls.keys() & rows.keys():
+            row, samples = rows[name], seconds[name]
             row.seconds = Spread.of(samples)
             row.figures = self.rate(row)
             row.ratios = {
                 other: ratio(samples, theirs)
                 for other, theirs in seconds.items()
-                if other != name and rows[other].case in (SOFTMAX, row.case)
+                if other != name and cases[other] in (SOFTMAX, row.case)
             }
 
     def note_error(self, error: Exception, rows: Iterable[Row]) -> None:
@@ -219,3 +264,13 @@ class Bench:
 
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def in_parts(implementations: Sequence[Implementation]) -> Iterator[list[Implementation]]:
+    """The baselines of softmax and softmax, then each variant with the baselines of its case."""
+    part = [e for e in implementations if e.case == SOFTMAX]
+    if part:
+        yield part
+    others = [e for e in implementations if e.case != SOFTMAX]
+    for spec in dict.fromkeys(e.case.spec for e in others):
+        yield [e for e in others if e.case.spec == spec]

@@ -234,9 +234,12 @@ class Reference:
         deviations = {n: self.deviation(n, x, slack, growth) for n, x in found.items()}
         return Check(sum(map(len, self.ranges)), len(self.pairs), deviations)
 
-    def relative_error(self, attend: Attend) -> float:
-        """The rms error of a baseline's output, divided by the rms of the exact output."""
-        out = by_call(attend, self.inputs.detached(), self.ranges, self.pairs)["out"]
+    def relative_error(self, attend: Attend, inputs: Inputs) -> float:
+        """The rms error of a baseline's output, divided by the rms of the exact output.
+
+        ``inputs`` have the values of the reference's inputs, perhaps in another layout.
+        """
+        out = by_call(attend, inputs, self.ranges, self.pairs)["out"]
         exact = self.exact["out"]
         return _errors(out, exact)[0] / _errors(exact, torch.zeros_like(exact))[0]
 

@@ -1,9 +1,8 @@
-"""The settings of a table, their FLOP count, and the time budget of a command."""
+"""The settings of a table, and their FLOP count."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.harness.cases import Setting
@@ -47,23 +46,3 @@ def flops(setting: Setting, direction: str) -> float:
     scores = setting.batch * setting.heads * setting.length**2
     forward = 4.0 * scores * setting.head_dim * (0.5 if setting.causal else 1.0)
     return forward * {"forward": 1.0, "backward": BACKWARD, "both": 1.0 + BACKWARD}[direction]
-
-
-class Budget:
-    """A time limit in seconds, counted from its creation. Work that has started may run past it."""
-
-    def __init__(
-        self, seconds: float = float("inf"), clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.clock, self.end = clock, clock() + seconds
-
-    @property
-    def left(self) -> float:
-        return max(0.0, self.end - self.clock())
-
-    @property
-    def spent(self) -> bool:
-        return self.left <= 0
-
-    def end_now(self) -> None:
-        self.end = self.clock()

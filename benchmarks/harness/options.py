@@ -85,8 +85,15 @@ def add_options(
     add("--threads", type=size, default=2, metavar="N",
         help="Use N CPU threads in torch (default: 2)")  # fmt: skip
     add("--seed", type=seed, default=0, help="Draw the inputs with this seed (default: 0)")
-    add("--json", metavar="FILE", help="Write results to a JSON file after each group")
-    add("--markdown", metavar="FILE", help="Write tables to a Markdown file after each group")
+    add_files(parser, "group")
+
+
+def add_files(parser: argparse.ArgumentParser, group: str) -> None:
+    """Adds the options that name the files of a `Report`. ``group``: the word for a group."""
+    add = parser.add_argument
+    add("--json", metavar="FILE", help=f"Write results to a JSON file after each {group}")
+    add("--markdown", metavar="FILE", help=f"Write tables to a Markdown file after each {group}")
+    add("--journal", metavar="FILE", help="Append each row to a file of JSON lines at once")
 
 
 def add_feature_dim(parser: argparse.ArgumentParser) -> None:
@@ -161,4 +168,7 @@ def timer_of(args: argparse.Namespace, flushes: int = 1) -> Timer:
 
 
 def bench_of(args: argparse.Namespace, suite: str, timer: Timer, **more: Any) -> Bench:
-    return Bench(suite, timer, repeats=args.repeats, min_seconds=args.min_seconds, **more)
+    return Bench(
+        suite, timer, repeats=args.repeats, min_seconds=args.min_seconds,
+        in_parts=args.device == "cuda", **more,
+    )  # fmt: skip

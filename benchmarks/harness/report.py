@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.harness.cases import SOFTMAX, Case, Setting
 from benchmarks.harness.correctness import Check
+from benchmarks.harness.journal import append
 from benchmarks.harness.timing import Spread
 from commandline.checkout import commit, said
 from commandline.errors import UsageError
@@ -32,6 +33,7 @@ FIGURES = {
     "of_copy": ("bandwidth / copy", "{:.0%}"),
     "of_scores": ("peak / N·V·4", "{:.3f}"),
 }
+DEVICE_LOST = 3  # exit status of a command whose device failed
 ERROR, TIME, QUARTILES = "error (share of budget)", "median ms", "quartiles ms"
 WIDTHS = {"direction": 9, "implementation": 28, "backend": 12, QUARTILES: 17, "note": 0}
 LEFT = ("direction", "implementation", "backend", "note")
@@ -80,11 +82,17 @@ class Row:
 
 @dataclass
 class Report:
-    """The rows of a command and its output files, which are rewritten after each group."""
+    """The rows of a command and its output files.
+
+    The files ``json`` and ``markdown`` are rewritten after each part of a group. Lines are appended
+    to the file ``journal`` at once, so that a process that is stopped loses only what it measures.
+    """
 
     settings: dict[str, Any]
     json: str | None = None
     markdown: str | None = None
+    journal: str | None = None
+    device_lost: bool = False
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -96,25 +104,37 @@ class Report:
     def of(args: argparse.Namespace) -> Report:
         given = {name: value for name, value in vars(args).items() if name != "run"}
         settings = {name: str(x) if isinstance(x, Path) else x for name, x in given.items()}
-        return Report(settings, args.json, args.markdown)
+        return Report(settings, args.json, args.markdown, args.journal)
 
     def __post_init__(self) -> None:
-        for option, path in (("--json", self.json), ("--markdown", self.markdown)):
+        files = (("--json", self.json), ("--markdown", self.markdown), ("--journal", self.journal))
+        for option, path in files:
             check_target(option, path)
         self.environment = environment()
         print(headline(self.environment), flush=True)
+        self.log(environment=self.environment, settings=self.settings)
+
+    def log(self, **line: Any) -> None:
+        if self.journal is not None:
+            append(Path(self.journal), line)
+
+    def begin(self, item: str) -> None:
+        self.log(begin=item)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
         print(text, flush=True)
+        self.log(note=text)
 
     def table(self, table: Table) -> None:
         self.tables.append(table)
         print(f"\n{table.text()}", flush=True)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Prints the rows of a group and rewrites the files."""
+        """Prints rows and writes them to the files."""
         self.rows += rows
+        for row in rows:
+            self.log(row=row.record())
         if not rows:
             return
         columns = columns_of(rows)
@@ -153,10 +173,16 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def finish(self) -> int:
-        """Writes the files and returns the exit status: 1 for wrong results, 2 for no results."""
+        """Writes the files and returns the exit status.
+
+        3: the device failed. 1: wrong results. 2: no results.
+        """
         self.write()
         for text in self.left_out:
             print(f"left out: {text}", file=sys.stderr)
+            self.log(left_out=text)
+        if self.device_lost:
+            return DEVICE_LOST
         wrong = dict.fromkeys(f"{r.name} at {r.setting.length}" for r in self.rows if r.wrong)
         if wrong:
             names = ", ".join(wrong)
@@ -254,9 +280,27 @@ def environment() -> dict[str, Any]:
             "device": card.name,
             "capability": f"{card.major}.{card.minor}",
             "cuda": torch.version.cuda,
-            "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            **nvidia_smi(),
         }
     return found
+
+
+# What `nvidia-smi` tells of a card: the driver, the power cap, and the highest clocks.
+CARD = (
+    "driver_version",
+    "power.limit",
+    "clocks.max.sm",
+    "clocks.max.mem",
+    "clocks.applications.gr",
+)
+
+
+def nvidia_smi() -> dict[str, str | None]:
+    """The driver, the power cap and the clocks of the first GPU, each None if it is not known."""
+    text = said("nvidia-smi", f"--query-gpu={','.join(CARD)}", "--format=csv,noheader", "-i", "0")
+    values = [x.strip() for x in text.split(",")] if text else [None] * len(CARD)
+    names = ["driver", *(name.replace(".", "_") for name in CARD[1:])]
+    return dict(zip(names, values, strict=True))
 
 
 def headline(where: dict[str, Any]) -> str:

@@ -2,11 +2,18 @@
 
 The host's part of a kernel call can then be timed and tested without a GPU: validation, planning,
 allocation of the outputs, and Triton's binding of arguments. The outputs are uninitialized memory.
+
+With a stand-in for libcuda (`build`), Triton's own driver runs, with its launchers and its encoding
+of tensor maps. The stand-in checks them against the limits of CUDA.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,15 +54,69 @@ class Driver:
 
 
 def install(launched: Launcher = lambda *args: None) -> None:
-    """Replace Triton's driver for the rest of the process; kernels then accept CPU tensors."""
+    """Replace Triton's driver for the rest of the process; kernels then accept CPU tensors.
+
+    In the environment of `with_libcuda`, the driver is Triton's own, over a stand-in for libcuda.
+    """
     from triton.runtime import driver
 
     from attnzoo.backends.triton.common import launch
     from attnzoo.backends.triton.decode import launch as decode
     from attnzoo.backends.triton.flash import backend
 
-    stand_in: Any = Driver(launched)
+    folder = os.environ.get(FOLDER)
+    stand_in: Any = Driver(launched) if folder is None else nvidia_driver(Path(folder))
     driver.set_active(stand_in)
     launch.architecture = lambda device: ARCHITECTURE
     decode.processors = lambda device: DEVICE["multiprocessor_count"]
     backend.unsupported_here = lambda call, other: None
+
+
+# ---- with Triton's own driver -------------------------------------------------------------------
+
+FOLDER = "ATTNZOO_STAND_IN"  # environment variable: the folder with the stand-in for libcuda
+
+
+def build(folder: Path) -> None:
+    """Compile the stand-in for libcuda into a folder, with gcc and the CUDA header of Triton.
+
+    Raises:
+        OSError: there is no gcc.
+        RuntimeError: gcc failed.
+    """
+    import triton
+
+    header = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    source = Path(__file__).with_suffix(".c")
+    target = folder / "libcuda.so.1"
+    command = ["gcc", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-I", str(header)]
+    done = subprocess.run(
+        [*command, "-o", str(target), str(source)], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"gcc failed: {done.stderr.strip()}")
+
+
+def with_libcuda(folder: Path) -> dict[str, str]:
+    """The environment variables of a process whose `install` uses the stand-in in ``folder``."""
+    return {FOLDER: str(folder), "TRITON_LIBCUDA_PATH": str(folder)}
+
+
+def nvidia_driver(folder: Path) -> Any:
+    """Triton's driver for NVIDIA GPUs over the stand-in in ``folder``, for CPU tensors."""
+    ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+    from triton.backends.nvidia import driver as nvidia
+
+    class NvidiaDriver(nvidia.CudaDriver):
+        def __init__(self) -> None:  # the class's own asks torch for the CUDA device
+            self.utils = nvidia.CudaUtils()
+            self.launcher_cls = nvidia.CudaLauncher
+            self.get_device_capability = lambda device=None: divmod(ARCHITECTURE, 10)
+            self.get_current_stream = lambda device=None: 0
+            self.get_current_device = lambda: 0
+            self.set_current_device = lambda device: None
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+    return NvidiaDriver()

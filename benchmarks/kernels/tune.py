@@ -24,6 +24,7 @@ from torch import Tensor
 
 import attnzoo
 from benchmarks.harness.grid import TOKENS
+from benchmarks.harness.journal import append
 from benchmarks.harness.options import positive
 from benchmarks.harness.timing import CudaEvents, Spread, Timer, ratio
 from benchmarks.kernels.activations import VariantForm, activations, variant_forms
@@ -113,6 +114,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     for option, default, words in single:
         add(option, type=positive(int), default=default, metavar="N", help=words)
+    add("--journal", type=Path, metavar="FILE",
+        help="Append the time of each configuration to a file of JSON lines")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -128,12 +131,26 @@ def run(args: argparse.Namespace) -> int:
     timed = timings(spec, [tile for tile, _ in clean], args.length, CudaEvents()) if gpu else {}
     for text in table(clean, timed):
         print(text)
+    if args.journal is not None:
+        for tile, row in timed.items():
+            append(args.journal, {"tile": record(spec, tile, row)})
     if not clean:
         print("no configuration is within the limits")
         return 1
     if not gpu:
         print("not timed: torch sees no CUDA device")
     return 0
+
+
+def record(spec: Specialization, tile: Tile, timed: Timed) -> dict[str, Any]:
+    """The time of a configuration, for JSON."""
+    ms, share = timed.milliseconds, timed.ratio
+    return {
+        "kernel": spec.kernel, "activation": spec.activation, "head_dim": spec.head_dim,
+        "dtype": spec.dtype, "config": str(tile), "ms": [ms.lower, ms.median, ms.upper],
+        "time / current": [share.lower, share.median, share.upper],
+        "same_result": timed.difference <= TOLERANCE,
+    }  # fmt: skip
 
 
 def selected(args: argparse.Namespace) -> Specialization:

@@ -112,7 +112,7 @@ def prepare(args: argparse.Namespace) -> list[Case]:
     return cases_of(args, max(args.lengths))
 
 
-def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
+def measure(args: argparse.Namespace, cases: list[Case], report: Report) -> None:
     timer, timed = timer_of(args), args.time and not args.check_only
     shares: Shares = {}
 
@@ -131,9 +131,7 @@ def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more:
         share = shares.get((row.setting, row.case.spec))
         return figures if share is None else {**figures, "empty_blocks": share}
 
-    bench = bench_of(
-        args, "attention", timer, directions=args.direction, time=timed, rate=rate, **more
-    )
+    bench = bench_of(args, "attention", timer, directions=args.direction, time=timed, rate=rate)
     if args.memory and not args.check_only:
         bench.memory = peak_bytes
     bench.run(groups(args, cases, shares), report)

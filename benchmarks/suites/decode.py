@@ -82,7 +82,7 @@ def prepare(args: argparse.Namespace) -> list[Case]:
     return cases_of(args, max(args.lengths) + 1)  # N tokens in the state, and the next one
 
 
-def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
+def measure(args: argparse.Namespace, cases: list[Case], report: Report) -> None:
     timer = timer_of(args, FLUSHES)
     copied = copy_rate(timer, args.device, COPY_BYTES[args.device])
     report.more["copy_gb_per_s"] = copied / 1e9
@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more:
         size *= getattr(torch, s.dtype).itemsize
         return {"of_copy": size / row.seconds.median / copied}
 
-    bench = bench_of(args, "decode", timer, rate=rate, **more)
+    bench = bench_of(args, "decode", timer, rate=rate)
     bench.run(groups(args, cases), report)
 
 

@@ -80,7 +80,7 @@ def prepare(args: argparse.Namespace) -> list[Case]:
     return [case for case in cases if case.linear is not None]
 
 
-def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
+def measure(args: argparse.Namespace, cases: list[Case], report: Report) -> None:
     def rate(row: Row) -> dict[str, float]:
         assert row.seconds is not None
         tokens = row.setting.batch * row.setting.length
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more:
 
     if not installed("fla") and args.device == "cuda":
         report.note("fla is not installed and therefore not measured")
-    bench = bench_of(args, "linear", timer_of(args), directions=args.direction, rate=rate, **more)
+    bench = bench_of(args, "linear", timer_of(args), directions=args.direction, rate=rate)
     bench.run(groups(args, cases), report)
 
 
@@ -111,8 +111,10 @@ def implementations(
         own = replace(setting, key_dim=case.key_dim(args.head_dim, args.feature_dim))
         inputs = Inputs.make(own, case, gradients)
         yield Implementation.of(case, inputs, args.backend)
-        if setting.length <= args.pairwise_max:
-            backend = PAIRWISE_BACKENDS[args.device] if case.pairwise else "tiled"
+        backend = PAIRWISE_BACKENDS[args.device] if case.pairwise else "tiled"
+        # On a GPU, one call of `tiled` takes seconds at these lengths.
+        timed = args.device == "cpu" or backend != "tiled"
+        if timed and setting.length <= args.pairwise_max:
             yield Implementation.of(case, inputs, backend, case.spec + PAIRWISE)
         if args.device == "cuda":
             yield from Implementation.baselines(case, in_fla_layout(inputs), own, ["fla"])

@@ -34,6 +34,7 @@ from benchmarks.harness.cases import SOFTMAX, Case, Setting, call
 from benchmarks.harness.options import (
     DEVICES,
     DTYPES,
+    add_files,
     apply_defaults,
     by_device,
     cases_of,
@@ -114,8 +115,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="Measure memory (default), on a CPU in a new process for each table row")  # fmt: skip
     add("--peak-of", metavar="ROW",
         help="Only print the peak memory of this row in bytes; used by --memory")  # fmt: skip
-    add("--json", metavar="FILE", help="Write results to a JSON file after each table")
-    add("--markdown", metavar="FILE", help="Write tables to a Markdown file after each table")
+    add_files(parser, "table")
     timed = command(prepare, measure, conclude)
     parser.set_defaults(run=lambda args: print_peak(args) if args.peak_of else timed(args))
 
@@ -135,7 +135,7 @@ def prepare(args: argparse.Namespace) -> list[Case]:
     return cases_of(args, args.classes)
 
 
-def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
+def measure(args: argparse.Namespace, cases: list[Case], report: Report) -> None:
     # `Bench` calls each function once before its rounds. A call takes seconds on a CPU, so that no
     # further warm-up is needed.
     timer = WallClock(warmup=0) if args.device == "cpu" else timer_of(args)
@@ -143,7 +143,13 @@ def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more:
         report.note("the package entmax is not installed and therefore not measured")
     for direction, groups in (("both", layers(args, cases)), ("forward", top(args))):
         bench = LossBench(
-            "losses", timer, (direction,), args.repeats, args.min_seconds, LONGEST, **more
+            "losses",
+            timer,
+            (direction,),
+            args.repeats,
+            args.min_seconds,
+            LONGEST,
+            in_parts=args.device == "cuda",
         )
         if args.memory:
             bench.memory = partial(peak_bytes, args, timer)

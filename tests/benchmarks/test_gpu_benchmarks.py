@@ -1,4 +1,4 @@
-"""The timer for GPUs and the gpu command, tested on a CPU; the last tests require a GPU."""
+"""The timer for GPUs and the groups of a benchmark, tested on a CPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from torch import Tensor
 
 import attnzoo
 from benchmarks.__main__ import main
+from benchmarks.harness import journal
 from benchmarks.harness.bench import Bench, Implementation
-from benchmarks.harness.cases import SOFTMAX, Inputs, Setting
+from benchmarks.harness.cases import SOFTMAX, Case, Inputs, Setting
 from benchmarks.harness.correctness import Reference
-from benchmarks.harness.grid import Budget, flops, grid
-from benchmarks.harness.report import Report
+from benchmarks.harness.grid import flops, grid
+from benchmarks.harness.report import DEVICE_LOST, Report
 from benchmarks.harness.timing import MIN_ROUNDS, CudaEvents, WallClock
-from benchmarks.suites import gpu
-from scripts.kernels_table import LENGTH, kernels_table
 
 SMALL = Setting(length=150, batch=3, heads=3, head_dim=16, causal=False)
 
@@ -129,15 +128,6 @@ def test_flops_are_half_if_causal_and_2_5_times_as_many_backward() -> None:
     assert flops(full, "both") == 3.5 * flops(full, "forward")
 
 
-def test_budget_is_spent_after_the_given_seconds() -> None:
-    now = [5.0]
-    budget = Budget(2.0, clock=lambda: now[0])
-    assert (budget.left, budget.spent) == (2.0, False)
-    now[0] = 7.5
-    assert (budget.left, budget.spent) == (0.0, True)
-    assert not Budget().spent
-
-
 # ---- block-sparse inputs ------------------------------------------------------------------------
 
 
@@ -195,29 +185,41 @@ def groups(
     return [(replace(TINY, length=n), lambda: list(implementations)) for n in (32, 64)]
 
 
-def test_groups_beyond_the_budget_are_listed_as_left_out() -> None:
-    now, made = [0.0], report()
-
-    class Slow(WallClock):
-        def rounds(self, *args: Any) -> dict[str, list[float]]:
-            now[0] += 10.0
-            return super().rounds(*args)
-
-    ours = Implementation.of(SOFTMAX, Inputs.make(TINY), None)
-    Bench("x", Slow(), **FAST, budget=Budget(5.0, lambda: now[0])).run(groups(ours), made)
-    assert [row.setting.length for row in made.rows] == [32]
-    (left_out,) = made.left_out
-    assert left_out.endswith("N=64")
-
-
-def test_calls_checked_before_the_budget_ends_are_timed() -> None:
-    now, rows = iter([0.0, 1.0, 99.0]), []
-    implementations = [Implementation.of(SOFTMAX, Inputs.make(TINY), None, name) for name in "ab"]
-    bench = Bench("x", WallClock(), **FAST, budget=Budget(5.0, lambda: next(now)))
-    bench.measure_group(implementations, TINY, rows)
-    assert [(row.seconds is None, row.note) for row in rows] == [
-        (False, ""), (True, "left out: time budget used up"),
+def test_a_group_in_parts_writes_each_variant_and_compares_it_with_softmax(tmp_path: Path) -> None:
+    file = tmp_path / "journal"
+    made, others = Report({}, journal=str(file)), [Case.parse(x, 64) for x in ("sigmoid", "relu")]
+    torch_softmax = partial(F.scaled_dot_product_attention, is_causal=True)
+    ours = [Implementation.of(case, Inputs.make(TINY), None) for case in (SOFTMAX, *others)]
+    group = [baseline("sdpa", torch_softmax), *ours]
+    Bench("x", WallClock(), **FAST, in_parts=True).run([(TINY, lambda: group)], made)
+    lines = [next(iter(line.values())) for line in journal.read(file)[1:]]
+    names = [line if isinstance(line, str) else line["name"] for line in lines]
+    assert names == ["softmax", "sdpa", "softmax", "sigmoid", "sigmoid", "relu", "relu"]
+    assert all(row.seconds and row.check and row.check.ok for row in made.rows[1:])
+    assert [row.ratios.keys() for row in made.rows] == [
+        {"softmax"}, {"sdpa"}, {"sdpa", "softmax"}, {"sdpa", "softmax"},
     ]  # fmt: skip
+
+
+def test_references_are_made_once_for_a_case_and_not_for_calls_that_no_backend_supports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cases, make = [], Reference.of
+
+    def counted(case: Case, *rest: Any) -> Reference:
+        cases.append(case.spec)
+        return make(case, *rest)
+
+    monkeypatch.setattr(Reference, "of", counted)
+    inputs = Inputs.make(TINY, gradients=True)
+    again = partial(F.scaled_dot_product_attention, is_causal=True)
+    group = [
+        Implementation("sdpa", SOFTMAX, inputs, lambda: again, "baseline"),
+        Implementation.of(SOFTMAX, inputs, None),
+        Implementation.of(Case.parse("relu", 64), inputs, "linear"),
+    ]
+    Bench("x", WallClock(), ("forward", "backward"), **FAST).run([(TINY, lambda: group)], report())
+    assert cases == ["softmax"]
 
 
 def test_group_whose_inputs_do_not_fit_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,101 +255,18 @@ def test_lost_device_ends_the_run_and_keeps_earlier_rows() -> None:
     assert missing.startswith("the rest of x: ")
     assert "N=32: the device failed at fatal: RuntimeError: CUDA error" in missing
     assert rest.endswith("N=64")
+    assert made.finish() == DEVICE_LOST
 
 
-# ---- the command --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (["attention", "--device", "cuda"], "--device cuda requires a CUDA device, but torch sees"),
-        (["gpu", "--out", "nowhere"], "gpu requires a CUDA device, but torch sees none"),
-        (["gpu", "--out", "README.md"], "--out must be a folder, got the file README.md"),
-    ],
-)
-def test_usage_errors_are_one_line(
-    command: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_usage_error_without_a_gpu_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(command) == 2
+    assert main(["attention", "--device", "cuda"]) == 2
     output = capsys.readouterr()
-    assert message in output.err
+    assert "--device cuda requires a CUDA device, but torch sees none" in output.err
     assert output.err.count("\n") == 1
     assert output.out == ""
-
-
-def test_plan_starts_with_the_settings_of_the_published_table() -> None:
-    args = gpu.argparse.Namespace(plugin=None, variants=None)
-    steps = [gpu.parsed(line, args) for line in gpu.PLAN]
-    assert [steps[i][1].head_dim for i in (0, 1)] == [[128], [64]]
-    assert [steps[i][1].lengths for i in (0, 1)] == [[LENGTH]] * 2
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the gpu command run on a CPU with a small plan."""
-    small = "--heads 2 --head-dim 16 --repeats 2 --min-seconds 0.001 --threads 1"
-    attention = f"attention {small} --lengths 64 --backend tiled --no-memory"
-    plan = (f"{attention} --direction forward,backward --baselines sdpa",
-            f"{attention} --inputs block-sparse --baselines sdpa",
-            f"decode {small} --lengths 64 --kv-heads 2",
-            f"linear {small} --lengths 64 --direction forward",
-            "losses --quick --tokens 32 --classes 100 --many-classes 200 --dims 4 --repeats 2 "
-            "--variants softmax,entmax,taylor --threads 1 --no-memory")  # fmt: skip
-    monkeypatch.setattr(gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(gpu, "PLAN", plan)
-    monkeypatch.setattr(gpu, "require_cuda", lambda what: None)
-    monkeypatch.setattr("benchmarks.suites.decode.COPY_BYTES", {"cpu": 2**10})
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_gpu_command_writes_json_and_markdown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tests = {"summary": "9 passed", "status": 0, "seconds": 1.0, "failed": []}
-    monkeypatch.setattr(gpu, "pytest_gpu", lambda seconds: tests)
-    command = ["gpu", "--out", str(tmp_path), "--commit", "0123-dirty", "--variants"]
-    assert main([*command, "softmax,entmax"]) == 0
-    files = {path.suffix: path for path in tmp_path.iterdir()}
-    assert files.keys() == {".json", ".md"}
-    assert files[".json"].stem.endswith("-0123-dirty")
-    document = json.loads(files[".json"].read_text())
-    assert document["tests"] == tests
-    assert document["left_out"] == []
-    assert document["copy_gb_per_s"] > 0
-    rows = document["rows"]
-    assert all(row["seconds"] and not row["note"] for row in rows)
-    assert {row["suite"] for row in rows} == {"attention", "decode", "linear", "losses"}
-    sparse = [row for row in rows if row["inputs"] == "block-sparse" and row["kind"] == "variant"]
-    assert [row["name"] for row in sparse] == ["entmax"]
-    assert "tests: 9 passed" in files[".md"].read_text()
-    assert "TFLOP/s, causal, float32, N = 64" in kernels_table(tmp_path, (16,))
-    tests["status"] = 1
-    assert main([*command, "softmax"]) == 1
-    capsys.readouterr()
-    assert main([*command, "softmax", "--budget", "1e-9", "--skip-tests"]) == 2
-    assert capsys.readouterr().err.count("left out: ") == 5
-
-
-def test_pytest_gpu_returns_the_summary_line() -> None:
-    found = gpu.pytest_gpu(60.0, ["--version"])
-    assert (found["status"], found["failed"]) == (0, [])
-    assert found["summary"].startswith("pytest")
-    stopped = gpu.pytest_gpu(0.05)
-    assert (stopped["summary"], stopped["status"]) == ("stopped after 0 s", -1)
-    assert gpu.summary_line("...\n==== 2 passed, 1 skipped in 0.1s ====\n\n") == (
-        "2 passed, 1 skipped in 0.1s"
-    )
-
-
-def test_failures_are_read_from_the_summary_if_there_is_one() -> None:
-    progress = "[gw0] [ 50%] FAILED t.py::a \n[gw1] [100%] PASSED t.py::b \nt.py::c ERROR [100%]\n"
-    assert [line.split()[-2] for line in gpu.failures(progress)] == ["FAILED", "ERROR"]
-    assert gpu.failures(f"{progress}FAILED t.py::a - assert 0\n") == ["FAILED t.py::a - assert 0"]
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

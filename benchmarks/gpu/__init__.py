@@ -1,0 +1,1 @@
+"""What runs on a GPU machine: stages of checks, tests and timings, and kernels compiled before."""

@@ -1,0 +1,327 @@
+"""Short checks of the kernels on a GPU, from simple to complex: each names one thing that can fail.
+
+A result is compared with the definition in fp64. Its error is the norm of the difference divided by
+the norm of the exact tensor. The limits are wide, because a check looks for a wrong result, not for
+rounding; the tests in tests/gpu hold error budgets. Further checks measure what no CPU shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attnzoo
+from benchmarks.gpu.measurements import MEASUREMENTS
+from benchmarks.harness import journal
+from benchmarks.harness.bench import first_line
+from benchmarks.harness.cases import Case
+from benchmarks.harness.options import DEVICES, require_cuda, subset_of
+from benchmarks.harness.report import DEVICE_LOST
+
+# B, H, Hkv, Nq, Nk, D, Dv
+Shape = tuple[int, int, int, int, int, int, int]
+BASE: Shape = (2, 4, 2, 1000, 1000, 128, 128)
+TOKEN: Shape = (2, 8, 2, 1, 5000, 128, 128)
+SHORTER = 10  # lengths are divided by this number in Triton's interpreter
+HALF, WIDE = "bfloat16", "float32"
+
+Figures = dict[str, float]
+Check = Callable[[str], tuple[bool, Figures]]  # device -> (whether all is well, figures)
+
+
+def tensors(shape: Shape, dtype: str, device: str) -> list[Tensor]:
+    """q, k and v of a shape, with fewer tokens in Triton's interpreter."""
+    batch, heads, kv_heads, queries, keys, dim, value_dim = shape
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        queries, keys = -(-queries // SHORTER), -(-keys // SHORTER)
+    shapes = (
+        (batch, heads, queries, dim),
+        (batch, kv_heads, keys, dim),
+        (batch, kv_heads, keys, value_dim),
+    )
+    generator = torch.Generator().manual_seed(queries + dim)
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [x.to(device, getattr(torch, dtype)) for x in drawn]
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    x, exact = x.double(), exact.double()
+    return float((x - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+def results(
+    leaves: list[Tensor], variant: str, backend: str, gradients: bool, **options: Any
+) -> dict[str, Tensor]:
+    """The output, and the gradients of q, k and v."""
+    q, k, v = leaves
+    with torch.set_grad_enabled(gradients):
+        out = attnzoo.attention(q, k, v, variant, backend=backend, enable_gqa=True, **options)
+    if not gradients:
+        return {"out": out}
+    ramp = torch.linspace(-1, 1, out.shape[-1], device=out.device).to(out.dtype)
+    grads = torch.autograd.grad(out, leaves, torch.ones_like(out) * ramp)
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
+def agree(
+    device: str, *, variant: str, backend: str, shape: Shape, dtype: str, gradients: bool,
+    limit: float, offset: int, options: dict[str, Any],
+) -> tuple[bool, Figures]:  # fmt: skip
+    drawn = tensors(shape, dtype, device)
+    if offset:  # q, k and v start ``offset`` entries after an aligned address
+        drawn = [torch.cat([x, x[..., :8]], -1)[..., offset : x.shape[-1] + offset] for x in drawn]
+    params = Case.parse(variant, shape[4]).params
+    made: dict[str, Any] = {n: x(drawn) if callable(x) else x for n, x in options.items()}
+    runs: list[dict[str, Tensor]] = []
+    for name, inputs in ((backend, drawn), ("eager", [x.double() for x in drawn])):
+        leaves = [x.detach().requires_grad_(gradients) for x in inputs]
+        call = {
+            n: x.to(inputs[0].dtype) if n == "attn_mask" and x.is_floating_point() else x
+            for n, x in made.items()
+        }
+        runs.append(results(leaves, variant, name, gradients, **call, **params))
+    errors = {name: relative_error(x, runs[1][name]) for name, x in runs[0].items()}
+    return all(error < limit for error in errors.values()), errors
+
+
+def agreement(
+    variant: str = "softmax", backend: str = "flash", shape: Shape = BASE, dtype: str = HALF,
+    gradients: bool = True, limit: float = 2e-2, offset: int = 0, **options: Any,
+) -> Check:  # fmt: skip
+    """A check that a call agrees with the definition.
+
+    ``options`` are those of `attnzoo.attention`, or functions of (q, k, v) that make them.
+    """
+    return partial(
+        agree, variant=variant, backend=backend, shape=shape, dtype=dtype, gradients=gradients,
+        limit=limit, offset=offset, options=options,
+    )  # fmt: skip
+
+
+def seeded(*shape: int) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def key_mask(qkv: list[Tensor]) -> Tensor:
+    return (seeded(qkv[0].shape[0], 1, 1, qkv[1].shape[2]) > 0.3).to(qkv[0].device)
+
+
+def bool_mask(qkv: list[Tensor]) -> Tensor:
+    shape = qkv[0].shape[0], 1, qkv[0].shape[2], qkv[1].shape[2]
+    return (seeded(*shape) > 0.3).to(qkv[0].device)
+
+
+def float_mask(qkv: list[Tensor]) -> Tensor:
+    return seeded(1, qkv[0].shape[1], qkv[0].shape[2], qkv[1].shape[2]).to(qkv[0])
+
+
+def segments(qkv: list[Tensor]) -> Tensor:
+    length = qkv[1].shape[2]
+    ids = torch.arange(length, device=qkv[0].device) // max(1, length // 10)
+    return ids.expand(qkv[0].shape[0], length)
+
+
+def slopes(qkv: list[Tensor]) -> Tensor:
+    return torch.linspace(0.01, 0.3, qkv[0].shape[1], device=qkv[0].device)
+
+
+def repeatable(device: str) -> tuple[bool, Figures]:
+    """Four runs are bit-equal. From the third on, launches are prepared."""
+    runs = []
+    for _ in range(4):
+        leaves = [x.requires_grad_() for x in tensors(BASE, HALF, device)]
+        runs.append(results(leaves, "entmax", "flash", True, is_causal=True))
+    same = all(torch.equal(x, run[name]) for run in runs[1:] for name, x in runs[0].items())
+    return same, {}
+
+
+def captured(device: str, variant: str, backend: str) -> tuple[bool, Figures]:
+    """A CUDA graph, replayed for new inputs, equals a call."""
+    gradients = backend != "decode"
+    shape = BASE if gradients else TOKEN
+    params = Case.parse(variant, shape[4]).params
+    leaves = [x.requires_grad_(gradients) for x in tensors(shape, HALF, device)]
+    run = partial(results, leaves, variant, backend, gradients, is_causal=True, **params)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    with torch.no_grad():
+        for x in leaves:
+            x.copy_(x.flip(2))
+    graph.replay()
+    torch.cuda.synchronize()
+    return all(torch.equal(x, outputs[name]) for name, x in run().items()), {}
+
+
+def compiled(device: str) -> tuple[bool, Figures]:
+    """`torch.compile` with fullgraph gives the results of a call."""
+    attend = partial(
+        attnzoo.attention, variant="sink", is_causal=True, backend="flash", enable_gqa=True
+    )
+    runs = []
+    for function in (attend, torch.compile(attend, fullgraph=True)):
+        leaves = [x.requires_grad_() for x in tensors(BASE, HALF, device)]
+        out = function(*leaves)
+        runs.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    errors = map(relative_error, runs[1], runs[0])
+    figures: Figures = dict(zip(("out", "dq", "dk", "dv"), errors, strict=True))
+    return all(error < 1e-2 for error in figures.values()), figures
+
+
+def long_offsets(device: str) -> tuple[bool, Figures]:
+    """The last head of a tensor of 4.6 GiB, whose offsets exceed 2^31 elements."""
+    k = torch.randn(2, 9, 2**20, 128, device=device, dtype=torch.bfloat16)
+    call = partial(attnzoo.attention, is_causal=True, window=100)
+    out = call(k[:, :, -64:], k, k, backend="flash")
+    last = k[-1:, -1:, -200:].double()
+    error = relative_error(out[-1:, -1:], call(last[:, :, -64:], last, last, backend="eager"))
+    return error < 2e-2, {"out": error}
+
+
+def losses(device: str) -> tuple[bool, Figures]:
+    """Losses of 512 tokens over 32 000 classes, and the seconds of one call with gradients."""
+    from attnzoo.losses import linear_loss
+
+    figures = {}
+    generator = torch.Generator(device).manual_seed(0)
+    draw = partial(torch.randn, device=device, generator=generator)
+    h, e = (0.1 * draw(512, 256)).bfloat16(), draw(32_000, 256).bfloat16()
+    target = torch.arange(512, device=device) * 61 % 32_000
+    for variant in ("softmax", "entmax"):
+        leaves = h.detach().requires_grad_(), e.detach().requires_grad_()
+        start = time.perf_counter()
+        loss = linear_loss(*leaves, target, variant)
+        torch.autograd.grad(loss, leaves)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        figures[f"{variant} s"] = time.perf_counter() - start
+        figures[variant] = relative_error(
+            loss, linear_loss(h.double(), e.double(), target, variant)
+        )
+    return max(figures["softmax"], figures["entmax"]) < 1e-2, figures
+
+
+MORE_VARIANTS = (
+    "sigmoid", "relu", "softpick", "sink", "taylor", "ssmax", "noisy", "adaptive_temperature",
+    "position_temperature", "scale_invariant", "forgetting",
+)  # fmt: skip
+CHECKS: dict[str, Check] = {
+    "fp32-forward": agreement(
+        shape=(1, 2, 2, 200, 200, 64, 64), dtype=WIDE, gradients=False, limit=1e-4, is_causal=True
+    ),
+    "tma-forward": agreement(gradients=False, is_causal=True),
+    "tma-backward": agreement(is_causal=True),
+    "full": agreement(shape=(1, 4, 4, 777, 1000, 64, 64)),
+    "unaligned": agreement(offset=1, is_causal=True),
+    "odd-dims": agreement(shape=(1, 2, 2, 777, 777, 40, 24), dtype="float16", is_causal=True),
+    "d256": agreement(shape=(1, 2, 2, 300, 300, 256, 256), is_causal=True),
+    **{name: agreement(name, is_causal=True) for name in MORE_VARIANTS},
+    **{
+        name: agreement(name, limit=5e-2, is_causal=True)
+        for name in ("entmax", "sparsemax", "asentmax")
+    },
+    "key-mask": agreement(attn_mask=key_mask),
+    "bool-mask": agreement(attn_mask=bool_mask, is_causal=True),
+    "float-mask": agreement(attn_mask=float_mask),
+    "segments": agreement(segment_ids=segments, is_causal=True),
+    "window-alibi": agreement(window=77, alibi=slopes, is_causal=True),
+    **{
+        f"decode-{name}": agreement(name, "decode", TOKEN, gradients=False, is_causal=True)
+        for name in ("softmax", "ssmax", "sigmoid", "entmax", "adaptive_temperature")
+    },
+    "linear-taylor": agreement(
+        "taylor", "flash_linear", (2, 4, 2, 1000, 1000, 16, 128), is_causal=True
+    ),
+    "linear-elu": agreement("elu", "flash_linear", is_causal=True),
+    "sdpa-ssmax": agreement("ssmax", "sdpa", is_causal=True),
+    "repeatable": repeatable,
+    "losses": losses,
+}
+AGREEMENTS = [name for name, check in CHECKS.items() if check is not losses]
+# These need a CUDA device. Kernels that they launch are those of other checks.
+ON_GPU: dict[str, Check] = {
+    **{
+        f"graph-{variant}-{backend}": partial(captured, variant=variant, backend=backend)
+        for variant, backend in (
+            ("softmax", "flash"), ("entmax", "flash"), ("elu", "flash_linear"), ("entmax", "decode")
+        )
+    },
+    "compile": compiled,
+    "long-offsets": long_offsets,
+    **MEASUREMENTS,
+}  # fmt: skip
+NAMES = (*CHECKS, *ON_GPU)
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "check", help="Check the kernels on a GPU, from simple to complex", description=__doc__
+    )
+    add = parser.add_argument
+    add("--device", choices=DEVICES, default="cuda",
+        help="cpu: run the kernels in Triton's interpreter, if TRITON_INTERPRET=1 is set "
+        "(default: cuda)")  # fmt: skip
+    add("--only", type=subset_of(NAMES), metavar="NAME,…",
+        help=f"Run these checks (default: all): {', '.join(NAMES)}")  # fmt: skip
+    add("--journal", type=Path, metavar="FILE",
+        help="Append each result to a file of JSON lines at once")  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.device == "cuda":
+        require_cuda("check")
+    names = [name for name in NAMES if args.only is None or name in args.only]
+    if args.device == "cpu":
+        names = [name for name in names if name in CHECKS]
+    bad = 0
+    for result in checked(names, args.device, args.journal):
+        print(json.dumps(result), flush=True)
+        bad += not result["ok"]
+        if result.get("device_lost"):
+            return DEVICE_LOST
+    print(f"{len(names) - bad} of {len(names)} checks passed")
+    return 1 if bad else 0
+
+
+def checked(names: list[str], device: str, file: Path | None) -> Iterator[dict[str, Any]]:
+    """The result of each check, which is written to the file at once."""
+
+    def log(**line: Any) -> None:
+        if file is not None:
+            journal.append(file, line)
+
+    for name in names:
+        log(begin=name)
+        start = time.monotonic()
+        result: dict[str, Any] = {"name": name, "ok": False, "figures": {}}
+        try:
+            ok, figures = {**CHECKS, **ON_GPU}[name](device)
+            # JSON has no NaN.
+            shown = {n: x if abs(x) < float("inf") else None for n, x in figures.items()}
+            result |= {"ok": ok, "figures": shown}
+        except Exception as error:
+            result["error"] = first_line(error)[:800]
+        if device == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except Exception as error:
+                result |= {"ok": False, "device_lost": True, "error": first_line(error)[:800]}
+        result["seconds"] = round(time.monotonic() - start, 2)
+        log(check=result)
+        yield result

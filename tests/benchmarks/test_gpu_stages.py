@@ -1,0 +1,227 @@
+"""The runner of the GPU stages loses no finding if a step hangs, crashes or loses the device."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.gpu import checks, command, stages
+from benchmarks.gpu.session import Session, Step
+from benchmarks.harness import journal
+from benchmarks.harness.report import DEVICE_LOST
+
+# A program that goes through items, and ends or hangs at some of them.
+PROGRAM = f"""
+import json, os, sys, time
+names, file = sys.argv[sys.argv.index("--items") + 1], sys.argv[sys.argv.index("--journal") + 1]
+def log(**line):
+    with open(file, "a") as out:
+        out.write(json.dumps(line) + "\\n")
+for name in names.split(","):
+    log(begin=name)
+    if name == "hang":
+        time.sleep(60)
+    if name == "crash":
+        os.abort()
+    if name == "lose":
+        os._exit({DEVICE_LOST})
+    log(row=name)
+"""
+
+
+def session(tmp_path: Path, seconds: float = 60.0) -> Session:
+    return Session(tmp_path, seconds, {}, tmp_path)
+
+
+def step(*items: str, **limits: float) -> Step:
+    program = (sys.executable, "-c", PROGRAM)
+    return Step("items", program, 1, limits.pop("limit", 30), items, "--items", **limits)
+
+
+def lines(session: Session) -> list[dict[str, Any]]:
+    return journal.read(session.steps)
+
+
+def rows(session: Session) -> list[str]:
+    return [line["row"] for line in journal.read(session.journal) if "row" in line]
+
+
+@pytest.mark.parametrize("bad", ["hang", "crash", "lose"])
+def test_items_after_one_that_ends_the_process_are_measured(bad: str, tmp_path: Path) -> None:
+    made = session(tmp_path)
+    assert not made.run(step("a", bad, "b", "c", item_limit=2))
+    assert rows(made) == ["a", "b", "c"]
+    (failed,) = [line for line in lines(made) if "failed" in line]
+    assert failed["failed"] == bad
+    assert [line["status"] == 0 for line in lines(made) if "status" in line] == [False, True]
+
+
+def test_a_step_that_ends_by_itself_is_complete(tmp_path: Path) -> None:
+    made = session(tmp_path)
+    assert made.run(step("a", "b"))
+    assert rows(made) == ["a", "b"]
+    assert len(lines(made)) == 1
+
+
+def test_a_process_that_exceeds_its_limit_is_stopped_with_its_children(tmp_path: Path) -> None:
+    file = tmp_path / "written"
+    child = f"import time; time.sleep(3); open({str(file)!r}, 'w')"
+    program = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        "time.sleep(60)"
+    )
+    made = session(tmp_path)
+    assert not made.run(Step("slow", (sys.executable, "-c", program), 1, 1, journaled=False))
+    (line,) = lines(made)
+    assert (line["status"], line["reason"]) == (None, "stopped after 1 s")
+    time.sleep(3)  # the child would have written by now
+    assert not file.exists()
+
+
+def test_steps_that_do_not_fit_are_listed(tmp_path: Path) -> None:
+    made = session(tmp_path, seconds=1.0)
+    assert not made.run(step("a", "b"))
+    (line,) = lines(made)
+    assert (line["left_out"], line["why"]) == ("a,b", "no time left")
+
+
+def test_a_program_that_is_not_installed_is_listed(tmp_path: Path) -> None:
+    made = session(tmp_path)
+    assert not made.run(Step("x", ("no-such-program",), 1, 9))
+    assert "no-such-program is not installed" in lines(made)[0]["reason"]
+
+
+def test_a_half_written_line_of_a_journal_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "journal"
+    journal.append(file, {"row": 1})
+    with file.open("a") as out:
+        out.write('{"row": ')
+    assert journal.read(file) == [{"row": 1}]
+
+
+# ---- the stages ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", stages.STAGES)
+def test_steps_are_named_once_and_expect_less_than_their_limit(stage: str) -> None:
+    steps = stages.STAGES[stage]
+    assert len({step.name for step in steps}) == len(steps)
+    assert all(step.expected < step.limit for step in steps)
+
+
+def test_contact_checks_and_tests_before_it_times() -> None:
+    assert stages.CONTACT[:2] == (stages.SMOKE, stages.TESTS)
+    assert stages.seconds("contact") < 345
+
+
+@pytest.mark.parametrize("stage", stages.STAGES)
+def test_commands_of_the_stages_are_accepted(
+    stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each command gets as far as to ask for a GPU, or to print its help."""
+    for each in stages.STAGES[stage]:
+        if "benchmarks" not in each.command or "gpu" in each.command:
+            continue
+        words = [*each.command[each.command.index("benchmarks") + 1 :]]
+        words += [each.option, ",".join(each.items)] if each.items else []
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--journal", "x", "--help"])
+        assert ended.value.code == 0, words
+    capsys.readouterr()
+
+
+def test_names_of_checks_are_unique_and_sanitized_ones_exist() -> None:
+    assert len(set(checks.NAMES)) == len(checks.NAMES)
+    assert {*stages.SANITIZED.split(","), *stages.KERNELS.values()} <= set(checks.NAMES)
+
+
+def test_a_bad_only_names_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpu", "--out", str(tmp_path / "x"), "--rehearse", "--only", "nothing"]) == 2
+    assert "--only must be part of the name of a step (checks, tests" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "nowhere"], "gpu (without --rehearse) requires a CUDA device"),
+        (["--out", "README.md"], "--out must be a folder, got 'README.md'"),
+        (["--out", "nowhere", "--cache", "none.tar.xz"], "--cache must be a file, got 'none.tar"),
+    ],
+)
+def test_usage_errors_are_one_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["gpu", *options]) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.err.count("\n") == 1
+    assert not Path("nowhere").exists()
+
+
+# ---- the files ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_rehearsal_writes_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One check, one timing of attention and one of decoding run on the CPU; a step hangs."""
+    pytest.importorskip("triton")
+    hanging = Step("hanging", (sys.executable, "-c", "import time; time.sleep(60)"), 1, 2)
+    chosen = [stages.SMOKE, hanging, *stages.CONTACT[2:4]]
+    monkeypatch.setitem(stages.STAGES, "contact", tuple(chosen))
+    monkeypatch.setattr(stages, "INTERPRETED", ("fp32-forward", "decode-ssmax"))
+    status = main(["gpu", "--rehearse", "--out", str(tmp_path), "--commit", "0123"])
+    assert status == 1  # a step did not end
+    (file,) = tmp_path.glob("*-0123-contact.json")
+    document = json.loads(file.read_text())
+    assert [(check["name"], check["ok"]) for check in document["checks"]] == [
+        ("fp32-forward", True), ("decode-ssmax", True),
+    ]  # fmt: skip
+    assert {row["suite"] for row in document["rows"]} == {"attention", "decode"}
+    assert all(row["seconds"]["median"] > 0 for row in document["rows"])
+    assert document["environment"]["commit"] == "0123"
+    assert [line["status"] for line in document["steps"]] == [0, None, 0, 0]
+    summary = (tmp_path / "summary.md").read_text()
+    assert "checks: 2 of 2 passed" in summary
+    assert "stopped after 2 s" in summary
+    capsys.readouterr()
+
+
+def test_failures_of_checks_tests_and_rows_are_problems(tmp_path: Path) -> None:
+    made = session(tmp_path)
+    bad = {"name": "full", "ok": False, "figures": {"dq": 3.0}}
+    row = {"name": "sigmoid", "length": 64, "check": {"ok": False}}
+    journal.append(made.journal, {"check": bad})
+    journal.append(made.journal, {"row": row})
+    journal.append(tmp_path / "tests.jsonl", {"test": "a::b", "outcome": "failed", "seconds": 1})
+    args = command.argparse.Namespace(
+        stage="contact", seconds=1.0, rehearse=False, commit="x", out=tmp_path
+    )
+    document = command.merged(args, made)
+    assert document["tests"]["summary"] == "0 passed, 1 failed, 0 skipped"
+    assert command.problems(document) == [
+        "check full: {'dq': 3.0}", "test a::b", "row sigmoid, N = 64: error budget exceeded",
+    ]  # fmt: skip
+
+
+def test_check_reports_an_error_as_a_failed_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: str) -> Any:
+        raise RuntimeError("no kernel\nand more")
+
+    monkeypatch.setitem(checks.CHECKS, "full", fail)
+    (result,) = checks.checked(["full"], "cpu", tmp_path / "journal")
+    assert (result["ok"], result["error"]) == (False, "RuntimeError: no kernel")
+    assert [*journal.read(tmp_path / "journal")[0]] == ["begin"]
