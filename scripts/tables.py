@@ -1,4 +1,4 @@
-"""Fills the generated tables of README.md and docs/: variants, tasks, and measured results.
+"""Fills the generated tables of README.md and docs/: variants, tasks, versions, results.
 
 A table stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`, in any page.
 """
@@ -22,6 +22,7 @@ from scripts import variant_facts as facts
 from scripts.kernels_table import kernels_table
 from scripts.profile_table import profile_table
 from scripts.support_table import support_table
+from scripts.versions_table import versions_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -107,6 +108,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "tasks": lambda page: tasks_table(),
     "forms": lambda page: forms_table(),
     "support": lambda page: support_table(),
+    "versions": lambda page: versions_table(),
     "evals": lambda page: scores(RESULTS),
     "results": lambda page: overview(RESULTS),
     **{name: lambda page, name=name: documented(RESULTS, name) for name in EXPERIMENTS},

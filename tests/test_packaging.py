@@ -20,10 +20,15 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def pins() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    found = [line.split("==") for line in lines if line and not line.startswith("#")]
-    return {canonical(name): version for name, version in found}
+def pins(file: str = "constraints.txt") -> dict[str, str]:
+    lines = (ROOT / file).read_text().splitlines()
+    pinned = [line.split(";")[0].split("==") for line in lines if line and line[0] != "#"]
+    return {canonical(name): version.strip() for name, version in pinned}
+
+
+def requirements() -> list[str]:
+    extras = PROJECT["optional-dependencies"].values()
+    return [*PROJECT["dependencies"], *(entry for extra in extras for entry in extra)]
 
 
 def test_wheel_contains_only_attnzoo(tmp_path: Path) -> None:
@@ -40,11 +45,15 @@ def test_wheel_contains_only_attnzoo(tmp_path: Path) -> None:
 
 
 def test_all_dependencies_are_pinned() -> None:
-    extras = PROJECT["optional-dependencies"].values()
-    required = [*PROJECT["dependencies"], *(entry for extra in extras for entry in extra)]
-    names = {canonical(re.split(r"[\[<>=!~; ]", entry)[0]) for entry in required}
+    names = {canonical(re.split(r"[\[<>=!~; ]", entry)[0]) for entry in requirements()}
     assert names <= pins().keys()
     assert pins()["torch"] == "2.13.0"
+
+
+@pytest.mark.parametrize("name", ["torch", "triton", "transformers"])
+def test_the_oldest_tested_version_is_the_oldest_required_one(name: str) -> None:
+    lower = {entry.split(">=")[1] for entry in requirements() if entry.startswith(f"{name}>=")}
+    assert [f"{version}.0" for version in lower] == [pins("constraints-oldest.txt")[name]]
 
 
 def test_library_depends_on_torch_einops_and_numpy_only() -> None:
@@ -78,13 +87,16 @@ def test_import_without_transformers_or_with_an_old_version_raises() -> None:
         "    try: import attnzoo.integrations.transformers\n"
         "    except ImportError as error: print(error)\n"
         "version = importlib.metadata.version\n"
-        "importlib.metadata.version = lambda name: '4.57.1'\n"
-        "attempt()\n"
+        "for old in '4.57.1', '5.16.1':\n"
+        "    importlib.metadata.version = lambda name: old\n"
+        "    attempt()\n"
         "importlib.metadata.version = version\n"
         "sys.modules['transformers'] = None; importlib.util.find_spec = lambda n, *a: None\n"
         "attempt()"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    old, without = done.stdout.strip().splitlines()
-    assert "5 or later, found 4.57.1" in old, done.stderr
+    *old, without = done.stdout.strip().splitlines()
+    oldest = pins("constraints-oldest.txt")["transformers"].removesuffix(".0")
+    for line, version in zip(old, ("4.57.1", "5.16.1"), strict=True):
+        assert f"transformers {oldest} or later, got {version}" in line, done.stderr
     assert "run pip install -e '.[hf]' in the clone of attnzoo" in without, done.stderr

@@ -15,6 +15,7 @@ from scripts import tables, variant_facts
 from scripts.kernels_table import kernels_table
 from scripts.profile_table import profile_table
 from scripts.support_table import support_table
+from scripts.versions_table import CONSTRAINTS, versions_table
 
 
 def page(folder: Path, text: str) -> Path:
@@ -97,6 +98,31 @@ def test_every_variant_has_a_row_with_its_use() -> None:
     assert all(line.count(" | ") == 3 and not line.endswith("|  |") for line in table)
     linked = tables.variants_table(tables.ROOT / "docs" / "variants" / "index.md")
     assert "[`softmax`](softmax.md)" in linked
+
+
+def test_versions_are_those_that_the_project_requires_and_tests(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("""
+        [project]
+        requires-python = ">=3.11"
+        dependencies = ["torch>=2.9", "numpy"]
+        classifiers = ["Typing :: Typed", "Programming Language :: Python :: 3",
+            "Programming Language :: Python :: 3.9", "Programming Language :: Python :: 3.11"]
+        [project.optional-dependencies]
+        gpu = ["triton>=3.6"]
+        dev = ["triton", "transformers>=5.17"]
+    """)
+    newest, oldest = (tmp_path / name for name in CONSTRAINTS)
+    newest.write_text(
+        "# tested\ntorch==2.13.0\n\ntriton==3.9.0\ntransformers==5.23.0\nnumpy==2.4.6\n"
+    )
+    oldest.write_text("torch==2.9.1\ntransformers==5.17.0\nnumpy==2.5.2; python_version > '3.11'\n")
+    assert versions_table(tmp_path).splitlines()[2:] == [
+        "| Python | 3.11 or later | 3.9 | 3.11 |",
+        "| PyTorch | 2.9 or later | 2.9.1 | 2.13.0 |",
+        "| Triton | 3.6 or later | 3.9.0 | 3.9.0 |",
+        "| transformers | 5.17 or later | 5.17.0 | 5.23.0 |",
+        "| numpy | any | 2.4.6 | 2.5.2 |",
+    ]
 
 
 def results(device: str = "NVIDIA Test", date: str = "2026-01-31", tflops: float = 410.0) -> Any:

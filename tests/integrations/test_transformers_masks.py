@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -14,7 +15,7 @@ from transformers.masking_utils import (
     chunked_causal_mask_function,
     chunked_overlay,
     or_masks,
-    packed_sequence_compatibility_function,
+    packed_sequence_mask_function,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
     sliding_window_overlay,
@@ -48,9 +49,29 @@ def test_masks_that_say_nothing_about_single_keys_hold_no_values() -> None:
         assert (found.attn_mask, found.segment_ids) == (None, None)
 
 
-def functions() -> dict[str, Any]:
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]]).expand(2, -1)
-    pack = (positions, torch.tensor([[0] * 7 + [1] * 5]).expand(2, -1))
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]]).expand(2, -1)
+DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5]).expand(2, -1)
+
+
+def packed(function: Any) -> Any:
+    """What this version of transformers makes of a mask function in a packed batch."""
+    combine = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if combine is not None:
+        return combine(function, POSITIONS, DOCUMENTS)
+    return and_masks(function, packed_sequence_mask_function(DOCUMENTS))
+
+
+def in_each_document(function: Any) -> Any:
+    """The same as transformers 5.23 makes it: each document as if it were alone."""
+
+    def alone(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return function(batch, head, POSITIONS[batch, query], POSITIONS[batch, key])
+
+    return and_masks(packed_sequence_mask_function(DOCUMENTS), alone)
+
+
+def functions() -> dict[str, tuple[Any, Any]]:
+    """By name, mask functions that transformers makes, and functions of the keys to be seen."""
     none, left = torch.tensor([0, 0]), torch.tensor([0, 4])
     bases = {
         "causal": causal_mask_function,
@@ -59,21 +80,19 @@ def functions() -> dict[str, Any]:
         "all": bidirectional_mask_function,
         "chunk": chunked_causal_mask_function(3, none),
     }
-    made = {
-        f"packed {n}": packed_sequence_compatibility_function(f, *pack) for n, f in bases.items()
-    }
-    shifted = {"chunk after padding": chunked_causal_mask_function(3, left)}
-    return {**bases, **shifted, **made}
+    bases["chunk after padding"] = chunked_causal_mask_function(3, left)
+    in_packs = {f"packed {n}": (packed(f), in_each_document(f)) for n, f in bases.items()}
+    return {**{name: (f, f) for name, f in bases.items()}, **in_packs}
 
 
 @pytest.mark.parametrize("name", functions())
 def test_every_recognized_mask_shows_the_same_keys_as_the_dense_one(name: str) -> None:
-    function = functions()[name]
+    function, expected = functions()[name]
     paddings = (
         [None] if "packed" in name else [None, left_padding().bool(), left_padding().flip(1).bool()]
     )
     for padding in paddings:
-        dense = masks._dense(2, 12, 12, 0, 0, function, padding)
+        dense = masks._dense(2, 12, 12, 0, 0, expected, padding)
         made = make_mask(2, 12, 12, mask_function=function, attention_mask=padding)
         if made is None:
             assert (name, padding) == ("all", None)

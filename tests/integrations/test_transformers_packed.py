@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import DataCollatorWithFlattening, ModernBertConfig, ModernBertModel
+from transformers.masking_utils import create_chunked_causal_mask
 
 import attnzoo
 from attnzoo.integrations.transformers import convert, packed
@@ -255,6 +257,9 @@ def test_windows_and_chunks_equal_those_of_eager(
 @every_way_to_generate
 @every_layout
 def test_generated_tokens_equal_those_of_eager(make: Any, variant: str, options: dict) -> None:
+    taken = inspect.signature(create_chunked_causal_mask).parameters
+    if make is llama4 and "cache_implementation" in options and "block_sequence_ids" not in taken:
+        pytest.skip("before 5.20, transformers itself fails with a static cache of chunks")
     assert_generates_as_eager(make, variant, options)
 
 

@@ -14,15 +14,17 @@ torch.Size([1, 5, 99])
 from importlib import metadata
 from importlib.util import find_spec
 
-_OLDEST = 5
+_OLDEST = (5, 17)  # as in the extras of pyproject.toml
 if find_spec("transformers") is None:
     raise ImportError(
         "attnzoo.integrations.transformers needs transformers: run pip install -e '.[hf]' in the "
         "clone of attnzoo"
     )
-if int((_found := metadata.version("transformers")).split(".")[0]) < _OLDEST:
+_installed = metadata.version("transformers")
+if tuple(map(int, _installed.split(".")[:2])) < _OLDEST:
     raise ImportError(
-        f"attnzoo.integrations.transformers needs transformers {_OLDEST} or later, found {_found}"
+        f"attnzoo.integrations.transformers needs transformers {'.'.join(map(str, _OLDEST))} or "
+        f"later, got {_installed}: run pip install -e '.[hf]' in the clone of attnzoo"
     )
 
 from attnzoo.integrations.transformers.checkpoint import (  # noqa: E402

@@ -32,6 +32,7 @@ from attnzoo.integrations.transformers.modules import (
     minimal_batch,
     parts_of,
     run,
+    set_implementations,
 )
 from attnzoo.integrations.transformers.wrapped import (
     check_gate,
@@ -192,7 +193,7 @@ def _attach_and_try(
     except BaseException:
         for function in reversed(undo):
             function()
-        model.set_attn_implementation(before)
+        set_implementations(model, before)
         raise
 
 
@@ -288,7 +289,7 @@ def attach(
         removed = put(module, child.to(device).train(module.training))
         if undo is not None:
             undo.append(removed)
-    model.set_attn_implementation(NAME)
+    set_implementations(model, NAME)
 
 
 def revert(model: ModelT) -> ModelT:
@@ -325,7 +326,7 @@ def revert(model: ModelT) -> ModelT:
         query_layer(module, None)  # raises before anything is changed
     for module in converted:
         put(module, None)
-    host.set_attn_implementation(spec["before"])
+    set_implementations(host, spec["before"])
     for _, part in parts_of(host):
         for name in (NAME, "attn_implementation"):
             part.config.__dict__.pop(name, None)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils.output_capturing import _active_collector
 
 from attnzoo.core.arguments import check_call
 from attnzoo.core.checks import is_readable
@@ -21,11 +22,6 @@ from attnzoo.integrations.transformers.masks import NAME, Layout
 from attnzoo.integrations.transformers.packed import chunked, packed_segments
 from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
-
-try:
-    from transformers.utils.output_capturing import _active_collector
-except ImportError:  # transformers versions that pass output_attentions to each layer
-    _active_collector = None
 
 # Keywords that models pass to other attention functions and that attnzoo does not support.
 UNSUPPORTED = ("sinks", "position_bias", "head_mask", "cache", "indices")
@@ -223,8 +219,7 @@ def _need_weights(kwargs: dict[str, Any]) -> bool:
     """
     if kwargs.get("output_attentions") is not None:
         return bool(kwargs["output_attentions"])
-    collected = None if _active_collector is None else _active_collector.get()
-    return any(name.endswith("attentions") for name in collected or ())
+    return any(name.endswith("attentions") for name in _active_collector.get() or ())
 
 
 def _log_n(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[float, int]:

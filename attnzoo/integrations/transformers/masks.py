@@ -36,6 +36,7 @@ from attnzoo.core.arguments import Segments, Window
 from attnzoo.core.checks import is_int
 from attnzoo.core.registry import get_variant
 from attnzoo.nn.masks import as_bool
+from attnzoo.nn.segments import restarted
 
 NAME = "attnzoo"
 PADDING = torch.iinfo(torch.int32).max  # the segment of padding after the segments
@@ -275,13 +276,16 @@ def _code_of(factory: str, *args: Any) -> Any:
 
 
 _ANY = torch.zeros(1, 1, dtype=torch.long)
+# Before 5.23, transformers has no such function: its mask of a packed batch does not hold the
+# positions in the documents, and its chunks do not start anew with each document.
+_REMAPPED = _code_of("remap_positions_for_packed_sequence", causal_mask_function, _ANY)
 _KINDS = {
     and_masks().__code__: "and",
     _code_of("sliding_window_overlay", 1): "window",
     _code_of("sliding_window_bidirectional_overlay", 1): "window to both sides",
     _code_of("chunked_overlay", 1, _ANY): "chunk",
     _code_of("packed_sequence_mask_function", _ANY): "documents",
-    _code_of("remap_positions_for_packed_sequence", causal_mask_function, _ANY): "positions",
+    _REMAPPED: "positions",
 }
 _KINDS.pop(None, None)
 
@@ -293,7 +297,10 @@ def _segments(pattern: Pattern, first: int, used: int) -> Tensor | None:
     size, left_padding = pattern.chunk
     at = torch.arange(first, first + used, device=left_padding.device)
     if pattern.documents is not None:
-        at = at if pattern.positions is None else pattern.positions
+        if pattern.positions is not None:
+            at = pattern.positions
+        elif _REMAPPED is None:
+            at = restarted(pattern.documents)
         return chunks_of(pattern.documents, at - left_padding[:, None], size)
     if first + used <= size:
         return None

@@ -24,11 +24,11 @@ def attention_modules(
     """The attention modules by name, in the order of execution. Does not change the model."""
     before = implementations(model)
     try:
-        model.set_attn_implementation(NAME)
+        set_implementations(model, NAME)
         with observe_calls() as calls, observe_hidden_states(model) as hidden:
             _run_or_ask(model, batches)
     finally:
-        model.set_attn_implementation(before)
+        set_implementations(model, before)
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, ObservedCall] = {}
     for call in calls:
@@ -136,6 +136,20 @@ def implementations(model: Any) -> dict[str, str]:
     own = {"": model.config._attn_implementation}
     subs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     return own | {n: c._attn_implementation for n, c in subs.items() if c is not None}
+
+
+def set_implementations(model: Any, chosen: str | dict[str, str]) -> None:
+    """Sets the attention implementations of a model and of all its parts.
+
+    ``chosen`` is a name for all, or what `implementations` returned.
+    """
+    model.set_attn_implementation(chosen)
+    # Before 5.20, transformers skips parts with another config of the same class (T5's encoder).
+    whole, subs = model.config, (getattr(model.config, n, None) for n in model.config.sub_configs)
+    reached = {id(config) for config in (whole, *subs)}
+    for _, part in parts_of(model):
+        if type(part.config) is type(whole) and id(part.config) not in reached:
+            part.set_attn_implementation(whole._attn_implementation)
 
 
 def parts_of(model: Any) -> list[tuple[str, Any]]:
