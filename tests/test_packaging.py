@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import attnzoo
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -29,6 +31,11 @@ def pins(file: str = "constraints.txt") -> dict[str, str]:
 def requirements() -> list[str]:
     extras = PROJECT["optional-dependencies"].values()
     return [*PROJECT["dependencies"], *(entry for extra in extras for entry in extra)]
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert attnzoo.__version__ == PROJECT["version"]
+    assert f"version: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_wheel_contains_only_attnzoo(tmp_path: Path) -> None:

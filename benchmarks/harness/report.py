@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import attnzoo
 from benchmarks.harness.cases import SOFTMAX, Case, Setting
 from benchmarks.harness.correctness import Check
 from benchmarks.harness.journal import append
@@ -255,8 +256,8 @@ def line(columns: Sequence[str], texts: Sequence[str]) -> str:
 
 def environment() -> dict[str, Any]:
     """The machine, the packages and the commit that the figures come from."""
-    packages = {}
-    for name in ("attnzoo", "torch", "triton", "numpy", "entmax", "adasplash", "flash_sigmoid"):
+    packages: dict[str, str | None] = {"attnzoo": attnzoo.__version__}
+    for name in ("torch", "triton", "numpy", "entmax", "adasplash", "flash_sigmoid"):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def origin() -> dict[str, str]:
     return {
         "arithmetic": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
-        "attnzoo": version("attnzoo"),
+        "attnzoo": attnzoo.__version__,
         "commit": commit() or "unknown",
     }
 
