@@ -117,26 +117,30 @@ class TestChoice:
         assert chosen("cosformer", qkv(dtype=torch.float64)) == "linear"
         assert chosen("taylor", qkv(n=2**17)) == "linear"  # flash_linear would store 2145 features
 
-    def test_few_queries_against_many_keys_run_on_decode(self) -> None:
-        def step(queries: int, keys: int = 4096, **kind: Any) -> list[Tensor]:
+    @pytest.mark.parametrize("keys", [1, 100, 2048, 2**17])
+    def test_few_queries_run_on_decode(self, keys: int) -> None:
+        """For any number of keys, because each step of a decoding has one more."""
+
+        def step(queries: int, **kind: Any) -> list[Tensor]:
             return qkv(n=keys, queries=queries, **{"gradient": False, **kind})
 
         for variant in (*FUSED, *PAIRWISE, "adaptive_temperature"):
             for queries in (1, 16):
                 tensors = step(queries, kv_heads=2)
-                assert chosen(variant, tensors, is_causal=True, enable_gqa=True) == "decode"
-        # decode supports at most 64 queries × heads per KV head, and 17 × 4 is more. decode is also
-        # not chosen for few visible keys, because few keys need no split.
-        assert chosen("sink", step(17, kv_heads=2), enable_gqa=True) == "flash"
-        assert chosen("sink", step(1, 512)) == "flash"
-        assert chosen("sink", step(1), is_causal=True, window=512) == "flash"
-        # Below 4096 keys, sdpa comes before decode, because sdpa also splits the keys.
-        assert chosen("softmax", step(1, 2048)) == "sdpa"
-        assert chosen("sink", step(1, 2048)) == "decode"
-        assert chosen("adaptive_temperature", step(1, 2048)) == "decode"
-        assert chosen("sink", step(1, gradient=True)) == "flash"
-        many = step(9, kv_heads=2, dtype=torch.float32)
-        assert chosen("sink", many, enable_gqa=True) == "flash"
+                options = {"is_causal": queries <= keys, "enable_gqa": True}
+                assert chosen(variant, tensors, **options) == "decode"
+        assert chosen("sink", step(1), is_causal=True, window=64) == "decode"
+
+    def test_queries_that_decode_does_not_support_run_on_sdpa_or_flash(self) -> None:
+        def step(queries: int, **kind: Any) -> list[Tensor]:
+            return qkv(n=4096, queries=queries, **{"gradient": False, **kind})
+
+        # decode supports at most 64 queries × heads per KV head (fp32: 32), and 17 × 4 is more.
+        grouped = {"enable_gqa": True}
+        for variant, backend in (("softmax", "sdpa"), ("sink", "flash")):
+            assert chosen(variant, step(17, kv_heads=2), **grouped) == backend
+            assert chosen(variant, step(1, gradient=True)) == backend
+            assert chosen(variant, step(9, kv_heads=2, dtype=torch.float32), **grouped) == "flash"
         assert chosen("topk", step(1)) == "tiled"
 
     @pytest.mark.parametrize("variant", ["cosformer", "taylor"])
