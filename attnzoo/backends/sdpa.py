@@ -1,20 +1,24 @@
 """Runs softmax, with an optional gain per query, through torch's fused attention kernels.
 
-q is multiplied by the gain in the dtype of the scores, then rounded once to its own dtype. A call
-is supported only if torch's fused kernels compute it exactly. Torch never gets a mask together with
-``is_causal``. This module sets outputs of queries without visible keys to 0.
+q is multiplied by the gain in the dtype of the scores, then rounded once to its own dtype. A gain
+that is a number is a factor of the scale instead. A call is supported only if torch's fused kernels
+compute it exactly. Torch never gets a mask together with ``is_causal``. This module sets outputs of
+queries without visible keys to 0.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnzoo.backends.base import Backend, unsupported_extras
 from attnzoo.backends.tiled.statistics import with_gain
 from attnzoo.core.call import Call
-from attnzoo.core.checks import is_readable
+from attnzoo.core.checks import is_readable, is_traced
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.core.visibility import visible_entries
 
@@ -85,16 +89,42 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
     return mask - peak.masked_fill(peak > -FAR, 0.0), empty
 
 
-def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:
-    """Return a changed q and a positive scale that give the same scores as q and the call's scale.
+def _times(x: Tensor, gain: Tensor) -> Tensor:
+    """x · gain in the dtype of the gain, rounded once to the dtype of x."""
+    if x.dtype == gain.dtype or is_traced() or is_legacy_batchedtensor(x):
+        return (x.to(gain.dtype) * gain).to(x.dtype)
+    if torch.is_grad_enabled() and (x.requires_grad or gain.requires_grad):
+        return _Times.apply(x, gain)
+    # With ``out``, both conversions are part of the multiplication: one kernel instead of three.
+    return torch.mul(x, gain, out=torch.empty_like(x))
+
+
+class _Times(torch.autograd.Function):
+    """`_times` with gradients, because torch does not differentiate operations with ``out``."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        x, gain = tensors
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, gain)
+        return _times(x, gain)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (grad,), (x, gain) = gradients, ctx.saved_tensors
+        dx = _times(grad, gain) if ctx.needs_input_grad[0] else None
+        dgain = None if x is None else (grad.to(gain.dtype) * x).sum_to_size(gain.shape)
+        return dx, dgain
+
+
+def _positive_scale(q: Tensor, scale: float, call: Call) -> tuple[Tensor, float]:
+    """Return a changed q and a positive scale that give the same scores as q and ``scale``.
 
     Torch's fused CPU kernel adds −∞ to the scores of causally hidden keys before it scales. A
     negative scale would turn −∞ into +∞. A scale that is 0 or underflows to 0 would give NaN.
     """
-    scale = abs(call.scale)
-    if scale < torch.finfo(call.dtype).tiny:
-        return (call.scale * q.to(call.dtype)).to(call.input_dtype), 1.0
-    return (-q if call.scale < 0 else q), scale
+    if abs(scale) < torch.finfo(call.dtype).tiny:
+        return (scale * q.to(call.dtype)).to(call.input_dtype), 1.0
+    return (-q if scale < 0 else q), abs(scale)
 
 
 def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -135,11 +165,13 @@ def _without_unseen(k: Tensor, call: Call) -> Tensor:
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
-    gain = with_gain(form, q, k, call, "sdpa").gain
+    gain, scale = with_gain(form, q, k, call, "sdpa").gain, call.scale
     assert not isinstance(gain, FromStatistics)
-    if isinstance(gain, Tensor) or gain != 1.0:
-        q = (call.per_query(gain).unsqueeze(-1) * q.to(call.dtype)).to(call.input_dtype)
-    q, scale = _positive_scale(q, call)
+    if isinstance(gain, Tensor):
+        q = _times(q, gain.unsqueeze(-1))
+    else:
+        scale *= gain
+    q, scale = _positive_scale(q, scale, call)
     q, k, spoiled = _remove_nan(q, k, call)
     # Torch's fused CPU kernel falls back to dense math if the last dimension is strided.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
