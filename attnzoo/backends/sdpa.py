@@ -45,7 +45,6 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 
 def _unsupported_call(call: Call) -> str | None:
-    wide = call.input_dtype == torch.float32
     if call.return_lse:
         return "does not support return_lse (tiled does)"
     if call.alibi is not None or call.segments is not None:
@@ -63,12 +62,31 @@ def _unsupported_call(call: Call) -> str | None:
         return "does not support dropout on a CPU (tiled does)"
     if call.value_dim != call.head_dim:
         return "does not support a value dimension other than D (tiled does)"
-    if call.device.type == "cuda" and call.input_dtype == torch.float64:
-        return "does not support fp64 on a GPU (tiled does)"
-    if call.device.type == "cuda" and call.group > 1 and (call.mask is not None or wide):
-        return "does not support enable_gqa with a mask or in fp32 on a GPU (tiled does)"
+    if call.device.type == "cuda" and (reason := _unsupported_on_gpu(call)) is not None:
+        return reason
     if not (call.batch and call.heads and call.queries and call.keys):
         return "does not support empty tensors (tiled does)"
+    return None
+
+
+def _unsupported_on_gpu(call: Call) -> str | None:
+    """Return why torch's fused kernels do not run the call on a GPU, or None.
+
+    Torch would raise an error for a mask in another dtype, and store all scores for the others.
+    """
+    wide, mask = call.input_dtype == torch.float32, call.mask
+    if call.input_dtype == torch.float64:
+        return "does not support fp64 on a GPU (tiled does)"
+    if call.group > 1 and (mask is not None or wide):
+        return "does not support enable_gqa with a mask or in fp32 on a GPU (tiled does)"
+    if mask is not None and mask.dtype not in (torch.bool, call.input_dtype):
+        return "does not support a mask in another dtype than q on a GPU (tiled does)"
+    unit = 4 if wide else 8
+    if call.head_dim % unit and (mask is not None or wide or call.head_dim > 256):
+        return (
+            "does not support a mask, fp32 or D above 256 on a GPU unless D is a multiple of "
+            f"{unit}, got {call.head_dim} (tiled does)"
+        )
     return None
 
 
@@ -76,8 +94,11 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
     """Return the mask for torch, and a mask of the queries without visible keys.
 
     Torch never gets a query without keys: in the first mask such queries see all keys. Both masks
-    are None if the call has no mask. Torch saves m + log Z of each query for the backward. If all
-    entries of a row are about −1e9, this sum has no digits of log Z: their maximum is subtracted.
+    are None if the call has no mask. A key mask stays [B|1, H|1, 1, Nk]: torch converts it to
+    floats in this shape, and expands it over the queries without a copy.
+
+    Torch saves m + log Z of each query for the backward. If all entries of a row are about −1e9,
+    this sum has no digits of log Z: their maximum is subtracted.
     """
     if call.mask is None:
         return None, None

@@ -162,13 +162,19 @@ class TestChoice:
             assert scan_for(next(f for f in form if f.kind == "linear"), ready.call).name == name
 
 
-def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
+def first_able(
+    variant: str,
+    kv_heads: int = 8,
+    d: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> str:
     """Return the first backend that supports a call on a GPU.
 
     A torch build without CUDA raises an error for fake masks on the device "cuda". The tensors are
     therefore on the device "meta".
     """
-    shape, kind = (2, 8, 256, 64), {"dtype": torch.bfloat16, "device": "meta"}
+    shape, kind = (2, 8, 256, d), {"dtype": dtype, "device": "meta"}
     q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)
     ready = ready._replace(call=replace(ready.call, device=torch.device("cuda")))
@@ -186,6 +192,23 @@ def test_masks_and_segments_run_on_sdpa_or_flash_and_learned_masks_on_tiled() ->
     assert first_able("softmax", segment_ids=ids) == "flash"
     assert first_able("sparsemax", attn_mask=keys) == "flash"
     assert first_able("softmax", attn_mask=learned) == "tiled"
+
+
+def test_calls_for_which_torch_stores_all_scores_or_raises_run_on_flash() -> None:
+    """Torch's fused kernels need aligned rows for a mask and for fp32, and a mask in q's dtype."""
+    keys = torch.ones(2, 1, 1, 256, dtype=torch.bool, device="meta")
+    for d, dtype, mask, backend in (
+        (64, torch.bfloat16, keys.bfloat16(), "sdpa"),
+        (64, torch.bfloat16, keys.float(), "flash"),
+        (36, torch.bfloat16, keys, "flash"),
+        (36, torch.bfloat16, None, "sdpa"),
+        (36, torch.float32, keys, "sdpa"),
+        (34, torch.float32, keys, "flash"),
+        (34, torch.float32, None, "flash"),
+        (264, torch.bfloat16, keys, "sdpa"),
+        (260, torch.bfloat16, None, "tiled"),
+    ):
+        assert first_able("softmax", d=d, dtype=dtype, attn_mask=mask) == backend, (d, dtype)
 
 
 @pytest.mark.parametrize("gradient", [True, False])
