@@ -38,7 +38,8 @@ class Specialization(NamedTuple):
     """One kernel and the settings that its compilation depends on.
 
     kernel: one of KERNELS. "linear", "decode" and "rows" may be followed by a space and the name
-        of a launch or an algorithm. "rows" has no head dimension and no activation.
+        of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has no head
+        dimension and no activation.
     extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head); "offset"
     (q, k and v start 8 bytes after a multiple of 16); "narrow mask" (strides that rule out wide
     loads of the mask); "fp32 mask" (as under autocast); or "all" (all of EXTRAS, a sink and the
@@ -122,6 +123,11 @@ GROUPS = (
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
     Group(("decode",), "online", "bf16", (128,), ("offset", "key-bias", "distance")),
     Group(("decode",), "factor shifted", "bf16", (128,)),
+    Group(("decode short",), "online", "bf16 fp32", POWERS, ("all",)),
+    Group(("decode short",), "online", "bf16", (128,)),
+    Group(("decode short",), "none threshold factor shifted", "bf16", (128,), archs=("sm_90",)),
+    Group(("decode short",), "sum", "fp16", (128,), archs=("sm_90",)),
+    Group(("decode short products",), "online", "bf16", (128,), ("all",), ("sm_90",)),
     Group(("decode merge",), "factor shifted", "fp32", (128,)),
     Group(("decode products",), "threshold", "bf16", (128,), TERMS),
     Group(("decode products",), "threshold", "bf16 fp32", DECODE_DIMS, DECODE_EXTRAS),
