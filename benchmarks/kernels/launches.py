@@ -136,7 +136,7 @@ def describe_flash(spec: Specialization) -> Any:
     wanted = [name for name, there in given.items() if there]
     launches, _ = launch.describe_backward(
         do, vector if lse else None, q, q, q, out, stat, weight_sum, vector, layout, form, vectors,
-        extras, maps, wanted, arch,
+        extras, maps, wanted, arch, PROCESSORS,
     )  # fmt: skip
     name = "flash_dq" if spec.kernel == "dq" else "flash_dkdv"
     return next(each for each in launches if each.kernel.__name__ == name)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import attnzoo
 from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.triton.common import launch
 from attnzoo.backends.triton.common.kernel_operands import Extras, Form
 from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.decode import operators as decode_ops
@@ -200,7 +201,7 @@ def test_the_number_of_splits_does_not_change_the_result(
     q, k, v = rand(1, 4, 2, 16).float(), *(rand(1, 2, 300, 16, seed=i).float() for i in (1, 2))
     found = []
     for processors in (1, 3, 1000):
-        monkeypatch.setattr(launch_decode, "processors", lambda device, n=processors: n)
+        monkeypatch.setattr(launch, "processors", lambda device, n=processors: n)
         options: Any = {"is_causal": True, "enable_gqa": True, "backend": "decode"}
         options |= params_of(variant)
         found.append(attnzoo.attention(q, k, v, variant, **options))

@@ -20,6 +20,9 @@ from attnzoo.backends.triton.common.configurations import Config
 from attnzoo.backends.triton.common.kernel_operands import Extras
 from attnzoo.backends.triton.common.tile import load_tile
 
+# Programs per multiprocessor, where a kernel's work can be split.
+PER_PROCESSOR = 2
+
 
 class Launch(NamedTuple):
     kernel: Any
@@ -41,6 +44,14 @@ def architecture(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Number of multiprocessors of the GPU."""
+    if interpreted():
+        return 4  # so that short sequences are split among several programs
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def interpreted() -> bool:

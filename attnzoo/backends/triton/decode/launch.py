@@ -6,7 +6,6 @@ multiprocessor has work. The number of splits affects only the order of summatio
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from attnzoo.backends.triton.common.kernel_operands import (
     new_vector,
 )
 from attnzoo.backends.triton.common.launch import (
+    PER_PROCESSOR,
     Launch,
     align_of,
     arguments,
@@ -31,17 +31,14 @@ from attnzoo.backends.triton.common.launch import (
     common,
     count_extras,
     dense_mask,
-    interpreted,
     strides,
     values,
 )
 from attnzoo.backends.triton.decode import kernels
-from attnzoo.backends.triton.flash.launch import ranges_of
+from attnzoo.backends.triton.flash.segments import ranges_of
 
 # Fewest keys per split. A split with fewer keys costs more time than it saves.
 LEAST_KEYS = 256
-# Programs per multiprocessor, if there are enough keys.
-PER_PROCESSOR = 2
 # Unit of `key_range`, in keys. The unit must not depend on the kernel's block size, because fake
 # functions need the sizes of results without a device.
 KEYS = 128
@@ -57,13 +54,6 @@ class Splits(NamedTuple):
     last: int
     span: int
     number: int
-
-
-@cache
-def processors(device: torch.device) -> int:
-    if interpreted():
-        return 4  # so that short sequences have several splits
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def key_range(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
