@@ -29,20 +29,22 @@ BARE = ("full", "no gain", "full no gain")
 MODELS = ("full keys no gain", "full bool no gain")
 # A padded batch of a model with a window or ALiBi
 PADDED = ("window keys", "alibi keys")
+# Few programs: parts of a group of heads in dK/dV, splits of the keys in the forward
+SPLIT = "split"
 # Launches that do not depend on both the activation and the head dimension. The solver depends only
 # on the activation, the merge only on the head dimension, the others on neither.
-STAGES = ("decode statistics", "decode solver", "decode merge", "segments")
+STAGES = ("decode statistics", "decode solver", "decode merge", "forward merge", "segments")
 
 
 class Specialization(NamedTuple):
     """One kernel and the settings that its compilation depends on.
 
-    kernel: one of KERNELS. "linear", "decode" and "rows" may be followed by a space and the name
-        of a launch or an algorithm. "rows" has no head dimension and no activation.
+    kernel: one of KERNELS. "forward", "linear", "decode" and "rows" may be followed by a space and
+        the name of a launch or an algorithm. "rows" has no head dimension and no activation.
     extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head); "offset"
     (q, k and v start 8 bytes after a multiple of 16); "narrow mask" (strides that rule out wide
-    loads of the mask); "fp32 mask" (as under autocast); or "all" (all of EXTRAS, a sink and the
-    gradient of lse), optionally with "unaligned" (strides that rule out wide loads).
+    loads of the mask); "fp32 mask" (as under autocast); SPLIT; or "all" (all of EXTRAS, a sink and
+    the gradient of lse), optionally with "unaligned" (strides that rule out wide loads).
     """
 
     kernel: str
@@ -112,6 +114,11 @@ GROUPS = (
     Group(FLASH, "online threshold", "bf16", POWERS, ("narrow mask",)),
     Group(FLASH, "online threshold", "bf16", POWERS, ("offset",)),
     Group(FLASH, "online", "fp32", (64,), ("offset",)),
+    Group(("forward", "dkdv"), "online none", "bf16", POWERS, (SPLIT,)),
+    Group(("dkdv",), "threshold", "bf16", POWERS, (SPLIT,)),
+    Group(("forward", "dkdv"), "sum", "fp16", (128,), (SPLIT,)),
+    Group(("forward", "dkdv"), "online", "fp32", (128,), (SPLIT,)),
+    Group(("forward merge",), "online shifted", "fp32", (128,), (SPLIT,)),
     # These extras and dtypes cover each possible number of rows in a tile; see `few_queries`.
     Group(
         ("decode",), "online", "bf16 fp32", DECODE_DIMS, (*DECODE_EXTRAS, "all", "all unaligned")
@@ -180,5 +187,5 @@ def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
             once = (spec.arch, spec.head_dim) == ("sm_90", 128)
             if once and spec.extra in ("", *TERMS):
                 yield spec
-        elif spec.extra in ("", *BARE):
+        elif spec.extra in ("", SPLIT, *BARE):
             yield spec

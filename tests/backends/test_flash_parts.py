@@ -1,4 +1,4 @@
-"""flash splits the work of few programs: the heads of a group in dK/dV.
+"""flash splits the work of few programs: the heads of a group in dK/dV, the keys in the forward.
 
 The kernels run in Triton's interpreter. The fixture `parts` allows parts of any size and sets the
 number of processors.
@@ -23,11 +23,12 @@ from attnzoo.backends.triton.flash import parts as flash_parts
 from helpers.agreement import by_backend, disagreements, make
 from helpers.cases import CAUSAL_ONLY, NO_LSE, VARIANTS, rand
 from helpers.coverage_table import FLASH
-from helpers.kernel_paths import quick_variants
+from helpers.kernel_paths import code_of, quick_variants
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 slow = pytest.mark.slow
 
+EXP = Form("attnzoo.backends.triton.common.activations:exp", 1.4426950408889634, True, "online")
 Parts = Callable[[int], dict[str, int]]
 
 
@@ -42,11 +43,13 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
         split: dict[str, int] = {}
 
         def run(launch: common.Launch) -> Any:
-            if launch.args.get("parts") is not None:
-                split[launch.kernel.__name__] = launch.args["parts"]
+            number = launch.args.get("parts", launch.args.get("splits"))
+            if number is not None:
+                split[launch.kernel.__name__] = number
             return common.run(launch)
 
         monkeypatch.setattr(flash_parts, "LEAST_QUERIES", 1)
+        monkeypatch.setattr(flash_parts, "LEAST_KEYS", 1)
         monkeypatch.setattr(common, "processors", lambda device: number)
         monkeypatch.setattr(prepared, "run", run)
         return split
@@ -145,12 +148,9 @@ def dkdv(batch: int, heads: tuple[int, int], queries: int, keys: int) -> common.
     q = torch.empty(batch, heads[0], queries, 128, dtype=torch.bfloat16, device="meta")
     k = q.new_empty(batch, heads[1], keys, 128)
     stat = q.new_empty(q.shape[:3], dtype=torch.float32)
-    form = Form(
-        "attnzoo.backends.triton.common.activations:exp", 1.4426950408889634, True, "online"
-    )
     layout = Layout(0.1, None, 0, None, None, None, None)
     launches, _ = flash.describe_backward(
-        q, None, q, k, k, q, stat, None, None, layout, form, Vectors(), Extras(), Maps(), [], 90,
+        q, None, q, k, k, q, stat, None, None, layout, EXP, Vectors(), Extras(), Maps(), [], 90,
         132,
     )  # fmt: skip
     return launches[-1]
@@ -176,3 +176,123 @@ def test_groups_are_not_split(batch: int, heads: tuple[int, int], queries: int, 
     assert launch.args["parts"] is None
     assert launch.args["dk"].dtype == torch.bfloat16
     assert launch.args["group"] == heads[0] // heads[1]
+
+
+# ---- forward ------------------------------------------------------------------------------------
+
+# 70 queries are two tiles per head, 150 keys five blocks. Processors and splits: one block or two
+# each, and more splits than blocks.
+SPLITS = ((8, 4), (6, 3), (30, 15))
+CHUNKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"mask": "bool", "span": "causal"},
+    {"segments": True, "mask": "keys"},
+    {"span": "window", "layout": "bnhd", "dims": (16, 24)},
+    {"span": "causal", "layout": "sliced"},
+)
+UNSOLVED = [v for v in FLASH if v in VARIANTS and "threshold" not in code_of(v)]
+
+
+def chunk_cases() -> list[Any]:
+    """A case per variant without a threshold, quick once per activation. Dtypes take turns too."""
+    cases = []
+    for n, param in enumerate(quick_variants(UNSOLVED)):
+        variant, (processors, expected) = str(param.values[0]), SPLITS[n % len(SPLITS)]
+        case = setting(variant, shape=(70, 150), heads="2 heads", lse=variant not in NO_LSE)
+        case |= {"params": dict(factors(variant))["params"][-1], **CHUNKS[n % len(CHUNKS)]}
+        case["dtype"] = (torch.float32, torch.float16, torch.bfloat16)[n // 2 % 3]
+        if variant in CAUSAL_ONLY:
+            case["span"] = "causal"
+        cases.append(
+            pytest.param(variant, case, processors, expected, marks=param.marks, id=variant)
+        )
+    return cases
+
+
+@pytest.mark.parametrize(
+    ("variant", "case", "processors", "expected"),
+    [
+        *chunk_cases(),
+        ("ssmax", setting("ssmax", shape=(65, 129), alibi=True, mask="float", lse=True), 8, 4),
+    ],
+)
+def test_chunks_of_queries_agree_with_the_definition(
+    variant: str, case: dict[str, Any], processors: int, expected: int, parts: Parts
+) -> None:
+    """Gradients too: the backward reads the statistics that the merge writes."""
+    split = parts(processors)
+    assert disagreements(variant, "flash", make(variant, case, seed=11)) == []
+    assert split["flash_forward"] == split["merge_splits"] == expected
+
+
+@pytest.mark.parametrize("variant", ["sink", "sigmoid"])
+def test_split_keys_are_deterministic(variant: str, parts: Parts) -> None:
+    split = parts(8)
+    inputs = make(variant, setting(variant, shape=(70, 150), span="causal"))
+    first, second = (by_backend(variant, "flash", inputs) for _ in range(2))
+    assert split["flash_forward"] == 4
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_queries_without_keys_give_zeros_with_split_keys(parts: Parts) -> None:
+    """Queries 3 and 64 to 69 see no key. The first split has no key that a query sees."""
+    split = parts(8)
+    q, k, v = (rand(1, 2, n, 16, seed=n).float().requires_grad_() for n in (70, 150, 151))
+    v = v[:, :, 1:]
+    mask = torch.ones(70, 150, dtype=torch.bool)
+    mask[3] = mask[64:] = False
+    mask[:, :64] = False
+    empty = [3, *range(64, 70)]
+    results = []
+    for backend in ("flash", "eager"):
+        out, lse = attnzoo.attention(q, k, v, attn_mask=mask, backend=backend, return_lse=True)
+        loss = out.square().sum() + lse.masked_fill(lse == float("-inf"), 0.0).sum()
+        results.append((out, lse, *torch.autograd.grad(loss, (q, k, v))))
+    assert split["flash_forward"] == 4
+    out, lse, *_ = results[0]
+    assert bool((out[:, :, empty] == 0).all())
+    assert bool((lse[:, :, empty] == float("-inf")).all())
+    for have, want in zip(*results, strict=True):
+        assert torch.allclose(have, want, atol=1e-5)
+
+
+def test_thresholds_are_not_split(parts: Parts) -> None:
+    split = parts(8)
+    q, k, v = (rand(1, 2, n, 16, seed=n).float() for n in (70, 150, 150))
+    out = attnzoo.attention(q, k, v, "entmax", backend="flash")
+    assert torch.allclose(out, attnzoo.attention(q, k, v, "entmax", backend="eager"), atol=1e-5)
+    assert not split
+
+
+def forward(
+    batch: int, heads: tuple[int, int], queries: int, keys: int, window: int | None = None
+) -> list[common.Launch]:
+    """The launches of the forward of a causal softmax on an H100."""
+    q = torch.empty(batch, heads[0], queries, 128, dtype=torch.bfloat16, device="meta")
+    k = q.new_empty(batch, heads[1], keys, 128)
+    layout = Layout(0.1, window, 0, None, None, None, None)
+    return flash.describe_forward(q, k, k, layout, EXP, Vectors(), Extras(), Maps(), True, 90, 132)[
+        0
+    ]
+
+
+def test_chunks_of_queries_use_all_processors() -> None:
+    for queries in (65, 100, 128, 129, 256):
+        walk, merge = forward(1, (32, 8), queries, 2**16)
+        assert 132 <= walk.programs <= 264
+        assert walk.args["o"].dtype == torch.float32
+        assert merge.programs == 32 * queries
+        assert merge.args["o"].dtype == torch.bfloat16
+    walk, _ = forward(1, (8, 8), 128, 4096)
+    assert walk.args["splits"] == 4  # at least 1024 keys each
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "window"),
+    [(1000, 2**16, None), (384, 2**16, None), (128, 2000, None), (128, 2**16, 1000)],
+    ids=["many programs", "two halves take as long", "few keys", "narrow window"],
+)
+def test_keys_are_not_split(queries: int, keys: int, window: int | None) -> None:
+    (launch,) = forward(1, (32, 8), queries, keys, window)
+    assert launch.args["splits"] is None
+    assert launch.args["o"].dtype == torch.bfloat16

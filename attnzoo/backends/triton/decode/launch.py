@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.activations import LN2
-from attnzoo.backends.triton.common.configurations import ALL, Config, decode_config
+from attnzoo.backends.triton.common.configurations import Config, decode_config
 from attnzoo.backends.triton.common.kernel_operands import (
     Extras,
     Form,
@@ -23,6 +23,7 @@ from attnzoo.backends.triton.common.kernel_operands import (
     new_vector,
 )
 from attnzoo.backends.triton.common.launch import (
+    PARTIALS,
     PER_PROCESSOR,
     Launch,
     align_of,
@@ -31,9 +32,11 @@ from attnzoo.backends.triton.common.launch import (
     common,
     count_extras,
     dense_mask,
+    row_launch,
     strides,
     values,
 )
+from attnzoo.backends.triton.common.merge import MOST_SPLITS, merge_splits
 from attnzoo.backends.triton.decode import kernels
 from attnzoo.backends.triton.flash.segments import ranges_of
 
@@ -44,7 +47,6 @@ LEAST_KEYS = 256
 KEYS = 128
 # Scores per iteration of the threshold kernel.
 SCORES = 2048
-PARTIALS = 32  # partial results per iteration of the merge
 
 
 class Splits(NamedTuple):
@@ -79,7 +81,7 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: in
     first, last = (unit * x for x in key_range(q, k, layout))
     blocks = last - first
     wanted = triton.cdiv(PER_PROCESSOR * processors, max(1, q.shape[0] * k.shape[1]))
-    wanted = max(1, min(wanted, kernels.MOST_SPLITS.value, blocks * config.block_n // LEAST_KEYS))
+    wanted = max(1, min(wanted, MOST_SPLITS.value, blocks * config.block_n // LEAST_KEYS))
     span = max(1, triton.cdiv(blocks, wanted))
     return Splits(first, last, span, max(1, triton.cdiv(blocks, span)))
 
@@ -121,13 +123,6 @@ def _programs(q: Tensor, k: Tensor, splits: Splits) -> int:
     return q.shape[0] * k.shape[1] * splits.number if q.numel() else 0
 
 
-def _row_launch(kernel: Any, args: dict[str, Any], q: Tensor) -> Launch:
-    """Return a launch with one program per (batch, head, query)."""
-    kernel_args = {name: args[name] for name in kernel.arg_names}
-    rows = q.shape[0] * q.shape[1] * q.shape[2]
-    return Launch(kernel, rows, kernel_args, Config(1, 1, 4, 1, registers=ALL))
-
-
 def _products_pass(
     q: Tensor, k: Tensor, gain: Tensor | None, extras: Extras, distance: Any, unit: float,
     layout: Layout, arch: int, processors: int, stats: bool,
@@ -156,7 +151,7 @@ def describe_statistics(
         q, k, None, Extras(), None, unit, layout, arch, processors, True
     )
     lse, entropy = new_vector(q), new_vector(q)
-    merge = _row_launch(kernels.decode_stats, {**args, "lse": lse, "entropy": entropy}, q)
+    merge = row_launch(kernels.decode_stats, {**args, "lse": lse, "entropy": entropy}, q)
     return [*walk, merge], (products, lse, entropy)
 
 
@@ -173,7 +168,7 @@ def describe_threshold(
         **args, "candidates": torch.empty_like(products), "tau": tau, "shape": vectors.shape,
         "ACT": form.act, "ALPHA": alpha, "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
-    return [*walk, _row_launch(kernels.decode_threshold, args, q)], (products, tau)
+    return [*walk, row_launch(kernels.decode_threshold, args, q)], (products, tau)
 
 
 def describe_decode(
@@ -197,8 +192,8 @@ def describe_decode(
         "VANISHES": form.vanishes, "ONLINE": online,
         "NORMALIZER": form.normalizer, "SHIFTED": form.shifted, "eps": form.eps or None,
         "SUM": sums, "PEAKED": is_peaked(form, extras, v),
-        "ALIGN": align, "CHUNK": PARTIALS,
+        "ALIGN": align, "CHUNK": PARTIALS, "stat": None, "weight_sum": None,
     }  # fmt: skip
     kernel_args = {name: args[name] for name in kernels.decode.arg_names}
     walk = Launch(kernels.decode, _programs(q, k, splits), kernel_args, config)
-    return [*before, walk, _row_launch(kernels.decode_merge, args, q)], (out, lse)
+    return [*before, walk, row_launch(merge_splits, args, q)], (out, lse)

@@ -40,7 +40,12 @@ from attnzoo.backends.triton.common.launch import (
 from attnzoo.backends.triton.flash.backward_kv import flash_dkdv
 from attnzoo.backends.triton.flash.backward_q import flash_dq
 from attnzoo.backends.triton.flash.forward import flash_forward
-from attnzoo.backends.triton.flash.parts import parts_of_group, programs_of
+from attnzoo.backends.triton.flash.parts import (
+    parts_of_group,
+    programs_of,
+    split_keys,
+    splits_of_keys,
+)
 from attnzoo.backends.triton.flash.query_lists import list_queries
 from attnzoo.backends.triton.flash.segments import ranges_of
 from attnzoo.backends.triton.flash.statistics import row_stats
@@ -171,7 +176,7 @@ def _late(q: Tensor, layout: Layout, gain: Tensor | None, extras: Extras, arch: 
 
 def describe_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
-    maps: Maps, want_lse: bool, arch: int,
+    maps: Maps, want_lse: bool, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out, stat, weight_sum and lse, see `flash_forward`."""
     out = like(q, v.shape[3])
@@ -198,9 +203,13 @@ def describe_forward(
         "PEAKED": peaked, "LATE": late, "NORMALIZER": form.normalizer, "SHIFTED": form.shifted,
         "eps": form.eps or None,
         "SPLIT": config.split, "MAP_M": 0 if tile is None else tile[0], "ALIGN": align,
+        "splits": None,
     }  # fmt: skip
     launch = Launch(flash_forward, programs_of(q, config.block_m), args, config)
-    return [*before, launch], (out, stat, weight_sum, lse)
+    # With a block map, most of the time is spent on the threshold, which is not split.
+    splits = 1 if tile else splits_of_keys(q, k, layout, config.block_m, processors)
+    launches = [launch] if splits == 1 else split_keys(launch, q, v, splits)
+    return [*before, *launches], (out, stat, weight_sum, lse)
 
 
 def describe_backward(

@@ -95,8 +95,8 @@ def flash_forward(
     layout: Layout, form: Form, want_lse: bool,
 ) -> Attended:  # fmt: skip
     common, prepared, flash = _modules()
-    arch = common.architecture(q.device)
-    operands = q, k, v, layout, form, vectors, extras, maps, want_lse, arch
+    machine = common.architecture(q.device), common.processors(q.device)
+    operands = q, k, v, layout, form, vectors, extras, maps, want_lse, *machine
     return Attended(*prepared.launch(flash.describe_forward, *operands))
 
 
