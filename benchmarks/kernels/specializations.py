@@ -175,7 +175,8 @@ def of_groups(
 def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
     """The specializations of most calls: bf16 without extras, and the stages of decoding.
 
-    Terms of the form and rare activations are compiled once, for sm_90 and a head dimension of 128.
+    Terms of the form, rare activations and SPLIT are compiled once, for sm_90 and a head dimension
+    of 128.
     A learned power has small tiles, whose work is done more than once, and is left out.
     """
     rare = {name for kind, name in kinds().items() if kind in RARE}
@@ -183,9 +184,9 @@ def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
         common = spec.dtype == "bf16" or spec.kernel in STAGES
         if not common or spec.activation in (kinds()["family"], kinds()["factor-family"]):
             continue
-        if spec.extra in TERMS or spec.activation in rare:
+        if spec.extra in (SPLIT, *TERMS) or spec.activation in rare:
             once = (spec.arch, spec.head_dim) == ("sm_90", 128)
-            if once and spec.extra in ("", *TERMS):
+            if once and spec.extra in ("", SPLIT, *TERMS):
                 yield spec
-        elif spec.extra in ("", SPLIT, *BARE):
+        elif spec.extra in ("", *BARE):
             yield spec
