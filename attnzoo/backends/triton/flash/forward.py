@@ -117,7 +117,7 @@ def flash_forward(
     )  # fmt: skip
 
     if splits is not None:
-        at = ((b * heads + h) * splits + split) * queries
+        at = at * splits + split * queries
         store_split(
             o, stat, weight_sum, at, index, queries, dv, acc, m, z,
             ONLINE, SUM, PEAKED, SHIFTED, DV,
