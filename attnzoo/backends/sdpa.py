@@ -1,20 +1,24 @@
 """Runs softmax, with an optional gain per query, through torch's fused attention kernels.
 
-q is multiplied by the gain in the dtype of the scores, then rounded once to its own dtype. A call
-is supported only if torch's fused kernels compute it exactly. Torch never gets a mask together with
-``is_causal``. This module sets outputs of queries without visible keys to 0.
+q is multiplied by the gain in the dtype of the scores, then rounded once to its own dtype. A gain
+that is a number is a factor of the scale instead. A call is supported only if torch's fused kernels
+compute it exactly. Torch never gets a mask together with ``is_causal``. This module sets outputs of
+queries without visible keys to 0.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnzoo.backends.base import Backend, unsupported_extras
 from attnzoo.backends.tiled.statistics import with_gain
 from attnzoo.core.call import Call
-from attnzoo.core.checks import is_readable
+from attnzoo.core.checks import is_readable, is_traced
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.core.visibility import visible_entries
 
@@ -41,7 +45,6 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 
 def _unsupported_call(call: Call) -> str | None:
-    wide = call.input_dtype == torch.float32
     if call.return_lse:
         return "does not support return_lse (tiled does)"
     if call.alibi is not None or call.segments is not None:
@@ -59,12 +62,31 @@ def _unsupported_call(call: Call) -> str | None:
         return "does not support dropout on a CPU (tiled does)"
     if call.value_dim != call.head_dim:
         return "does not support a value dimension other than D (tiled does)"
-    if call.device.type == "cuda" and call.input_dtype == torch.float64:
-        return "does not support fp64 on a GPU (tiled does)"
-    if call.device.type == "cuda" and call.group > 1 and (call.mask is not None or wide):
-        return "does not support enable_gqa with a mask or in fp32 on a GPU (tiled does)"
+    if call.device.type == "cuda" and (reason := _unsupported_on_gpu(call)) is not None:
+        return reason
     if not (call.batch and call.heads and call.queries and call.keys):
         return "does not support empty tensors (tiled does)"
+    return None
+
+
+def _unsupported_on_gpu(call: Call) -> str | None:
+    """Return why torch's fused kernels do not run the call on a GPU, or None.
+
+    Torch would raise an error for a mask in another dtype, and store all scores for the others.
+    """
+    wide, mask = call.input_dtype == torch.float32, call.mask
+    if call.input_dtype == torch.float64:
+        return "does not support fp64 on a GPU (tiled does)"
+    if call.group > 1 and (mask is not None or wide):
+        return "does not support enable_gqa with a mask or in fp32 on a GPU (tiled does)"
+    if mask is not None and mask.dtype not in (torch.bool, call.input_dtype):
+        return "does not support a mask in another dtype than q on a GPU (tiled does)"
+    unit = 4 if wide else 8
+    if call.head_dim % unit and (mask is not None or wide or call.head_dim > 256):
+        return (
+            "does not support a mask, fp32 or D above 256 on a GPU unless D is a multiple of "
+            f"{unit}, got {call.head_dim} (tiled does)"
+        )
     return None
 
 
@@ -72,8 +94,11 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
     """Return the mask for torch, and a mask of the queries without visible keys.
 
     Torch never gets a query without keys: in the first mask such queries see all keys. Both masks
-    are None if the call has no mask. Torch saves m + log Z of each query for the backward. If all
-    entries of a row are about −1e9, this sum has no digits of log Z: their maximum is subtracted.
+    are None if the call has no mask. A key mask stays [B|1, H|1, 1, Nk]: torch converts it to
+    floats in this shape, and expands it over the queries without a copy.
+
+    Torch saves m + log Z of each query for the backward. If all entries of a row are about −1e9,
+    this sum has no digits of log Z: their maximum is subtracted.
     """
     if call.mask is None:
         return None, None
@@ -85,16 +110,42 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
     return mask - peak.masked_fill(peak > -FAR, 0.0), empty
 
 
-def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:
-    """Return a changed q and a positive scale that give the same scores as q and the call's scale.
+def _times(x: Tensor, gain: Tensor) -> Tensor:
+    """x · gain in the dtype of the gain, rounded once to the dtype of x."""
+    if x.dtype == gain.dtype or is_traced() or is_legacy_batchedtensor(x):
+        return (x.to(gain.dtype) * gain).to(x.dtype)
+    if torch.is_grad_enabled() and (x.requires_grad or gain.requires_grad):
+        return _Times.apply(x, gain)
+    # With ``out``, both conversions are part of the multiplication: one kernel instead of three.
+    return torch.mul(x, gain, out=torch.empty_like(x))
+
+
+class _Times(torch.autograd.Function):
+    """`_times` with gradients, because torch does not differentiate operations with ``out``."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        x, gain = tensors
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, gain)
+        return _times(x, gain)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (grad,), (x, gain) = gradients, ctx.saved_tensors
+        dx = _times(grad, gain) if ctx.needs_input_grad[0] else None
+        dgain = None if x is None else (grad.to(gain.dtype) * x).sum_to_size(gain.shape)
+        return dx, dgain
+
+
+def _positive_scale(q: Tensor, scale: float, call: Call) -> tuple[Tensor, float]:
+    """Return a changed q and a positive scale that give the same scores as q and ``scale``.
 
     Torch's fused CPU kernel adds −∞ to the scores of causally hidden keys before it scales. A
     negative scale would turn −∞ into +∞. A scale that is 0 or underflows to 0 would give NaN.
     """
-    scale = abs(call.scale)
-    if scale < torch.finfo(call.dtype).tiny:
-        return (call.scale * q.to(call.dtype)).to(call.input_dtype), 1.0
-    return (-q if call.scale < 0 else q), scale
+    if abs(scale) < torch.finfo(call.dtype).tiny:
+        return (scale * q.to(call.dtype)).to(call.input_dtype), 1.0
+    return (-q if scale < 0 else q), abs(scale)
 
 
 def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -135,11 +186,13 @@ def _without_unseen(k: Tensor, call: Call) -> Tensor:
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
-    gain = with_gain(form, q, k, call, "sdpa").gain
+    gain, scale = with_gain(form, q, k, call, "sdpa").gain, call.scale
     assert not isinstance(gain, FromStatistics)
-    if isinstance(gain, Tensor) or gain != 1.0:
-        q = (call.per_query(gain).unsqueeze(-1) * q.to(call.dtype)).to(call.input_dtype)
-    q, scale = _positive_scale(q, call)
+    if isinstance(gain, Tensor):
+        q = _times(q, gain.unsqueeze(-1))
+    else:
+        scale *= gain
+    q, scale = _positive_scale(q, scale, call)
     q, k, spoiled = _remove_nan(q, k, call)
     # Torch's fused CPU kernel falls back to dense math if the last dimension is strided.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from attnzoo.backends import BACKENDS, linear
 from attnzoo.backends.base import Backend
-from attnzoo.backends.triton.decode import backend as decode
 from attnzoo.core.call import Call
 from attnzoo.core.checks import shown
 from attnzoo.core.forms import Form, FromStatistics, Linear, NoForm, Pairwise
@@ -29,12 +28,6 @@ FP64_COST = 2  # cost of a multiplication in fp64 relative to one in fp32, on a 
 # features in memory. 2145 features (Taylor, D = 64) take about thirty times the memory of q.
 FEW_FEATURES = 512
 
-# `decode` is preferred to `flash` from MANY_KEYS keys on (see `keys_to_split`), and to torch's
-# fused softmax from MORE_KEYS on. Torch's softmax also splits the keys, so `decode` needs more
-# keys to make up for its partial results and second launch.
-MANY_KEYS = 1024
-MORE_KEYS = 4096
-
 
 class Candidate(NamedTuple):
     backend: str
@@ -50,10 +43,12 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
 
     1. A linear form if `linear_is_cheaper`. On a GPU, `flash_linear` comes before `linear` with up
        to `FEW_FEATURES` features, and after `linear` with more.
-    2. On a GPU, `decode` for few queries and at least `MORE_KEYS` keys.
-    3. `sdpa`, torch's fused softmax. On a GPU it comes after `flash` and `decode` if the gain comes
-       from statistics of the logits: those backends compute statistics in a kernel.
-    4. On a GPU, `flash`; for few queries and at least `MANY_KEYS` keys, `decode` before it.
+    2. On a GPU, `decode`, which supports few queries only. It comes before `sdpa` for any number of
+       keys, because each token of a decoding adds a key: torch may run cuDNN, which builds a plan
+       for each new shape, and this takes longer than the attention of one token.
+    3. `sdpa`, torch's fused softmax. On a GPU it comes after `flash` if the gain comes from
+       statistics of the logits, which `flash` computes in a kernel.
+    4. On a GPU, `flash`.
     5. `tiled` with a form, then with the definition. A linear form that is not cheaper comes next.
     6. `eager`, if no other backend supports the call.
 
@@ -64,14 +59,7 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
     statistics = any(isinstance(f, Pairwise) and isinstance(f.gain, FromStatistics) for f in forms)
     scores = call.batch * call.heads * call.queries * call.keys
     if call.device.type == "cuda":
-        keys = keys_to_split(call)
-        kernels = ["decode", "flash"] if keys >= MANY_KEYS else ["flash", "decode"]
-        if statistics:
-            order = [*kernels, "sdpa"]
-        elif keys >= MORE_KEYS:
-            order = ["decode", "sdpa", "flash"]
-        else:
-            order = ["sdpa", *kernels]
+        order = ["decode", "flash", "sdpa"] if statistics else ["decode", "sdpa", "flash"]
         sizes = [f.size(call.head_dim) for f in forms if isinstance(f, Linear)]
         scans = ["flash_linear", "linear"]
         scans = scans if max(sizes, default=0) <= FEW_FEATURES else scans[::-1]
@@ -97,13 +85,6 @@ def _meets(backend: Backend, form: Form) -> bool:
     if isinstance(form, NoForm):
         return backend.kinds == (form.kind,)
     return form.kind in backend.kinds
-
-
-def keys_to_split(call: Call) -> int:
-    """Number of keys that the queries can see, or 0 if there are too many queries for `decode`."""
-    rows, most = decode.packed_rows(call)
-    visible = call.keys if call.left is None else min(call.keys, call.left + call.queries)
-    return visible if rows <= most else 0
 
 
 def linear_is_cheaper(form: Linear, call: Call) -> bool:

@@ -50,14 +50,18 @@ def has_values(x: Tensor) -> bool:
     )
 
 
-def runs_eagerly() -> bool:
-    """Whether operations run at once on the given tensors: no tracing, mode or transform."""
-    return not (
+def is_traced() -> bool:
+    """Whether operations are recorded: for a compiler, by a trace or for a torch.func transform."""
+    return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
         or torch._C._get_tracing_state() is not None
     )
+
+
+def runs_eagerly() -> bool:
+    """Whether operations run at once on the given tensors: no tracing, mode or transform."""
+    return not (is_traced() or torch._C._len_torch_dispatch_stack())
 
 
 def check_dense(what: str, x: Any) -> None:

@@ -14,6 +14,12 @@ from benchmarks.kernels.specializations import DTYPES, EXTRAS, SPLIT, Specializa
 # Features per token in linear calls. taylor has 153 at D = 16, padded to a multiple of 8.
 FEATURES = 160
 KEYS = 4096  # number of keys in decode calls
+SHORT = 256  # number of keys in "decode short" calls, which have one split
+# Kernels by the last word of a specialization's kernel
+DECODE_STAGES = {
+    "decode": "decode", "short": "decode", "merge": "merge_splits", "products": "decode_products",
+    "statistics": "decode_stats", "solver": "decode_threshold",
+}  # fmt: skip
 COLUMNS = 32768  # entries of a row in row kernels
 PROCESSORS = 132  # multiprocessors of an H200
 
@@ -85,7 +91,7 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
         shape=vector if "family" in kind else None,
         sink=vector if lse else None,
     )
-    left, right = 256 if "window" in extras else None, None if "full" in extras else 0
+    left, right = keys // 4 if "window" in extras else None, None if "full" in extras else 0
     alibi = vector if "alibi" in extras else None
     softcap = 50.0 if "softcap" in extras else None
     layout = Layout(0.1, left, right, mask, of_q, of_k, alibi, softcap)
@@ -187,11 +193,13 @@ def describe_decode(spec: Specialization) -> Any:
     """The launch of a decode call with eight query heads per key/value head."""
     from attnzoo.backends.triton.decode import launch
 
-    q, k = empty(spec, 1, 8, few_queries(spec)), empty(spec, 1, 1, KEYS)
-    layout, form, vectors, extras, alpha, lse = described(spec, q, KEYS)
+    words = spec.kernel.split()
+    keys, stage = SHORT if "short" in words else KEYS, DECODE_STAGES[words[-1]]
+    q, k = empty(spec, 1, 8, few_queries(spec)), empty(spec, 1, 1, keys)
+    layout, form, vectors, extras, alpha, lse = described(spec, q, keys)
     machine = arch_of(spec), PROCESSORS
-    solves, stage = form.normalize == "threshold", spec.kernel.removeprefix("decode").strip()
-    if stage in ("", "merge"):
+    solves = form.normalize == "threshold"
+    if stage in ("decode", "merge_splits"):
         left = launch.new_products(q, k, layout) if solves else None
         launches, _ = launch.describe_decode(
             q, k, k, left, layout, form, vectors, extras, lse, *machine
@@ -202,4 +210,4 @@ def describe_decode(spec: Specialization) -> Any:
         )
     else:
         launches, _ = launch.describe_statistics(q, k, layout, *machine)
-    return launches[-2 if stage in ("", "products") else -1]
+    return next(each for each in launches if each.kernel.__name__ == stage)

@@ -40,7 +40,8 @@ class Specialization(NamedTuple):
     """One kernel and the settings that its compilation depends on.
 
     kernel: one of KERNELS. "forward", "linear", "decode" and "rows" may be followed by a space and
-        the name of a launch or an algorithm. "rows" has no head dimension and no activation.
+        the name of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has
+        no head dimension and no activation.
     extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head); "offset"
     (q, k and v start 8 bytes after a multiple of 16); "narrow mask" (strides that rule out wide
     loads of the mask); "fp32 mask" (as under autocast); SPLIT; or "all" (all of EXTRAS, a sink and
@@ -129,6 +130,11 @@ GROUPS = (
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
     Group(("decode",), "online", "bf16", (128,), ("offset", "key-bias", "distance")),
     Group(("decode",), "factor shifted", "bf16", (128,)),
+    Group(("decode short",), "online", "bf16 fp32", POWERS, ("all",)),
+    Group(("decode short",), "online", "bf16", (128,)),
+    Group(("decode short",), "none threshold factor shifted", "bf16", (128,), archs=("sm_90",)),
+    Group(("decode short",), "sum", "fp16", (128,), archs=("sm_90",)),
+    Group(("decode short products",), "online", "bf16", (128,), ("all",), ("sm_90",)),
     Group(("decode merge",), "factor shifted", "fp32", (128,)),
     Group(("decode products",), "threshold", "bf16", (128,), TERMS),
     Group(("decode products",), "threshold", "bf16 fp32", DECODE_DIMS, DECODE_EXTRAS),
@@ -175,16 +181,19 @@ def of_groups(
 def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
     """The specializations of most calls: bf16 without extras, and the stages of decoding.
 
-    Terms of the form, rare activations and SPLIT are compiled once, for sm_90 and a head dimension
-    of 128.
-    A learned power has small tiles, whose work is done more than once, and is left out.
+    Terms of the form, rare activations, "decode short" and SPLIT are compiled once, for sm_90 and a
+    head dimension of 128, SPLIT with a softmax only. A learned power has small tiles, whose work is
+    done more than once, and is left out.
     """
     rare = {name for kind, name in kinds().items() if kind in RARE}
     for spec in specializations(archs, list(QUICK_DIMS)):
         common = spec.dtype == "bf16" or spec.kernel in STAGES
         if not common or spec.activation in (kinds()["family"], kinds()["factor-family"]):
             continue
-        if spec.extra in (SPLIT, *TERMS) or spec.activation in rare:
+        if spec.extra == SPLIT and spec.activation != kinds()["online"]:
+            continue
+        special = spec.extra in (SPLIT, *TERMS) or "short" in spec.kernel
+        if special or spec.activation in rare:
             once = (spec.arch, spec.head_dim) == ("sm_90", 128)
             if once and spec.extra in ("", SPLIT, *TERMS):
                 yield spec

@@ -1,7 +1,8 @@
 """The decode backend, which splits the keys, agrees with the fp64 definition of all variants.
 
 The kernels run in Triton's interpreter with four processors and blocks of 32 keys. The fixture
-`many_splits` allows splits of 32 keys, so that a few hundred keys give up to eight splits.
+`many_splits` allows splits of 32 keys, so that a few hundred keys give up to eight splits, and 33
+keys one.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor
 
 import attnzoo
 from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common import launch
+from attnzoo.backends.triton.common import launch, prepared
 from attnzoo.backends.triton.common.kernel_operands import Extras, Form
+from attnzoo.backends.triton.common.launch import Launch
 from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.decode import operators as decode_ops
 from helpers.agreement import Inputs, make
@@ -171,9 +173,10 @@ def test_empty_tensors_give_zeros(variant: str) -> None:
 
 # Triton's interpreter computes maxima with numpy, which warns if all values are NaN.
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+@pytest.mark.parametrize("keys", [20, 100])
 @every_variant
-def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
-    q, k, v = (rand(1, 2, n, 16, seed=n).float() for n in (3, 100, 101))
+def test_nan_in_a_query_only_affects_its_own_output(variant: str, keys: int) -> None:
+    q, k, v = (rand(1, 2, n, 16, seed=n).float() for n in (3, keys, keys + 1))
     q[0, 1, 2, 5] = float("nan")
     out = attnzoo.attention(q, k, v[:, :, 1:], variant, backend="decode", **params_of(variant))
     assert bool(out[0, 1, 2].isnan().all())
@@ -235,6 +238,41 @@ def test_splits_use_all_processors_and_are_not_too_small(
         assert found.last * 64 >= keys
     narrow = splits(1, 2**18, window=1000)
     assert (narrow.last - narrow.first) * 64 <= 1000 + 2 * 128
+
+
+@pytest.mark.parametrize("variant", ["softmax", "sink", "sigmoid", "taylor", "softpick"])
+@pytest.mark.parametrize(("keys", "launches"), [(1, 1), (100, 1), (511, 1), (512, 2)])
+def test_one_split_needs_no_merge(
+    variant: str, keys: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    ran = launches_of(monkeypatch)
+    q, k, v = (rand(1, 2, n, 16, seed=n).float() for n in (1, keys, keys + 1))
+    attnzoo.attention(q, k, v[:, :, 1:], variant, backend="decode", **params_of(variant))
+    assert ran == ["decode", "merge_splits"][:launches]
+
+
+@pytest.mark.parametrize(("keys", "launches"), [(100, 1), (512, 2)])
+def test_statistics_of_one_split_need_one_launch(
+    keys: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    ran = launches_of(monkeypatch)
+    q, k = (rand(1, 2, n, 16, seed=n).float() for n in (1, keys))
+    decode_ops.decode_statistics(q=q, k=k, layout=Layout(1.0, None, 0, None, None, None, None))
+    assert ran == ["decode_products", "decode_stats"][:launches]
+
+
+def launches_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that receives the name of each kernel that is launched."""
+    ran, run = [], prepared.run
+
+    def record(launch: Launch) -> Any:
+        ran.append(launch.kernel.__name__)
+        return run(launch)
+
+    monkeypatch.setattr(prepared, "run", record)
+    return ran
 
 
 # ---- operators, compilation ----------------------------------------------------------------------

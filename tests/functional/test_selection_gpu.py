@@ -117,26 +117,30 @@ class TestChoice:
         assert chosen("cosformer", qkv(dtype=torch.float64)) == "linear"
         assert chosen("taylor", qkv(n=2**17)) == "linear"  # flash_linear would store 2145 features
 
-    def test_few_queries_against_many_keys_run_on_decode(self) -> None:
-        def step(queries: int, keys: int = 4096, **kind: Any) -> list[Tensor]:
+    @pytest.mark.parametrize("keys", [1, 100, 2048, 2**17])
+    def test_few_queries_run_on_decode(self, keys: int) -> None:
+        """For any number of keys, because each step of a decoding has one more."""
+
+        def step(queries: int, **kind: Any) -> list[Tensor]:
             return qkv(n=keys, queries=queries, **{"gradient": False, **kind})
 
         for variant in (*FUSED, *PAIRWISE, "adaptive_temperature"):
             for queries in (1, 16):
                 tensors = step(queries, kv_heads=2)
-                assert chosen(variant, tensors, is_causal=True, enable_gqa=True) == "decode"
-        # decode supports at most 64 queries × heads per KV head, and 17 × 4 is more. decode is also
-        # not chosen for few visible keys, because few keys need no split.
-        assert chosen("sink", step(17, kv_heads=2), enable_gqa=True) == "flash"
-        assert chosen("sink", step(1, 512)) == "flash"
-        assert chosen("sink", step(1), is_causal=True, window=512) == "flash"
-        # Below 4096 keys, sdpa comes before decode, because sdpa also splits the keys.
-        assert chosen("softmax", step(1, 2048)) == "sdpa"
-        assert chosen("sink", step(1, 2048)) == "decode"
-        assert chosen("adaptive_temperature", step(1, 2048)) == "decode"
-        assert chosen("sink", step(1, gradient=True)) == "flash"
-        many = step(9, kv_heads=2, dtype=torch.float32)
-        assert chosen("sink", many, enable_gqa=True) == "flash"
+                options = {"is_causal": queries <= keys, "enable_gqa": True}
+                assert chosen(variant, tensors, **options) == "decode"
+        assert chosen("sink", step(1), is_causal=True, window=64) == "decode"
+
+    def test_queries_that_decode_does_not_support_run_on_sdpa_or_flash(self) -> None:
+        def step(queries: int, **kind: Any) -> list[Tensor]:
+            return qkv(n=4096, queries=queries, **{"gradient": False, **kind})
+
+        # decode supports at most 64 queries × heads per KV head (fp32: 32), and 17 × 4 is more.
+        grouped = {"enable_gqa": True}
+        for variant, backend in (("softmax", "sdpa"), ("sink", "flash")):
+            assert chosen(variant, step(17, kv_heads=2), **grouped) == backend
+            assert chosen(variant, step(1, gradient=True)) == backend
+            assert chosen(variant, step(9, kv_heads=2, dtype=torch.float32), **grouped) == "flash"
         assert chosen("topk", step(1)) == "tiled"
 
     @pytest.mark.parametrize("variant", ["cosformer", "taylor"])
@@ -158,13 +162,19 @@ class TestChoice:
             assert scan_for(next(f for f in form if f.kind == "linear"), ready.call).name == name
 
 
-def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
+def first_able(
+    variant: str,
+    kv_heads: int = 8,
+    d: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> str:
     """Return the first backend that supports a call on a GPU.
 
     A torch build without CUDA raises an error for fake masks on the device "cuda". The tensors are
     therefore on the device "meta".
     """
-    shape, kind = (2, 8, 256, 64), {"dtype": torch.bfloat16, "device": "meta"}
+    shape, kind = (2, 8, 256, d), {"dtype": dtype, "device": "meta"}
     q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)
     ready = ready._replace(call=replace(ready.call, device=torch.device("cuda")))
@@ -182,6 +192,23 @@ def test_masks_and_segments_run_on_sdpa_or_flash_and_learned_masks_on_tiled() ->
     assert first_able("softmax", segment_ids=ids) == "flash"
     assert first_able("sparsemax", attn_mask=keys) == "flash"
     assert first_able("softmax", attn_mask=learned) == "tiled"
+
+
+def test_calls_for_which_torch_stores_all_scores_or_raises_run_on_flash() -> None:
+    """Torch's fused kernels need aligned rows for a mask and for fp32, and a mask in q's dtype."""
+    keys = torch.ones(2, 1, 1, 256, dtype=torch.bool, device="meta")
+    for d, dtype, mask, backend in (
+        (64, torch.bfloat16, keys.bfloat16(), "sdpa"),
+        (64, torch.bfloat16, keys.float(), "flash"),
+        (36, torch.bfloat16, keys, "flash"),
+        (36, torch.bfloat16, None, "sdpa"),
+        (36, torch.float32, keys, "sdpa"),
+        (34, torch.float32, keys, "flash"),
+        (34, torch.float32, None, "flash"),
+        (264, torch.bfloat16, keys, "sdpa"),
+        (260, torch.bfloat16, None, "tiled"),
+    ):
+        assert first_able("softmax", d=d, dtype=dtype, attn_mask=mask) == backend, (d, dtype)
 
 
 @pytest.mark.parametrize("gradient", [True, False])

@@ -1,1 +1,1 @@
-"""Pairwise attention of few queries over many keys in Triton, without gradients."""
+"""Pairwise attention of few queries in Triton, without gradients."""

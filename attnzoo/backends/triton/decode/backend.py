@@ -1,6 +1,6 @@
-"""Runs pairwise forms of few queries over many keys in Triton kernels, without gradients.
+"""Runs pairwise forms of few queries in Triton kernels, without gradients.
 
-The keys are split among programs. Each program reads its keys once for all queries and heads of a
+Many keys are split among programs. Each program reads its keys once for all queries and heads of a
 group. This backend is for decoding, with one or a few new tokens; `flash` is for many queries.
 """
 
@@ -25,19 +25,14 @@ def unsupported(form: Form, call: Call) -> str | None:
         return reason
     if call.needs_grad:
         return "does not support gradients (flash does)"
-    rows, most = packed_rows(call)
+    rows = call.queries * (call.heads // max(1, call.kv_heads))
+    most = MOST_ROWS[call.input_dtype.itemsize]
     if rows > most:
         return (
             f"does not support more than {most} queries × query heads per key/value head, got "
             f"{rows} (flash does)"
         )
     return None
-
-
-def packed_rows(call: Call) -> tuple[int, int]:
-    """Return queries × heads per group, and the limit for this number."""
-    most = MOST_ROWS.get(call.input_dtype.itemsize, 0)
-    return call.queries * (call.heads // max(1, call.kv_heads)), most
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:

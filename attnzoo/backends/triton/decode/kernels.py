@@ -1,10 +1,11 @@
-"""Pairwise attention of few queries over many keys, with the keys split among programs.
+"""Pairwise attention of few queries, with the keys split among programs.
 
 `decode` and `decode_products` have one program per (batch, key/value head, split of the keys). A
 program reads the queries of all heads of the group as one tile, reads each of its keys and values
 once, and writes partial results. Row r of the tile belongs to the group's head r // queries and to
 query r % queries, as in a (B, H, Nq) vector. The other kernels have one program per (batch, head,
-query), which reads the partial results of all splits.
+query), which reads the partial results of all splits. With one split, `decode` and
+`decode_products` write the final results, and `merge_splits` and `decode_stats` are not launched.
 
 If scores are needed before the weights (for a threshold, or a gain from statistics),
 `decode_products` first writes the products q kᵀ, 4 bytes per row and key. The following kernels
@@ -14,7 +15,7 @@ read the products instead of the keys.
 import triton
 import triton.language as tl
 
-from attnzoo.backends.triton.common.fold import walk
+from attnzoo.backends.triton.common.fold import finish, walk
 from attnzoo.backends.triton.common.merge import MOST_SPLITS, store_split
 from attnzoo.backends.triton.common.tile import (
     capped,
@@ -24,6 +25,7 @@ from attnzoo.backends.triton.common.tile import (
     load_vectors,
     place_mask,
     scores,
+    store_tile,
     times,
 )
 from attnzoo.backends.triton.flash.segments import narrowed
@@ -79,6 +81,7 @@ def packed_queries(
 def decode_products(
     q, k, products,  # fp32 [B·Hkv, rows, width], q kᵀ
     m, z, t,  # fp32 [B·Hkv, splits, rows]; z, t: None without statistics
+    lse, entropy,  # vectors, for statistics with one split, without m, z, t; else None
     gain, alibi, key_bias, base, decay, mask, q_segments, k_segments, ranges,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, inner, heads, group, queries, keys, left, right, first, last, span, splits, width,
@@ -86,7 +89,10 @@ def decode_products(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write q kᵀ and, per split, the maximum m of each row; for statistics, also Z and T."""
+    """Write q kᵀ and, per split, the maximum m of each row; for statistics, also Z and T.
+
+    For statistics with one split, write lse and entropy instead of m, Z and T.
+    """
     split, bh, b, lane, r, h, i = packed(heads, group, queries, splits, BLOCK_M)
     rows_here = group * queries
     q_tile, q, q_at = packed_queries(q, b, h, i, q_b, q_h, q_n, D, BLOCK_D, ALIGN)
@@ -117,24 +123,29 @@ def decode_products(
         s = scores(
             product, i, j[None, :], vectors, segment, where, size, UNIT, DISTANCE, True, True
         )[0]
-        if z is None:
+        if z is None and entropy is None:
             m_i = tl.maximum(m_i, tl.max(s, 1))
         else:
             m_i, z_i, t_i = add_scores(m_i, z_i, t_i, s, tl.full([BLOCK_M], 1.0, tl.float32), True)
-    part = (bh * splits + split) * rows_here + lane
-    tl.store(m + part, m_i, mask=lane < rows_here)
-    if z is not None:
-        tl.store(z + part, z_i, mask=lane < rows_here)
-        tl.store(t + part, t_i, mask=lane < rows_here)
+    inside = lane < rows_here
+    if entropy is not None:
+        store_statistics(m_i, z_i, t_i, lse + at + lane, entropy + at + lane, inside)
+    else:
+        part = (bh * splits + split) * rows_here + lane
+        tl.store(m + part, m_i, mask=inside)
+        if z is not None:
+            tl.store(z + part, z_i, mask=inside)
+            tl.store(t + part, t_i, mask=inside)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def decode(
     q, k, v, products,  # either q and k, or products of an earlier pass; the others are None
     part, m, z,  # fp32 [B·Hkv, splits, rows, DV] and [B·Hkv, splits, rows]; m, z or None
+    o, lse, sink, factor,  # for one split, without part, m and z; else None
     gain, tau, shape, alibi, key_bias, base, decay, mask, q_segments, k_segments, ranges,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, mask_b, mask_h, mask_m, mask_n,
-    scale, inner, heads, group, queries, keys, left, right, first, last, span, splits, width,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, mask_b, mask_h, mask_m, mask_n,
+    scale, inner, eps, heads, group, queries, keys, left, right, first, last, span, splits, width,
     ACT: tl.constexpr, DISTANCE: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
     ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr,
     NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
@@ -142,7 +153,7 @@ def decode(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the partial result of this program's split."""
+    """Write the partial result of this program's split, or the output of the only split."""
     split, bh, b, lane, r, h, i = packed(heads, group, queries, splits, BLOCK_M)
     rows_here = group * queries
     hk = bh % (heads // group)
@@ -179,10 +190,18 @@ def decode(
         ACT, DISTANCE, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
         D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
-    here = (bh * splits + split) * rows_here
-    store_split(
-        part, m, z, here, lane, rows_here, dv, acc, m_i, z_i, ONLINE, SUM, PEAKED, SHIFTED, DV
-    )
+    if part is None:
+        acc = finish(
+            acc, m_i, z_i, at, lane, rows_here, vectors, None, None, lse, sink, tau, factor,
+            eps, ACT, UNIT, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
+        )  # fmt: skip
+        o += (b * o_b + h * o_h + i.to(tl.int64) * o_n) * ALIGN
+        store_tile(o, lane, 0, rows_here, dv, DV, acc)
+    else:
+        here = (bh * splits + split) * rows_here
+        store_split(
+            part, m, z, here, lane, rows_here, dv, acc, m_i, z_i, ONLINE, SUM, PEAKED, SHIFTED, DV
+        )
 
 
 @triton.jit(do_not_specialize=RUNTIME)

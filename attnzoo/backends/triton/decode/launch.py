@@ -79,9 +79,9 @@ def _rows(q: Tensor, k: Tensor) -> int:
 def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: int) -> Splits:
     unit = KEYS // config.block_n
     first, last = (unit * x for x in key_range(q, k, layout))
-    blocks = last - first
+    blocks, keys = last - first, k.shape[2] - first * config.block_n
     wanted = triton.cdiv(PER_PROCESSOR * processors, max(1, q.shape[0] * k.shape[1]))
-    wanted = max(1, min(wanted, MOST_SPLITS.value, blocks * config.block_n // LEAST_KEYS))
+    wanted = max(1, min(wanted, MOST_SPLITS.value, keys // LEAST_KEYS))
     span = max(1, triton.cdiv(blocks, wanted))
     return Splits(first, last, span, max(1, triton.cdiv(blocks, span)))
 
@@ -125,15 +125,24 @@ def _programs(q: Tensor, k: Tensor, splits: Splits) -> int:
 
 def _products_pass(
     q: Tensor, k: Tensor, gain: Tensor | None, extras: Extras, distance: Any, unit: float,
-    layout: Layout, arch: int, processors: int, stats: bool,
+    layout: Layout, arch: int, processors: int, statistics: tuple[Tensor, Tensor] | None,
 ) -> tuple[list[Launch], dict[str, Any], Tensor]:  # fmt: skip
-    """Return the launches that compute q kᵀ, their arguments, and the tensor for q kᵀ."""
+    """Return the launches that compute q kᵀ, their arguments, and the tensor for q kᵀ.
+
+    With one split, the last launch writes the ``statistics`` lse and entropy, if wanted.
+    """
     args, config, splits, before = _arguments(q, k, q, layout, extras, arch, processors)
     align, products = align_of(q, k), new_products(q, k, layout)
+    m, z, t, lse, entropy = None, None, None, None, None
+    if statistics is not None and splits.number == 1:
+        lse, entropy = statistics
+    else:
+        m = _partial(q, k, splits)
+    if statistics is not None and splits.number > 1:
+        z, t = _partial(q, k, splits), _partial(q, k, splits)
     args |= {
         **strides(align, q=q, k=k), "q": q, "k": k, "products": products,
-        "m": _partial(q, k, splits), "z": _partial(q, k, splits) if stats else None,
-        "t": _partial(q, k, splits) if stats else None,
+        "m": m, "z": z, "t": t, "lse": lse, "entropy": entropy,
         "gain": gain, "DISTANCE": distance, "UNIT": unit, "ALIGN": align,
     }  # fmt: skip
     # Products of keys in other segments are not computed. The operator returns them as 0.
@@ -146,13 +155,14 @@ def describe_statistics(
     q: Tensor, k: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """Return the launches and their results: products, lse and entropy of the logits."""
-    unit = 1 / LN2.value
-    walk, args, products = _products_pass(
-        q, k, None, Extras(), None, unit, layout, arch, processors, True
+    unit, lse, entropy = 1 / LN2.value, new_vector(q), new_vector(q)
+    launches, args, products = _products_pass(
+        q, k, None, Extras(), None, unit, layout, arch, processors, (lse, entropy)
     )
-    lse, entropy = new_vector(q), new_vector(q)
-    merge = row_launch(kernels.decode_stats, {**args, "lse": lse, "entropy": entropy}, q)
-    return [*walk, merge], (products, lse, entropy)
+    if args["splits"] > 1:
+        merge_args = {**args, "lse": lse, "entropy": entropy}
+        launches.append(row_launch(kernels.decode_stats, merge_args, q))
+    return launches, (products, lse, entropy)
 
 
 def describe_threshold(
@@ -161,7 +171,7 @@ def describe_threshold(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
     """Return the launches, the products and τ. Only gain and shape of ``vectors`` are read."""
     walk, args, products = _products_pass(
-        q, k, vectors.gain, extras, form.distance_act, 1.0, layout, arch, processors, False
+        q, k, vectors.gain, extras, form.distance_act, 1.0, layout, arch, processors, None
     )
     tau = new_vector(q)
     args = {
@@ -178,16 +188,18 @@ def describe_decode(
     """Return the launches and their results: out and lse."""
     args, config, splits, before = _arguments(q, k, v, layout, extras, arch, processors)
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
+    whole = splits.number == 1
     online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")
-    align = align_of(q, k, v)
+    has_m, has_z = (online or form.shifted) and not whole, (online or sums) and not whole
+    align = align_of(q, k, v, out)
     args |= {
-        **strides(align, q=q, k=k, v=v), **values(v), **strides(1, o=out),
+        **strides(align, q=q, k=k, v=v, o=out), **values(v),
         **arguments(vectors, extras),
         "q": None if products is not None else q, "k": None if products is not None else k,
         "v": v, "products": products,
-        "o": out, "lse": lse, "part": _partial(q, k, splits, v.shape[3]),
-        "m": _partial(q, k, splits) if online or form.shifted else None,
-        "z": _partial(q, k, splits) if online or sums else None,
+        "o": out, "lse": lse, "part": None if whole else _partial(q, k, splits, v.shape[3]),
+        "m": _partial(q, k, splits) if has_m else None,
+        "z": _partial(q, k, splits) if has_z else None,
         "ACT": form.act, "DISTANCE": form.distance_act, "UNIT": form.unit,
         "VANISHES": form.vanishes, "ONLINE": online,
         "NORMALIZER": form.normalizer, "SHIFTED": form.shifted, "eps": form.eps or None,
@@ -195,5 +207,10 @@ def describe_decode(
         "ALIGN": align, "CHUNK": PARTIALS, "stat": None, "weight_sum": None,
     }  # fmt: skip
     kernel_args = {name: args[name] for name in kernels.decode.arg_names}
-    walk = Launch(kernels.decode, _programs(q, k, splits), kernel_args, config)
-    return [*before, walk, row_launch(merge_splits, args, q)], (out, lse)
+    if not whole:  # the arguments of the merge
+        kernel_args |= dict.fromkeys(("o", "lse", "sink", "factor", "eps"))
+    launches = [*before, Launch(kernels.decode, _programs(q, k, splits), kernel_args, config)]
+    if not whole:
+        merge_args = {**args, **strides(1, o=out)}
+        launches.append(row_launch(merge_splits, merge_args, q))
+    return launches, (out, lse)

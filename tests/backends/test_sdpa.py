@@ -1,0 +1,115 @@
+"""The backend sdpa multiplies q by a gain in one operation, and rounds the product once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attnzoo
+from attnzoo.backends import sdpa
+from attnzoo.core.forms import Pairwise
+from helpers.cases import rand
+
+HALVES = (torch.float16, torch.bfloat16)
+# An operation with tensors of several dtypes converts them itself, in its own kernel on a GPU.
+ELEMENTWISE = ("aten.mul", "aten._to_copy", "aten.neg", "aten.copy_", "aten.clone")
+
+
+class Operations(TorchDispatchMode):
+    """Records the elementwise operations whose result has a shape."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.names = shape, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.shape == self.shape:
+            name = str(func).rpartition(".")[0]
+            self.names += [name] if name in ELEMENTWISE else []
+        return out
+
+
+def tensors(dtype: torch.dtype) -> list[Tensor]:
+    """q, k and v (B, H, N, D), in memory as (B, N, H, D)."""
+    return [rand(2, 9, 4, 8, seed=i).to(dtype).transpose(1, 2) for i in range(3)]
+
+
+def gain_of(s: Tensor) -> Tensor:
+    """The gain s · log n of a full call with 9 keys, in fp32."""
+    return (s.view(1, 4, 1) * torch.full((1, 1, 1), 9.0).log()).unsqueeze(-1)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gain_is_one_operation_that_rounds_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = tensors(dtype)
+    s = torch.tensor([0.3, -1.1, 0.7, 2.9])
+    passed: list[Tensor] = []
+    fused = sdpa.scaled_dot_product_attention
+    monkeypatch.setattr(
+        sdpa,
+        "scaled_dot_product_attention",
+        lambda *args, **options: passed.append(args[0]) or fused(*args, **options),
+    )
+    with Operations(q.shape) as operations:
+        attnzoo.attention(q, k, v, "ssmax", s=s, backend="sdpa")
+    assert operations.names == ["aten.mul"]
+    assert torch.equal(passed[0], (gain_of(s) * q.float()).to(dtype))
+    assert passed[0].stride() == q.stride()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("wanted", ["q", "s", "qs"])
+def test_gradients_equal_those_of_three_operations(dtype: torch.dtype, wanted: str) -> None:
+    q, k, v = tensors(dtype)
+    leaves = {"q": q, "s": torch.tensor([0.3, -1.1, 0.7, 2.9])}
+    inputs = [leaves[name].requires_grad_() for name in wanted]
+    do = rand(*q.shape, seed=3).to(dtype)
+    out = attnzoo.attention(q, k, v, "ssmax", s=leaves["s"], backend="sdpa")
+    product = (gain_of(leaves["s"]) * q.float()).to(dtype)
+    expected = torch.nn.functional.scaled_dot_product_attention(product, k, v)
+    assert torch.equal(out, expected)
+    with Operations(q.shape) as operations:
+        found = torch.autograd.grad(out, inputs, do, retain_graph=True)
+    for name, a, b in zip(wanted, found, torch.autograd.grad(expected, inputs, do), strict=True):
+        # The entries that are summed for s are equal, and their order in memory may differ.
+        tolerance = 0.0 if name == "q" else 1e-5
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    # For s, the gradient of the product is converted to fp32 and multiplied by q.
+    assert len(operations.names) == ("q" in wanted) + 2 * ("s" in wanted)
+
+
+def test_gain_in_transforms_and_batched_gradients() -> None:
+    q, k, v = tensors(torch.bfloat16)
+    s = torch.tensor([0.3, -1.1, 0.7, 2.9])
+
+    def attend(q: Tensor, s: Tensor) -> Tensor:
+        return attnzoo.attention(q, k, v, "ssmax", s=s, backend="sdpa")
+
+    dos = rand(3, *q.shape, seed=3).bfloat16()
+    leaves = q.detach().requires_grad_(), s.clone().requires_grad_()
+    out = attend(*leaves)
+    single = [torch.autograd.grad(out, leaves, do, retain_graph=True) for do in dos]
+    want = [torch.stack(grads) for grads in zip(*single)]
+    batched = torch.autograd.grad(out, leaves, dos, retain_graph=True, is_grads_batched=True)
+    transformed = torch.func.vjp(attend, q, s)[1](dos[0])
+    for found, expected in ((batched, want), (transformed, single[0])):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_gain_that_is_a_number_takes_no_operation() -> None:
+    q, k, v = tensors(torch.bfloat16)
+    call = attnzoo.core.arguments.check_call(q, k, v)
+    form = Pairwise(attnzoo.core.activations.EXP, "sum", gain=-0.7)
+    with Operations(q.shape) as operations:
+        out, _ = sdpa.run(q, k, v, call, form)
+    assert operations.names == ["aten.neg"]  # torch gets a positive scale
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=-0.7 * 8**-0.5)
+    torch.testing.assert_close(out, expected)
