@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.activations import activations, distance
-from benchmarks.kernels.specializations import DTYPES, EXTRAS, Specialization
+from benchmarks.kernels.specializations import DTYPES, EXTRAS, SPLIT, Specialization
 
 # Features per token in linear calls. taylor has 153 at D = 16, padded to a multiple of 8.
 FEATURES = 160
@@ -17,7 +17,7 @@ KEYS = 4096  # number of keys in decode calls
 SHORT = 256  # number of keys in "decode short" calls, which have one split
 # Kernels by the last word of a specialization's kernel
 DECODE_STAGES = {
-    "decode": "decode", "short": "decode", "merge": "decode_merge", "products": "decode_products",
+    "decode": "decode", "short": "decode", "merge": "merge_splits", "products": "decode_products",
     "statistics": "decode_stats", "solver": "decode_threshold",
 }  # fmt: skip
 COLUMNS = 32768  # entries of a row in row kernels
@@ -112,20 +112,24 @@ def describe_flash(spec: Specialization) -> Any:
     from attnzoo.backends.triton.common.kernel_operands import Maps, new_vector, stands_apart
     from attnzoo.backends.triton.flash import launch
 
-    q = empty(spec, 1, 2, 1024)
+    k = q = empty(spec, 1, 2, 1024)
+    if spec.extra == SPLIT:
+        k = empty(spec, 1, 1, 2 * q.shape[2])
     do = out = q.new_empty(q.shape)
     vector, arch = new_vector(q), arch_of(spec)
-    layout, form, vectors, extras, alpha, lse = described(spec, q, q.shape[2])
+    layout, form, vectors, extras, alpha, lse = described(spec, q, k.shape[2])
     normalize = form.normalize
     maps = (
-        Maps(*launch.empty_maps(q, q, q, layout, vectors.shape, extras))
+        Maps(*launch.empty_maps(q, k, k, layout, vectors.shape, extras))
         if normalize == "threshold"
         else Maps()
     )
-    if spec.kernel in ("forward", "segments"):
-        operands = q, q, q, layout, form, vectors, extras, maps, lse, arch
+    if spec.family in ("forward", "segments"):
+        operands = q, k, k, layout, form, vectors, extras, maps, lse, arch, PROCESSORS
         launches, _ = launch.describe_forward(*operands)
-        return launches[0 if spec.kernel == "segments" else -1]
+        names = {"segments": "segment_ranges", "forward merge": "merge_splits"}
+        name = names.get(spec.kernel, "flash_forward")
+        return next(each for each in launches if each.kernel.__name__ == name)
     if spec.kernel == "stats":
         return launch.describe_stats(q, q, layout, arch)[0][-1]
     if spec.kernel == "threshold":
@@ -141,8 +145,8 @@ def describe_flash(spec: Specialization) -> Any:
     }  # fmt: skip
     wanted = [name for name, there in given.items() if there]
     launches, _ = launch.describe_backward(
-        do, vector if lse else None, q, q, q, out, stat, weight_sum, vector, layout, form, vectors,
-        extras, maps, wanted, arch,
+        do, vector if lse else None, q, k, k, out, stat, weight_sum, vector, layout, form, vectors,
+        extras, maps, wanted, arch, PROCESSORS,
     )  # fmt: skip
     name = "flash_dq" if spec.kernel == "dq" else "flash_dkdv"
     return next(each for each in launches if each.kernel.__name__ == name)
@@ -195,7 +199,7 @@ def describe_decode(spec: Specialization) -> Any:
     layout, form, vectors, extras, alpha, lse = described(spec, q, keys)
     machine = arch_of(spec), PROCESSORS
     solves = form.normalize == "threshold"
-    if stage in ("decode", "decode_merge"):
+    if stage in ("decode", "merge_splits"):
         left = launch.new_products(q, k, layout) if solves else None
         launches, _ = launch.describe_decode(
             q, k, k, left, layout, form, vectors, extras, lse, *machine

@@ -27,6 +27,7 @@ from benchmarks.kernels.specializations import (
     PADDED,
     PASSES,
     POWERS,
+    SPLIT,
     Group,
     Specialization,
     of_groups,
@@ -141,7 +142,12 @@ def selected(args: argparse.Namespace) -> list[Specialization]:
             Path(args.cubins).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--cubins {args.cubins}: {error.strerror or error}") from None
-    quick = [s for s in quick_specializations(archs) if s.dtype == "bf16" and s.family in kernels]
+    quick = [
+        spec
+        for spec in quick_specializations(archs)
+        # Calls with SPLIT have the loops of other calls.
+        if spec.dtype == "bf16" and spec.extra != SPLIT and spec.family in kernels
+    ]
     more = [] if args.quick else of_groups(CELLS, archs, list(POWERS))
     return list(dict.fromkeys([*quick, *(spec for spec in more if spec.family in kernels)]))
 

@@ -29,21 +29,23 @@ BARE = ("full", "no gain", "full no gain")
 MODELS = ("full keys no gain", "full bool no gain")
 # A padded batch of a model with a window or ALiBi
 PADDED = ("window keys", "alibi keys")
+# Few programs: parts of a group of heads in dK/dV, splits of the keys in the forward
+SPLIT = "split"
 # Launches that do not depend on both the activation and the head dimension. The solver depends only
 # on the activation, the merge only on the head dimension, the others on neither.
-STAGES = ("decode statistics", "decode solver", "decode merge", "segments")
+STAGES = ("decode statistics", "decode solver", "decode merge", "forward merge", "segments")
 
 
 class Specialization(NamedTuple):
     """One kernel and the settings that its compilation depends on.
 
-    kernel: one of KERNELS. "linear", "decode" and "rows" may be followed by a space and the name
-        of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has no head
-        dimension and no activation.
+    kernel: one of KERNELS. "forward", "linear", "decode" and "rows" may be followed by a space and
+        the name of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has
+        no head dimension and no activation.
     extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head); "offset"
     (q, k and v start 8 bytes after a multiple of 16); "narrow mask" (strides that rule out wide
-    loads of the mask); "fp32 mask" (as under autocast); or "all" (all of EXTRAS, a sink and the
-    gradient of lse), optionally with "unaligned" (strides that rule out wide loads).
+    loads of the mask); "fp32 mask" (as under autocast); SPLIT; or "all" (all of EXTRAS, a sink and
+    the gradient of lse), optionally with "unaligned" (strides that rule out wide loads).
     """
 
     kernel: str
@@ -113,6 +115,11 @@ GROUPS = (
     Group(FLASH, "online threshold", "bf16", POWERS, ("narrow mask",)),
     Group(FLASH, "online threshold", "bf16", POWERS, ("offset",)),
     Group(FLASH, "online", "fp32", (64,), ("offset",)),
+    Group(("forward", "dkdv"), "online none", "bf16", POWERS, (SPLIT,)),
+    Group(("dkdv",), "threshold", "bf16", POWERS, (SPLIT,)),
+    Group(("forward", "dkdv"), "sum", "fp16", (128,), (SPLIT,)),
+    Group(("forward", "dkdv"), "online", "fp32", (128,), (SPLIT,)),
+    Group(("forward merge",), "online shifted", "fp32", (128,), (SPLIT,)),
     # These extras and dtypes cover each possible number of rows in a tile; see `few_queries`.
     Group(
         ("decode",), "online", "bf16 fp32", DECODE_DIMS, (*DECODE_EXTRAS, "all", "all unaligned")
@@ -174,17 +181,21 @@ def of_groups(
 def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
     """The specializations of most calls: bf16 without extras, and the stages of decoding.
 
-    Terms of the form and rare activations are compiled once, for sm_90 and a head dimension of 128.
-    A learned power has small tiles, whose work is done more than once, and is left out.
+    Terms of the form, rare activations, "decode short" and SPLIT are compiled once, for sm_90 and a
+    head dimension of 128, SPLIT with a softmax only. A learned power has small tiles, whose work is
+    done more than once, and is left out.
     """
     rare = {name for kind, name in kinds().items() if kind in RARE}
     for spec in specializations(archs, list(QUICK_DIMS)):
         common = spec.dtype == "bf16" or spec.kernel in STAGES
         if not common or spec.activation in (kinds()["family"], kinds()["factor-family"]):
             continue
-        if spec.extra in TERMS or spec.activation in rare:
+        if spec.extra == SPLIT and spec.activation != kinds()["online"]:
+            continue
+        special = spec.extra in (SPLIT, *TERMS) or "short" in spec.kernel
+        if special or spec.activation in rare:
             once = (spec.arch, spec.head_dim) == ("sm_90", 128)
-            if once and spec.extra in ("", *TERMS):
+            if once and spec.extra in ("", SPLIT, *TERMS):
                 yield spec
         elif spec.extra in ("", *BARE):
             yield spec

@@ -61,14 +61,13 @@ def install(launched: Launcher = lambda *args: None) -> None:
     from triton.runtime import driver
 
     from attnzoo.backends.triton.common import launch
-    from attnzoo.backends.triton.decode import launch as decode
     from attnzoo.backends.triton.flash import backend
 
     folder = os.environ.get(FOLDER)
     stand_in: Any = Driver(launched) if folder is None else nvidia_driver(Path(folder))
     driver.set_active(stand_in)
     launch.architecture = lambda device: ARCHITECTURE
-    decode.processors = lambda device: DEVICE["multiprocessor_count"]
+    launch.processors = lambda device: DEVICE["multiprocessor_count"]
     backend.unsupported_here = lambda call, other: None
 
 

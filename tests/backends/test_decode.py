@@ -16,7 +16,7 @@ from torch import Tensor
 
 import attnzoo
 from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common import prepared
+from attnzoo.backends.triton.common import launch, prepared
 from attnzoo.backends.triton.common.kernel_operands import Extras, Form
 from attnzoo.backends.triton.common.launch import Launch
 from attnzoo.backends.triton.decode import launch as launch_decode
@@ -204,7 +204,7 @@ def test_the_number_of_splits_does_not_change_the_result(
     q, k, v = rand(1, 4, 2, 16).float(), *(rand(1, 2, 300, 16, seed=i).float() for i in (1, 2))
     found = []
     for processors in (1, 3, 1000):
-        monkeypatch.setattr(launch_decode, "processors", lambda device, n=processors: n)
+        monkeypatch.setattr(launch, "processors", lambda device, n=processors: n)
         options: Any = {"is_causal": True, "enable_gqa": True, "backend": "decode"}
         options |= params_of(variant)
         found.append(attnzoo.attention(q, k, v, variant, **options))
@@ -249,7 +249,7 @@ def test_one_split_needs_no_merge(
     ran = launches_of(monkeypatch)
     q, k, v = (rand(1, 2, n, 16, seed=n).float() for n in (1, keys, keys + 1))
     attnzoo.attention(q, k, v[:, :, 1:], variant, backend="decode", **params_of(variant))
-    assert ran == ["decode", "decode_merge"][:launches]
+    assert ran == ["decode", "merge_splits"][:launches]
 
 
 @pytest.mark.parametrize(("keys", "launches"), [(100, 1), (512, 2)])

@@ -30,7 +30,8 @@ EXP = Form("attnzoo.backends.triton.common.activations:exp", 1.4426950408889634,
 
 
 def arguments(q: Tensor, k: Tensor, v: Tensor, arch: int) -> dict[str, Any]:
-    launches, _ = describe_forward(q, k, v, CAUSAL, EXP, Vectors(), Extras(), Maps(), False, arch)
+    operands = q, k, v, CAUSAL, EXP, Vectors(), Extras(), Maps(), False, arch, 132
+    launches, _ = describe_forward(*operands)
     return launches[-1].args
 
 
@@ -229,11 +230,12 @@ def test_blocks_divide_the_tiles_of_the_block_map(arch: int, dim: int, kind: str
     assert found[0].shape[1:] == (256 // tile[0], 256 // tile[1])
     maps = Maps(*found)
     (forward,), (out, stat, _, _) = describe_forward(
-        q, q, q, layout, form, vectors, Extras(), maps, False, arch
+        q, q, q, layout, form, vectors, Extras(), maps, False, arch, 132
     )
     backward, _ = describe_backward(
-        out, None, q, q, q, out, stat, None, None, layout, form, vectors, Extras(), maps, [], arch
-    )
+        out, None, q, q, q, out, stat, None, None, layout, form, vectors, Extras(), maps, [], arch,
+        132,
+    )  # fmt: skip
     dq, dkdv = backward[0], backward[-1]
     for launched in (forward, dq):
         assert launched.args["BLOCK_N"] == tile[1]

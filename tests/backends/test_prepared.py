@@ -41,9 +41,9 @@ def run(variant, train, options, tensors, backend="flash"):
         out.backward(torch.ones_like(out))
     return out
 
-def made(shape=(1, 4, 50, 32), kv_heads=2):
+def made(shape=(1, 4, 50, 32), keys=60, kv_heads=2):
     q = torch.randn(shape).bfloat16()
-    k, v = torch.randn(2, shape[0], kv_heads, 60, shape[3]).bfloat16()
+    k, v = torch.randn(2, shape[0], kv_heads, keys, shape[3]).bfloat16()
     return q, k, v
 
 def normal(found, tensors):
@@ -57,11 +57,11 @@ def normal(found, tensors):
         return x
     return [[name(x) for x in each] for each in found]
 
-def check(variant, train, shape=(1, 4, 50, 32), backend="flash", **options):
+def check(variant, train, shape=(1, 4, 50, 32), backend="flash", keys=60, **options):
     options = dict(enable_gqa=True, is_causal=True, **options)
     calls = []
     for n in range(4):
-        tensors = made(shape)
+        tensors = made(shape, keys)
         launches.clear()
         dirty.clear()
         out = run(variant, train, options, tensors, backend)
@@ -107,6 +107,10 @@ for tensors in ((three[0],) + tuple(three[1:]), (off,) + tuple(three[1:])) * 2:
 mask = torch.zeros(50, 60)
 check("softmax", True, attn_mask=mask)
 check("softpick", True)
+
+# Keys are split in the forward, which then has a merge, and groups of heads in dK/dV.
+check("softmax", True, (1, 8, 600, 32), keys=2048)
+assert len(launches) == 4, len(launches)
 print("done")
 """
 

@@ -16,9 +16,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.configurations import Config
+from attnzoo.backends.triton.common.configurations import ALL, Config
 from attnzoo.backends.triton.common.kernel_operands import Extras
 from attnzoo.backends.triton.common.tile import load_tile
+
+# Programs per multiprocessor, where a kernel's work can be split.
+PER_PROCESSOR = 2
+PARTIALS = 32  # partial results per iteration of `merge_splits`
 
 
 class Launch(NamedTuple):
@@ -43,6 +47,14 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@cache
+def processors(device: torch.device) -> int:
+    """Number of multiprocessors of the GPU."""
+    if interpreted():
+        return 4  # so that short sequences are split among several programs
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def interpreted() -> bool:
     return not isinstance(load_tile, triton.runtime.JITFunction)
 
@@ -56,6 +68,13 @@ def run(launch: Launch) -> Any:
     device = next(x.device for x in launch.args.values() if isinstance(x, Tensor))
     with on_device(device):
         return launch.kernel[(launch.programs,)](**launch.args, **launch.options)
+
+
+def row_launch(kernel: Any, args: dict[str, Any], q: Tensor) -> Launch:
+    """Return a launch with one program per (batch, head, query)."""
+    kernel_args = {name: args[name] for name in kernel.arg_names}
+    rows = q.shape[0] * q.shape[1] * q.shape[2]
+    return Launch(kernel, rows, kernel_args, Config(1, 1, 4, 1, registers=ALL))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

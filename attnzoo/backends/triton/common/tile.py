@@ -61,8 +61,9 @@ def load_block(matrix, first, local, columns, DIM: tl.constexpr, EDGE: tl.conste
 def query_tile(
     q, q_b, q_h, q_n, heads, queries,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr,
+    splits=None,
 ):  # fmt: skip
-    """Load the queries of this program.
+    """Load the queries of this program, or of ``splits`` adjacent programs.
 
     Returns batch, head, the offset of the head in per-query vectors, the first query, the indices
     of the queries [BM], a pointer to the head, and the queries [BM, D]. Strides are in units of
@@ -71,8 +72,11 @@ def query_tile(
     """
     tiles = tl.cdiv(queries, BLOCK_M)
     # The last queries are launched first, because under causality they see the most keys.
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    program = tl.program_id(0)
+    if splits is not None:
+        program //= splits
+    tile = tiles - 1 - program % tiles
+    bh = (program // tiles).to(tl.int64)
     b, h = bh // heads, bh % heads
     q += (b * q_b + h * q_h) * ALIGN
     start, local = tile * BLOCK_M, tl.arange(0, BLOCK_M)

@@ -5,7 +5,7 @@ program reads the queries of all heads of the group as one tile, reads each of i
 once, and writes partial results. Row r of the tile belongs to the group's head r // queries and to
 query r % queries, as in a (B, H, Nq) vector. The other kernels have one program per (batch, head,
 query), which reads the partial results of all splits. With one split, `decode` and
-`decode_products` write the final results, and `decode_merge` and `decode_stats` are not launched.
+`decode_products` write the final results, and `merge_splits` and `decode_stats` are not launched.
 
 If scores are needed before the weights (for a threshold, or a gain from statistics),
 `decode_products` first writes the products q kᵀ, 4 bytes per row and key. The following kernels
@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.fold import finish, walk
+from attnzoo.backends.triton.common.merge import MOST_SPLITS, store_split
 from attnzoo.backends.triton.common.tile import (
     capped,
     load_block,
     load_decay,
     load_segments,
-    load_tile,
     load_vectors,
     place_mask,
     scores,
@@ -31,9 +31,6 @@ from attnzoo.backends.triton.common.tile import (
 from attnzoo.backends.triton.flash.segments import narrowed
 from attnzoo.backends.triton.flash.statistics import add_scores, store_statistics
 from attnzoo.backends.triton.flash.threshold import MAX_STEPS, newton, round_tau
-
-# Largest number of splits. One program merges the results of all splits.
-MOST_SPLITS = tl.constexpr(256)
 
 RUNTIME = (
     "q_b q_h q_n k_b k_h k_n v_b v_h v_n o_b o_h o_n mask_b mask_h mask_m mask_n "
@@ -201,57 +198,10 @@ def decode(
         o += (b * o_b + h * o_h + i.to(tl.int64) * o_n) * ALIGN
         store_tile(o, lane, 0, rows_here, dv, DV, acc)
     else:
-        if PEAKED:
-            acc *= m_i[:, None]
         here = (bh * splits + split) * rows_here
-        if ONLINE or SHIFTED:
-            tl.store(m + here + lane, m_i, mask=lane < rows_here)
-        if SUM or ONLINE:
-            tl.store(z + here + lane, z_i, mask=lane < rows_here)
-        store_tile(part + here * DV, lane, DV, rows_here, dv, DV, acc)
-
-
-@triton.jit(do_not_specialize=RUNTIME)
-def decode_merge(
-    part, m, z, o, lse, tau, shape, sink, factor,
-    o_b, o_h, o_n, eps, heads, group, queries, splits,
-    ACT: tl.constexpr, UNIT: tl.constexpr, ONLINE: tl.constexpr, SUM: tl.constexpr,
-    NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Merge the partial results of all splits into the output of one query."""
-    row = tl.program_id(0).to(tl.int64)
-    rows_here = group * queries
-    b, h, i = row // (heads * queries), row // queries % heads, row % queries
-    one = tl.zeros([1], tl.int32)
-    vectors = load_vectors(one[:, None], row, 1.0, None, tau, shape, None, None, 1, UNIT, UNIT)
-    start = row // rows_here * splits * rows_here + row % rows_here
-    every = tl.arange(0, MOST_SPLITS)[None, :]
-    total, base = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
-    top = total
-    if ONLINE or SHIFTED:
-        peaks = tl.load(m + start + every * rows_here, mask=every < splits, other=float("-inf"))
-        top = tl.max(peaks, 1)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        decay = tl.exp2(peaks - base[:, None])
-        sums = tl.load(z + start + every * rows_here, mask=every < splits, other=0.0)
-        total = tl.sum(sums * decay, 1)
-    elif SUM:
-        total = tl.sum(tl.load(z + start + every * rows_here, mask=every < splits, other=0.0), 1)
-    acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    dv = tl.arange(0, BLOCK_DV)
-    for low in range(0, splits, CHUNK):
-        s = low + tl.arange(0, CHUNK)
-        tile = load_tile(part + start * DV, s, rows_here * DV, splits, dv, DV, True)  # [CHUNK, DV]
-        if ONLINE or SHIFTED:
-            peak = tl.load(m + start + s * rows_here, mask=s < splits, other=float("-inf"))
-            tile *= tl.exp2(peak - base)[:, None]
-        acc += tl.sum(tile, 0)[None, :]
-    acc = finish(
-        acc, top, total, row, one, 1, vectors, None, None, lse, sink, tau, factor,
-        eps, ACT, UNIT, ONLINE, SUM, False, NORMALIZER, SHIFTED,
-    )  # fmt: skip
-    store_tile(o + b * o_b + h * o_h + i * o_n, one, 0, 1, dv, DV, acc)
+        store_split(
+            part, m, z, here, lane, rows_here, dv, acc, m_i, z_i, ONLINE, SUM, PEAKED, SHIFTED, DV
+        )
 
 
 @triton.jit(do_not_specialize=RUNTIME)

@@ -6,7 +6,6 @@ multiprocessor has work. The number of splits affects only the order of summatio
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.activations import LN2
-from attnzoo.backends.triton.common.configurations import ALL, Config, decode_config
+from attnzoo.backends.triton.common.configurations import Config, decode_config
 from attnzoo.backends.triton.common.kernel_operands import (
     Extras,
     Form,
@@ -24,6 +23,8 @@ from attnzoo.backends.triton.common.kernel_operands import (
     new_vector,
 )
 from attnzoo.backends.triton.common.launch import (
+    PARTIALS,
+    PER_PROCESSOR,
     Launch,
     align_of,
     arguments,
@@ -31,23 +32,21 @@ from attnzoo.backends.triton.common.launch import (
     common,
     count_extras,
     dense_mask,
-    interpreted,
+    row_launch,
     strides,
     values,
 )
+from attnzoo.backends.triton.common.merge import MOST_SPLITS, merge_splits
 from attnzoo.backends.triton.decode import kernels
-from attnzoo.backends.triton.flash.launch import ranges_of
+from attnzoo.backends.triton.flash.segments import ranges_of
 
 # Fewest keys per split. A split with fewer keys costs more time than it saves.
 LEAST_KEYS = 256
-# Programs per multiprocessor, if there are enough keys.
-PER_PROCESSOR = 2
 # Unit of `key_range`, in keys. The unit must not depend on the kernel's block size, because fake
 # functions need the sizes of results without a device.
 KEYS = 128
 # Scores per iteration of the threshold kernel.
 SCORES = 2048
-PARTIALS = 32  # partial results per iteration of the merge
 
 
 class Splits(NamedTuple):
@@ -57,13 +56,6 @@ class Splits(NamedTuple):
     last: int
     span: int
     number: int
-
-
-@cache
-def processors(device: torch.device) -> int:
-    if interpreted():
-        return 4  # so that short sequences have several splits
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def key_range(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
@@ -89,7 +81,7 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: in
     first, last = (unit * x for x in key_range(q, k, layout))
     blocks, keys = last - first, k.shape[2] - first * config.block_n
     wanted = triton.cdiv(PER_PROCESSOR * processors, max(1, q.shape[0] * k.shape[1]))
-    wanted = max(1, min(wanted, kernels.MOST_SPLITS.value, keys // LEAST_KEYS))
+    wanted = max(1, min(wanted, MOST_SPLITS.value, keys // LEAST_KEYS))
     span = max(1, triton.cdiv(blocks, wanted))
     return Splits(first, last, span, max(1, triton.cdiv(blocks, span)))
 
@@ -131,13 +123,6 @@ def _programs(q: Tensor, k: Tensor, splits: Splits) -> int:
     return q.shape[0] * k.shape[1] * splits.number if q.numel() else 0
 
 
-def _row_launch(kernel: Any, args: dict[str, Any], q: Tensor) -> Launch:
-    """Return a launch with one program per (batch, head, query)."""
-    kernel_args = {name: args[name] for name in kernel.arg_names}
-    rows = q.shape[0] * q.shape[1] * q.shape[2]
-    return Launch(kernel, rows, kernel_args, Config(1, 1, 4, 1, registers=ALL))
-
-
 def _products_pass(
     q: Tensor, k: Tensor, gain: Tensor | None, extras: Extras, distance: Any, unit: float,
     layout: Layout, arch: int, processors: int, statistics: tuple[Tensor, Tensor] | None,
@@ -176,7 +161,7 @@ def describe_statistics(
     )
     if args["splits"] > 1:
         merge_args = {**args, "lse": lse, "entropy": entropy}
-        launches.append(_row_launch(kernels.decode_stats, merge_args, q))
+        launches.append(row_launch(kernels.decode_stats, merge_args, q))
     return launches, (products, lse, entropy)
 
 
@@ -193,7 +178,7 @@ def describe_threshold(
         **args, "candidates": torch.empty_like(products), "tau": tau, "shape": vectors.shape,
         "ACT": form.act, "ALPHA": alpha, "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
-    return [*walk, _row_launch(kernels.decode_threshold, args, q)], (products, tau)
+    return [*walk, row_launch(kernels.decode_threshold, args, q)], (products, tau)
 
 
 def describe_decode(
@@ -219,7 +204,7 @@ def describe_decode(
         "VANISHES": form.vanishes, "ONLINE": online,
         "NORMALIZER": form.normalizer, "SHIFTED": form.shifted, "eps": form.eps or None,
         "SUM": sums, "PEAKED": is_peaked(form, extras, v),
-        "ALIGN": align, "CHUNK": PARTIALS,
+        "ALIGN": align, "CHUNK": PARTIALS, "stat": None, "weight_sum": None,
     }  # fmt: skip
     kernel_args = {name: args[name] for name in kernels.decode.arg_names}
     if not whole:  # the arguments of the merge
@@ -227,5 +212,5 @@ def describe_decode(
     launches = [*before, Launch(kernels.decode, _programs(q, k, splits), kernel_args, config)]
     if not whole:
         merge_args = {**args, **strides(1, o=out)}
-        launches.append(_row_launch(kernels.decode_merge, merge_args, q))
+        launches.append(row_launch(merge_splits, merge_args, q))
     return launches, (out, lse)

@@ -17,11 +17,11 @@ from attnzoo.backends.triton.common.kernel_operands import Extras, Form, like, n
 
 
 def _launch(describe: Callable[..., Any], q: Tensor, *operands: Any) -> Any:
-    from attnzoo.backends.triton.common.launch import architecture
-    from attnzoo.backends.triton.common.prepared import launch
-    from attnzoo.backends.triton.decode.launch import processors
+    from attnzoo.backends.triton.common import launch
+    from attnzoo.backends.triton.common.prepared import launch as run
 
-    return launch(describe, q, *operands, architecture(q.device), processors(q.device))
+    device = q.device
+    return run(describe, q, *operands, launch.architecture(device), launch.processors(device))
 
 
 class Statistics(NamedTuple):

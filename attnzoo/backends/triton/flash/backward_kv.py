@@ -2,7 +2,8 @@
 
 `flash_dkdv` is launched after `flash_dq`, which writes δ. It has one program per (batch, key/value
 head, block of keys), which loops over the queries that may see its keys, in all query heads of the
-group. The tiles have one of two orientations:
+group. With ``parts``, there is one program per part of the group, and the parts' gradients are
+summed after the kernel. The tiles have one of two orientations:
 
 - rows are keys: scores k qᵀ [BN, BM], and dV += p dO [BN, DV];
 - TURNED, rows are queries: scores q kᵀ [BM, BN], and dVᵀ += dOᵀ p [DV, BN].
@@ -35,7 +36,7 @@ from attnzoo.backends.triton.flash.query_lists import TILES, full_blocks
 from attnzoo.backends.triton.flash.segments import narrowed
 
 
-@triton.jit(do_not_specialize=[n for n in RUNTIME if n[:2] not in ("dq", "o_")])
+@triton.jit(do_not_specialize=[*(n for n in RUNTIME if n[:2] not in ("dq", "o_")), "parts"])
 def flash_dkdv(
     q, k, v, do, dk, dv,
     dkey_bias,  # fp32 [2, B, H, Nk], initially 0, or None; the gradient is the sum of both parts
@@ -47,6 +48,7 @@ def flash_dkdv(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, dk_b, dk_h, dk_n,
     dv_b, dv_h, dv_n, mask_b, mask_h, mask_m, mask_n,
     scale, inner, heads, group, queries, keys, left, right,
+    parts,  # number of parts of each group, which are then the groups; or None
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
     NORMALIZER: tl.constexpr, DISTANCE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -60,13 +62,16 @@ def flash_dkdv(
     bh = (tl.program_id(0) // tiles).to(tl.int64)  # batch · Hkv + key/value head
     kv_heads = heads // group
     b, hk = bh // kv_heads, bh % kv_heads
-    k += (b * k_b + hk * k_h) * ALIGN
-    v += (b * v_b + hk * v_h) * ALIGN
+    of_kv = hk  # the head of k and v; dk and dv have one head per part
+    if parts is not None:
+        of_kv = hk // parts
+    k += (b * k_b + of_kv * k_h) * ALIGN
+    v += (b * v_b + of_kv * v_h) * ALIGN
     start, local = tile * BLOCK_N, tl.arange(0, BLOCK_N)
     j = start + local  # [BN]
     d, d_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    k_matrix = (k, k_n * ALIGN, keys, None, b, hk)
-    v_matrix = (v, v_n * ALIGN, keys, None, b, hk)
+    k_matrix = (k, k_n * ALIGN, keys, None, b, of_kv)
+    v_matrix = (v, v_n * ALIGN, keys, None, b, of_kv)
     k_tile = load_block(k_matrix, start, local, d, D, True)  # [BN, D]
     v_tile = load_block(v_matrix, start, local, d_v, DV, True)  # [BN, DV]
     k_side, v_side = (k_tile, k_matrix, start, local), (v_tile, v_matrix, start, local)

@@ -3,12 +3,16 @@
 Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q once,
 loops once over the keys and values that causality and window allow (see `fold`), and writes its
 block of o and, if wanted, its part of lse and of the per-query vectors for the backward.
+
+With ``splits``, there is one program per (batch, head, block of queries, split of the keys), which
+writes partial results for `merge_splits`.
 """
 
 import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.fold import factor_out, finish, walk
+from attnzoo.backends.triton.common.merge import store_split
 from attnzoo.backends.triton.common.tile import (
     key_blocks,
     load_decay,
@@ -23,7 +27,7 @@ from attnzoo.backends.triton.flash.segments import narrowed
 # Lengths and strides change from call to call, and must not trigger a recompilation.
 RUNTIME = (
     "q_b q_h q_n k_b k_h k_n v_b v_h v_n o_b o_h o_n mask_b mask_h mask_m mask_n "
-    "heads group queries keys left right"
+    "heads group queries keys left right splits"
 ).split()
 
 
@@ -42,6 +46,7 @@ def flash_forward(
     blocks, counts,  # key blocks with nonzero weights, per tile of MAP_M queries; or None
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, mask_b, mask_h, mask_m, mask_n,
     scale, inner, eps, heads, group, queries, keys, left, right,
+    splits,  # or None; with splits, o, stat and weight_sum are the parts of o, m and Z
     ACT: tl.constexpr, DISTANCE: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
     ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr, LATE: tl.constexpr,
     NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
@@ -51,14 +56,15 @@ def flash_forward(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, h, at, start, index, q, q_tile = query_tile(
-        q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
+        q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN, splits
     )
     q_side = (q_tile, (q, q_n * ALIGN, queries, None, b, h), start, tl.arange(0, BLOCK_M))
     i = index[:, None]
     hk = h // group
     k += (b * k_b + hk * k_h) * ALIGN
     v += (b * v_b + hk * v_h) * ALIGN
-    o += (b * o_b + h * o_h) * ALIGN
+    if splits is None:
+        o += (b * o_b + h * o_h) * ALIGN
     mask_at = place_mask(mask, b, h, mask_b, mask_h, MASK_ALIGN)
     if mask_m is not None:
         mask_m = mask_m.to(tl.int64) * MASK_ALIGN
@@ -92,6 +98,11 @@ def flash_forward(
         map_row = (b * heads + h) * tl.cdiv(queries, MAP_M) + start // MAP_M
         blocks += map_row * tl.cdiv(keys, BLOCK_N)
         low, high = 0, tl.load(counts + map_row)
+    if splits is not None:
+        split, span = tl.program_id(0) % splits, tl.cdiv(high - low, splits)
+        low = tl.minimum(low + split * span, high)
+        high = tl.minimum(low + span, high)
+        full = tl.minimum(tl.maximum(full, low), high)
     if SPLIT and blocks is None:
         acc, m, z = walk(
             acc, m, z, low, full, q_side, late, i, tiles_kv, size, vectors, segment, where, None,
@@ -105,8 +116,15 @@ def flash_forward(
         D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
 
-    acc = finish(
-        acc, m, z, at, index, queries, vectors, stat, weight_sum, lse, sink, tau, factor,
-        eps, ACT, UNIT, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
-    )  # fmt: skip
-    store_tile(o, index, o_n * ALIGN, queries, dv, DV, acc)
+    if splits is not None:
+        at = at * splits + split * queries
+        store_split(
+            o, stat, weight_sum, at, index, queries, dv, acc, m, z,
+            ONLINE, SUM, PEAKED, SHIFTED, DV,
+        )  # fmt: skip
+    else:
+        acc = finish(
+            acc, m, z, at, index, queries, vectors, stat, weight_sum, lse, sink, tau, factor,
+            eps, ACT, UNIT, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
+        )  # fmt: skip
+        store_tile(o, index, o_n * ALIGN, queries, dv, DV, acc)

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
@@ -41,8 +40,14 @@ from attnzoo.backends.triton.common.launch import (
 from attnzoo.backends.triton.flash.backward_kv import flash_dkdv
 from attnzoo.backends.triton.flash.backward_q import flash_dq
 from attnzoo.backends.triton.flash.forward import flash_forward
+from attnzoo.backends.triton.flash.parts import (
+    parts_of_group,
+    programs_of,
+    split_keys,
+    splits_of_keys,
+)
 from attnzoo.backends.triton.flash.query_lists import list_queries
-from attnzoo.backends.triton.flash.segments import segment_ranges
+from attnzoo.backends.triton.flash.segments import ranges_of
 from attnzoo.backends.triton.flash.statistics import row_stats
 from attnzoo.backends.triton.flash.threshold import threshold
 from attnzoo.core.forms import Statistics
@@ -154,31 +159,6 @@ def _tiles(tile: tuple[int, int], q: Tensor, k: Tensor) -> tuple[int, int]:
     return (q.shape[2] + tile[0] - 1) // tile[0], (k.shape[2] + tile[1] - 1) // tile[1]
 
 
-def _programs(x: Tensor, block: int) -> int:
-    return triton.cdiv(x.shape[2], block) * x.shape[0] * x.shape[1]
-
-
-def ranges_of(
-    layout: Layout, block: int, arch: int, of_keys: bool = False
-) -> tuple[Tensor | None, list[Launch]]:
-    """Return the ranges of `segments` for tiles of ``block`` queries or keys, and their launch.
-
-    Without segments: None and no launch.
-    """
-    own, other = layout.q_segments, layout.k_segments
-    if own is None or other is None:
-        return None, []
-    own, other = (other, own) if of_keys else (own, other)
-    batch, count = own.shape
-    tiles = triton.cdiv(count, block)
-    ranges = own.new_empty(batch, tiles, 2, dtype=torch.int32)
-    args = {
-        "own": own, "other": other, "ranges": ranges, "own_count": count,
-        "other_count": other.shape[1], "BLOCK": block, "CHUNK": 128 if arch == 0 else 1024,
-    }  # fmt: skip
-    return ranges, [Launch(segment_ranges, batch * tiles, args, Config(1, 1, 4, 1))]
-
-
 def _late(q: Tensor, layout: Layout, gain: Tensor | None, extras: Extras, arch: int) -> str | None:
     """How a softmax applies the factor of q kᵀ after the maximum; None: before. See `factor_out`.
 
@@ -196,7 +176,7 @@ def _late(q: Tensor, layout: Layout, gain: Tensor | None, extras: Extras, arch: 
 
 def describe_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
-    maps: Maps, want_lse: bool, arch: int,
+    maps: Maps, want_lse: bool, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out, stat, weight_sum and lse, see `flash_forward`."""
     out = like(q, v.shape[3])
@@ -223,17 +203,26 @@ def describe_forward(
         "PEAKED": peaked, "LATE": late, "NORMALIZER": form.normalizer, "SHIFTED": form.shifted,
         "eps": form.eps or None,
         "SPLIT": config.split, "MAP_M": 0 if tile is None else tile[0], "ALIGN": align,
+        "splits": None,
     }  # fmt: skip
-    launch = Launch(flash_forward, _programs(q, config.block_m), args, config)
-    return [*before, launch], (out, stat, weight_sum, lse)
+    launch = Launch(flash_forward, programs_of(q, config.block_m), args, config)
+    # With a block map, most of the time is spent on the threshold, which is not split.
+    splits = 1 if tile else splits_of_keys(q, k, layout, config.block_m, processors)
+    launches = [launch] if splits == 1 else split_keys(launch, q, v, splits)
+    return [*before, *launches], (out, stat, weight_sum, lse)
 
 
 def describe_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     stat: Tensor | None, weight_sum: Tensor | None, lse: Tensor | None, layout: Layout,
     form: Form, vectors: Vectors, extras: Extras, maps: Maps, wanted: Collection[str], arch: int,
+    processors: int,
 ) -> tuple[list[Launch], dict[str, Tensor]]:  # fmt: skip
-    """Return the launches, and the gradients of q, k, v and the wanted vectors by name."""
+    """Return the launches, and the gradients of q, k, v and the wanted vectors by name.
+
+    The gradients of k and v are sums over the query heads of a group. If the groups are split (see
+    `parts`), they are in fp32 with one head per part, and the caller adds the parts.
+    """
     grads = {"q": like(q, q.shape[3]), "k": like(k, k.shape[3]), "v": like(v, v.shape[3])}
     grads |= {name: new_vector(q) for name in wanted if name not in grads}
     if "key_bias" in wanted:
@@ -284,12 +273,21 @@ def describe_backward(
         "MEAN": mean,
         "blocks": maps.blocks, "counts": maps.counts, "ranges": ranges,
     }  # fmt: skip
-    launches = [*before, Launch(flash_dq, _programs(q, config.block_m), dq_args, config)]
+    launches = [*before, Launch(flash_dq, programs_of(q, config.block_m), dq_args, config)]
     config = _config("dkdv", arch, q, k, v, layout, features)
     ranges, before = (None, []) if tile else ranges_of(layout, config.block_n, arch, of_keys=True)
+    parts = parts_of_group(q, k, config.block_n, processors)
+    if parts > 1:
+        for name, x in (("k", k), ("v", v)):
+            b, h, n, dim = x.shape
+            grads[name] = x.new_empty(b, h * parts, n, dim, dtype=torch.float32)
+        # A part is a group of its own, also in the lists of a block map.
+        shared |= {"group": shared["group"] // parts}
+        align = min(align, align_of(q, grads["k"], grads["v"]))
     columns, listing = _describe_columns(maps, {**shared, **map_args, "SPLIT": config.split})
     dkdv_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
+        "parts": parts if parts > 1 else None,
         "TURNED": config.turned,
         **descriptors(config, arch, config.block_m, q=q, do=do),
         **strides(align, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
@@ -301,7 +299,7 @@ def describe_backward(
     if vectors.sink is None:  # δ contains dlse
         dkdv_args |= {"lse": None, "dlse": None}
     zeroed = ("dkey_bias",) if "key_bias" in grads else ()
-    programs = _programs(k, config.block_n)
+    programs = programs_of(k, config.block_n) * parts
     launches += [*before, *listing, Launch(flash_dkdv, programs, dkdv_args, config, zeroed)]
     return launches, grads
 
@@ -350,7 +348,7 @@ def describe_stats(
         "entropy": entropy, "LATE": _late(q, layout, None, Extras(), arch), "SPLIT": config.split,
         "ALIGN": align, "ranges": ranges,
     }  # fmt: skip
-    launch = Launch(row_stats, _programs(q, config.block_m), args, config)
+    launch = Launch(row_stats, programs_of(q, config.block_m), args, config)
     return [*before, launch], Statistics(lse, entropy)
 
 
@@ -388,5 +386,5 @@ def describe_threshold(
         "SPLIT": config.split, "FLIPS": vectors.gain is not None or outer_scale(layout) < 0.0,
         "ALIGN": align, "ranges": ranges,
     }  # fmt: skip
-    launch = Launch(threshold, _programs(q, config.block_m), args, config, zeroed=("live",))
+    launch = Launch(threshold, programs_of(q, config.block_m), args, config, zeroed=("live",))
     return [*before, launch], (tau, blocks, counts, live)

@@ -95,8 +95,8 @@ def flash_forward(
     layout: Layout, form: Form, want_lse: bool,
 ) -> Attended:  # fmt: skip
     common, prepared, flash = _modules()
-    arch = common.architecture(q.device)
-    operands = q, k, v, layout, form, vectors, extras, maps, want_lse, arch
+    machine = common.architecture(q.device), common.processors(q.device)
+    operands = q, k, v, layout, form, vectors, extras, maps, want_lse, *machine
     return Attended(*prepared.launch(flash.describe_forward, *operands))
 
 
@@ -129,10 +129,19 @@ def flash_backward(
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
     found = prepared.launch(
         flash.describe_backward, dout, dlse, q, k, v, out, stat, weight_sum, lse, layout, form,
-        vectors, extras, maps, wanted, common.architecture(q.device),
+        vectors, extras, maps, wanted, common.architecture(q.device), common.processors(q.device),
     )  # fmt: skip
+    found |= {name: _joined(found[name], x) for name, x in (("k", k), ("v", v))}
     if "key_bias" in wanted:
         found["key_bias"] = found["key_bias"].sum(0)
     if "decay" in wanted:
         found["decay"] = found["decay"].sum(-1)
     return found
+
+
+def _joined(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x, from the gradients (B, Hkv · parts, N, D) of parts of the groups."""
+    if gradient.shape[1] == x.shape[1]:
+        return gradient
+    total = gradient.unflatten(1, (x.shape[1], -1)).sum(2)
+    return like(x, x.shape[3]).copy_(total)

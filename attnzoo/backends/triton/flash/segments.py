@@ -8,8 +8,14 @@ they are not, it may hold all entries. Masks in the kernels decide in both cases
 The ranges are computed on the device, so no call waits for them.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from attnzoo.backends.shared_operands import Layout
+from attnzoo.backends.triton.common.configurations import Config
+from attnzoo.backends.triton.common.launch import Launch
 
 
 @triton.jit(do_not_specialize=["own_count", "other_count"])
@@ -47,3 +53,24 @@ def narrowed(low, high, ranges, row, BLOCK: tl.constexpr):
         high = tl.minimum(high, tl.cdiv(tl.load(ranges + 2 * row + 1), BLOCK))
         low = tl.minimum(low, high)
     return low, high
+
+
+def ranges_of(
+    layout: Layout, block: int, arch: int, of_keys: bool = False
+) -> tuple[Tensor | None, list[Launch]]:
+    """Return the ranges of `segments` for tiles of ``block`` queries or keys, and their launch.
+
+    Without segments: None and no launch.
+    """
+    own, other = layout.q_segments, layout.k_segments
+    if own is None or other is None:
+        return None, []
+    own, other = (other, own) if of_keys else (own, other)
+    batch, count = own.shape
+    tiles = triton.cdiv(count, block)
+    ranges = own.new_empty(batch, tiles, 2, dtype=torch.int32)
+    args = {
+        "own": own, "other": other, "ranges": ranges, "own_count": count,
+        "other_count": other.shape[1], "BLOCK": block, "CHUNK": 128 if arch == 0 else 1024,
+    }  # fmt: skip
+    return ranges, [Launch(segment_ranges, batch * tiles, args, Config(1, 1, 4, 1))]

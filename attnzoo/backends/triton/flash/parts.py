@@ -1,0 +1,66 @@
+"""How `flash` splits the work of launches with fewer programs than the GPU has room for.
+
+The number of parts depends on shapes and the device only. Each part writes its result in fp32, and
+the results are added in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from attnzoo.backends.shared_operands import Layout
+from attnzoo.backends.triton.common.launch import (
+    PARTIALS,
+    PER_PROCESSOR,
+    Launch,
+    row_launch,
+    strides,
+)
+from attnzoo.backends.triton.common.merge import MOST_SPLITS, merge_splits
+
+# Fewest queries per part of a group of heads, all heads together. A part with fewer costs more time
+# than it saves, because the gradients of all parts are written, read and added.
+LEAST_QUERIES = 1024
+# Fewest keys per split in the forward, for the same reason.
+LEAST_KEYS = 1024
+
+
+def programs_of(x: Tensor, block: int) -> int:
+    return triton.cdiv(x.shape[2], block) * x.shape[0] * x.shape[1]
+
+
+def parts_of_group(q: Tensor, k: Tensor, block_n: int, processors: int) -> int:
+    """Number of parts of a group of query heads in dK/dV. It divides the group."""
+    group = q.shape[1] // max(1, k.shape[1])
+    programs = max(1, programs_of(k, block_n))
+    wanted = min(group * q.shape[2] // LEAST_QUERIES, PER_PROCESSOR * processors // programs)
+    return next((n for n in range(max(1, wanted), group) if group % n == 0), max(1, group))
+
+
+def splits_of_keys(q: Tensor, k: Tensor, layout: Layout, block_m: int, processors: int) -> int:
+    """Number of splits of the keys in the forward, as for few queries and many keys."""
+    seen = k.shape[2]
+    if layout.left is not None and layout.right is not None:
+        seen = min(seen, layout.left + block_m + layout.right)
+    wanted = PER_PROCESSOR * processors // max(1, programs_of(q, block_m))
+    # Two halves, one after the other, take as long as the whole.
+    return min(wanted, MOST_SPLITS.value, max(1, seen // LEAST_KEYS)) if wanted > 2 else 1
+
+
+def split_keys(launch: Launch, q: Tensor, v: Tensor, splits: int) -> list[Launch]:
+    """Return the launches that replace one of `flash_forward`, if the keys are split."""
+    args, (b, h, n, _) = launch.args, q.shape
+    part = q.new_empty(b, h, splits, n, v.shape[3], dtype=torch.float32)
+    m = part.new_empty(b, h, splits, n) if args["ONLINE"] or args["SHIFTED"] else None
+    z = part.new_empty(b, h, splits, n) if args["ONLINE"] or args["SUM"] else None
+    partial = {"o": part, "stat": m, "weight_sum": z, "splits": splits}
+    # The merge reads and writes these.
+    partial |= dict.fromkeys(("lse", "sink", "factor", "eps"))
+    whole = {
+        **args, **strides(1, o=args["o"]), "part": part, "m": m, "z": z, "group": 1,
+        "splits": splits, "CHUNK": PARTIALS,
+    }  # fmt: skip
+    walk = launch._replace(programs=launch.programs * splits, args={**args, **partial})
+    return [walk, row_launch(merge_splits, whole, q)]
