@@ -34,6 +34,7 @@ from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.threshold import solve_threshold
 from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import Activation
+from attnzoo.core.device import is_cpu
 from attnzoo.losses.classes import WHOLE, ClassShard
 
 NEG_INF = float("-inf")
@@ -165,10 +166,10 @@ def _places(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:
 
     The threshold of some scores is at most the threshold of all scores. So the largest maxima of
     groups of classes give a lower bound of τ. A group can be left out if its maximum has weight 0
-    with this bound as τ.
+    with this bound as τ. On a GPU none is left out, because the host would wait for their number.
     """
     size = s.shape[1] // GROUP  # the number of groups; class j is in group j modulo size
-    if size <= FIRST:
+    if size <= FIRST or not is_cpu(s.device):
         return None
     maxima = s[:, : size * GROUP].unflatten(1, (GROUP, size)).amax(1)
     first = maxima.topk(FIRST, dim=-1, sorted=False).values
