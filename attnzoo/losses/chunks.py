@@ -19,14 +19,15 @@ from attnzoo.losses.classes import WHOLE, ClassShard
 from attnzoo.losses.tokens import Tokens
 
 NAN = float("nan")
-# On a CPU a chunk has up to CHUNK tokens, but at most 1/16 of all tokens, so that its logits take at
-# most 1/16 of the memory of all logits. It may exceed both limits if it has at most SMALL logits.
+# On a CPU a chunk has up to CHUNK tokens, but at most 1/16 of all tokens, so that its logits take
+# at most 1/16 of the memory of all logits. It may exceed both if it has at most SMALL logits.
 CHUNK = 256
 SMALL = 2**20
 BLOCK = 2**17  # logits per elementwise block: 512 KiB in fp32 stay in the cache of a core
 CLASSES = 512  # rows of E that are copied at a time
 # On a GPU a chunk has up to LARGE logits, 512 MiB in fp32, but at least CHUNK tokens. Each chunk
 # reads and writes the gradient of E, which takes longer than its products if the chunk is small.
+# A chunk is one block. Its loss holds one to five tensors in the shape of its logits.
 LARGE = 2**27
 TILE = 128  # tokens per tile of a product; a chunk has whole tiles
 COPIED = 2**26  # numbers of E that are copied at a time
@@ -54,11 +55,13 @@ class Rule(NamedTuple):
         z becomes ∂(factor · loss)/∂z.
     has_stats: Whether it returns the statistics of `PER_TOKEN`.
     sparse: Whether most entries of ∂loss/∂z are 0.
+    block: How many logits to pass to ``compute`` on a GPU, if it holds many tensors of this size.
     """
 
     compute: Callable[[Tensor, Tokens, list[str]], dict[str, Tensor]]
     has_stats: bool = False
     sparse: bool = False
+    block: int | None = None
 
 
 def losses(
@@ -94,7 +97,7 @@ def losses(
         cut = Vectors(*(None if x is None else x[part] for x in vectors))
         batch = Tokens(target[part], factor[part], hidden, cut, layer.shard)
         found: dict[str, list[Tensor]] = {}
-        for rows in _blocks(z, layer.shard):
+        for rows in _blocks(z, layer.shard, rule):
             for name, values in rule.compute(z[rows], batch.rows(rows), wanted).items():
                 found.setdefault(name, []).append(values)
         for name, values in found.items():
@@ -131,10 +134,10 @@ def _chunks(counted: Tensor, size: int) -> list[tuple[slice | Tensor, int]]:
     ]
 
 
-def _blocks(z: Tensor, shard: ClassShard) -> Iterator[slice]:
+def _blocks(z: Tensor, shard: ClassShard, rule: Rule) -> Iterator[slice]:
     # Each block of some of the classes exchanges sums, which costs more than a cache miss.
-    in_cache = shard.whole and is_cpu(z.device)
-    rows = max(1, BLOCK // max(z.shape[1], 1)) if in_cache else len(z)
+    block = (BLOCK if is_cpu(z.device) else rule.block) if shard.whole else None
+    rows = len(z) if block is None else max(1, block // max(z.shape[1], 1))
     for start in range(0, len(z), rows):
         yield slice(start, min(start + rows, len(z)))
 

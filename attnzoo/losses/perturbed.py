@@ -31,6 +31,9 @@ DISTANCE = {torch.float32: 0.25, torch.float64: 0.125}
 # g(t) − g(t*) <= −x²/2 for t = t* + s·x to the left, and for t = t* + x to the right. The nodes end
 # where this is exp(−40), below the rounding error of fp64.
 REACH = 9.0
+# Logits per block on a GPU. In each block the host waits for the end of Newton's method and the
+# number of nodes, which is short beside the passes over the block.
+LARGE_BLOCK = 2**24
 
 
 def perturbed_losses(
