@@ -2,7 +2,7 @@
 
 On a CPU a block holds up to about 4 MiB of scores, because larger blocks do not fit in the cache. A
 block has several heads, because a batched product needs one batch entry per core. On a GPU a block
-holds 64 MiB, because each of its 20 to 150 operations is a launch. Scores of keys that causality
+holds 64 MiB, because each of its 20 to 400 operations is a launch. Scores of keys that causality
 and window hide from a whole block are not computed.
 """
 
