@@ -30,7 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from attnzoo.core import registry
+from attnzoo.core import device, registry
 from helpers.fast_interpreter import speed_up_interpreter
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -60,6 +60,13 @@ def same_number_of_threads() -> Iterator[None]:
     yield
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def sizes_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test with the block sizes and loops of a CPU, and with those of a GPU."""
+    if request.param == "gpu":
+        monkeypatch.setattr(device, "CPU", ())
 
 
 @pytest.fixture

@@ -19,18 +19,26 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends.base import Backend
 from attnzoo.core.call import Call
+from attnzoo.core.device import is_cpu
 from attnzoo.core.forms import Form, Linear, NoForm
 
 CHUNK = 128
 
 
 def chunk_length(size: int, needs_grad: bool) -> int:
-    """Return the number of tokens per chunk: `CHUNK` if no gradient is needed.
+    """Return the number of tokens per chunk on a CPU: `CHUNK` if no gradient is needed.
 
     If gradients are needed, the number grows with the number of features, ``size``, from `CHUNK` to
     4 · `CHUNK`.
     """
     return max(CHUNK, min(4 * CHUNK, size // 4)) if needs_grad else CHUNK
+
+
+def tokens_per_chunk(form: Linear, call: Call) -> int:
+    """The number of tokens per chunk; 4 · `CHUNK` on a GPU, where each operation is a launch."""
+    if is_cpu(call.device):
+        return chunk_length(form.size(call.head_dim), call.needs_grad)
+    return 4 * CHUNK
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ def scan(
     state = _absorb(k[:, :, :lead], v[:, :, :lead], call, form, sums, call.key_origin)
     out = [_zero_rows(v, call, keyless)]
     at = call.query_origin + keyless
-    chunk = chunk_length(form.size(call.head_dim), call.needs_grad)
+    chunk = tokens_per_chunk(form, call)
     parts = (x.split(chunk, dim=2) for x in (q[:, :, keyless:], k[:, :, lead:], v[:, :, lead:]))
     for q_part, k_part, v_part in zip(*parts):
         here = torch.arange(q_part.shape[2], device=call.device) + at
@@ -133,7 +141,7 @@ def read(q: Tensor, sums: Tensor, call: Call, form: Linear) -> Tensor:
     call = replace(call, kv_heads=sums.shape[1])
     out = [q.new_zeros(call.batch, call.heads, 0, call.value_dim, dtype=call.dtype)]
     at = call.query_origin
-    for q_part in q.split(chunk_length(form.size(call.head_dim), call.needs_grad), dim=2):
+    for q_part in q.split(tokens_per_chunk(form, call), dim=2):
         here = torch.arange(q_part.shape[2], device=call.device) + at
         out.append(_run(call, _read, q_part, sums, here, call, form))
         at += q_part.shape[2]
@@ -185,16 +193,16 @@ def _values(v: Tensor, at: Tensor, call: Call) -> Tensor:
 
 def _run(call: Call, step: Any, *inputs: Any) -> Any:
     if call.needs_grad:
-        return checkpoint(step, *inputs, use_reentrant=False)
+        # Features draw no random numbers: those of queries and keys would not match.
+        return checkpoint(step, *inputs, use_reentrant=False, preserve_rng_state=False)
     return step(*inputs)
 
 
 def _absorb(k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None, at: int) -> Tensor:
     """Return ``sums`` plus the sums over these keys. The first key is at position ``at``."""
-    size = form.size(call.head_dim)
-    shape = (call.batch, call.kv_heads, size, call.value_dim + 1)
+    shape = (call.batch, call.kv_heads, form.size(call.head_dim), call.value_dim + 1)
     state = v.new_zeros(shape, dtype=call.dtype) if sums is None else sums
-    chunk = chunk_length(size, call.needs_grad)
+    chunk = tokens_per_chunk(form, call)
     for k_part, v_part in zip(k.split(chunk, dim=2), v.split(chunk, dim=2)):
         here = torch.arange(k_part.shape[2], device=call.device) + at
         state = _run(call, _add, k_part, v_part, state, here, call, form)

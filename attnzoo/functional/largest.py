@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnzoo.core.device import is_cpu
+
 BLOCK = 64
 # Blocks are used if at most this share of them is needed. Otherwise rows are compared whole.
 SHARE = 0.25
@@ -67,14 +69,14 @@ class Blocks:
     def _candidates(self, blocks: int) -> Candidates:
         if blocks > SHARE * self.count:
             return Candidates(self.x, None, self.size, None)
-        top = self.maxima.topk(blocks + 1, dim=-1)
+        top, indices = _top(self.maxima, blocks + 1)
         # In ascending order, so that candidates keep the order of the row.
-        chosen = top.indices[:, :blocks].sort(dim=-1).values
+        chosen = indices[:, :blocks].sort(dim=-1).values
         row = torch.arange(len(self.x), device=self.x.device)[:, None]
         values = self.blocks[row, chosen].flatten(1)
         if self.size < self.x.shape[-1]:
             values = torch.cat([values, self.x[:, self.size :]], dim=-1)
-        return Candidates(values, chosen, self.size, top.values[:, blocks:])
+        return Candidates(values, chosen, self.size, top[:, blocks:])
 
 
 class Candidates:
@@ -109,10 +111,12 @@ def largest(rows: Blocks, k: int) -> tuple[Tensor, Tensor]:
     # Entry k + 1 shows whether entries that are left out are equal to entry k.
     wanted = min(k + 1, x.shape[-1])
     found = rows.candidates(wanted)
-    top = found.values.topk(wanted, dim=-1)
-    values, indices = top.values[:, :k], found.index(top.indices[:, :k])
+    top, places = _top(found.values, wanted)
+    values, indices = top[:, :k], found.index(places[:, :k])
+    if not is_cpu(x.device):
+        return values, indices
     # `torch.topk` does not specify which of equal entries it takes, nor in which order.
-    if wanted > k and bool((tied := top.values[:, k] == values[:, k - 1]).any()):
+    if wanted > k and bool((tied := top[:, k] == values[:, k - 1]).any()):
         for chosen in tied.nonzero()[:, 0].split(max(1, TIED // x.shape[-1])):
             indices[chosen] = _first_of_equals(x[chosen], values[chosen], indices[chosen])
     if bool((values[:, 1:] == values[:, :-1]).any()):
@@ -120,6 +124,18 @@ def largest(rows: Blocks, k: int) -> tuple[Tensor, Tensor]:
         values, order = torch.sort(x.gather(-1, indices), dim=-1, descending=True, stable=True)
         indices = indices.gather(-1, order)
     return values, indices
+
+
+def _top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Values and indices of the k largest entries; on a GPU in the order of `largest`.
+
+    If the blocks are in this order, the first k contain the k largest entries of the row in this
+    order. So a GPU need not tell the host whether entries are equal.
+    """
+    if is_cpu(x.device):
+        return x.topk(k, dim=-1)
+    values, indices = x.sort(dim=-1, descending=True, stable=True)
+    return values[:, :k], indices[:, :k]
 
 
 def _first_of_equals(x: Tensor, values: Tensor, indices: Tensor) -> Tensor:

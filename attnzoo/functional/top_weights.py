@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.tiled.threshold import solve_threshold
+from attnzoo.core.device import is_cpu
 from attnzoo.core.forms import FromStatistics, Pairwise
 from attnzoo.functional.largest import Blocks, largest
 from attnzoo.functional.rows import BoundVariant, row_call
 
-EXACT = 2**17  # number of scores for which a definition is computed at once
-SUMMED = 2**20  # number of scores whose exponentials are held at once
+# Number of scores for which a definition is computed at once, on a CPU and on a GPU.
+EXACT, EXACT_ON_GPU = 2**17, 2**24
+SUMMED = 2**20  # number of scores whose exponentials are held at once on a CPU
 # The number of blocks is multiplied by this while an entry outside of the blocks has a weight > 0.
 WIDER = 4
 # To solve for a threshold, the scores that can have a weight > 0 are copied if they are at most
@@ -85,7 +87,8 @@ def _in_order_of_scores(form: Pairwise) -> bool:
 def _from_definition(
     bound: BoundVariant, x: Tensor, mask: Tensor | None, k: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    step, found = max(1, EXACT // x.shape[-1]), []
+    most = EXACT if is_cpu(x.device) else EXACT_ON_GPU
+    step, found = max(1, most // x.shape[-1]), []
     for start in range(0, len(x), step):
         part = slice(start, min(start + step, len(x)))
         seen = mask if mask is None or len(mask) == 1 else mask[part]
@@ -107,7 +110,9 @@ def _exp_sum(form: Pairwise, rows: Blocks, gain: Column) -> Tensor:
     # exp2 takes half the time of exp on CPUs. Rounding the product e = (s − max)·log2(e) changes a
     # term by about |e| units in the last place, but the term is only 2^e.
     x, factor = rows.x, gain * log2(e)
-    step = max(1, min(SUMMED // x.shape[-1], len(x) // 4))
+    step = max(1, len(x) // 4)
+    if is_cpu(x.device):
+        step = max(1, min(SUMMED // x.shape[-1], step))
     buffer, totals, peaks = x.new_empty(min(step, len(x)), x.shape[-1]), [], []
     for start in range(0, len(x), step):
         part = slice(start, min(start + step, len(x)))

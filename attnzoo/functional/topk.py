@@ -14,6 +14,7 @@ from attnzoo.core.checks import (
     check_sizes,
     plain,
 )
+from attnzoo.core.device import is_cpu
 from attnzoo.functional.rows import as_rows
 from attnzoo.functional.top_weights import top_weights
 
@@ -108,7 +109,7 @@ def topk_probabilities(
 
 def rows_per_step(held: int, size: int, device: torch.device) -> int:
     """Number of rows in one step."""
-    return max(1, (held if device.type == "cpu" else ON_GPU) // size)
+    return max(1, (held if is_cpu(device) else ON_GPU) // size)
 
 
 def parts(count: int, step: int) -> Iterator[slice]:

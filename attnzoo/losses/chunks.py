@@ -14,16 +14,23 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import Vectors
 from attnzoo.core.call import score_dtype
+from attnzoo.core.device import is_cpu
 from attnzoo.losses.classes import WHOLE, ClassShard
 from attnzoo.losses.tokens import Tokens
 
 NAN = float("nan")
-# A chunk has up to CHUNK tokens, but at most 1/16 of all tokens, so that its logits take at most
-# 1/16 of the memory of all logits. A chunk may exceed both limits if it has at most SMALL logits.
+# On a CPU a chunk has up to CHUNK tokens, but at most 1/16 of all tokens, so that its logits take
+# at most 1/16 of the memory of all logits. It may exceed both if it has at most SMALL logits.
 CHUNK = 256
 SMALL = 2**20
 BLOCK = 2**17  # logits per elementwise block: 512 KiB in fp32 stay in the cache of a core
 CLASSES = 512  # rows of E that are copied at a time
+# On a GPU a chunk has up to LARGE logits, 512 MiB in fp32, but at least CHUNK tokens. Each chunk
+# reads and writes the gradient of E, which takes longer than its products if the chunk is small.
+# A chunk is one block. Its loss holds one to five tensors in the shape of its logits.
+LARGE = 2**27
+TILE = 128  # tokens per tile of a product; a chunk has whole tiles
+COPIED = 2**26  # numbers of E that are copied at a time
 
 
 class Layer(NamedTuple):
@@ -48,11 +55,13 @@ class Rule(NamedTuple):
         z becomes ∂(factor · loss)/∂z.
     has_stats: Whether it returns the statistics of `PER_TOKEN`.
     sparse: Whether most entries of ∂loss/∂z are 0.
+    block: How many logits to pass to ``compute`` on a GPU, if it holds many tensors of this size.
     """
 
     compute: Callable[[Tensor, Tokens, list[str]], dict[str, Tensor]]
     has_stats: bool = False
     sparse: bool = False
+    block: int | None = None
 
 
 def losses(
@@ -72,16 +81,15 @@ def losses(
     for name, fill in PER_TOKEN.items():
         size = count if rule.has_stats or name == "loss" else 0
         result[name] = layer.input.new_full((size,), fill, dtype=dtype)
-    tokens = (target != ignore_index).nonzero()[:, 0]
     # All ranks must have the same chunks, because each chunk exchanges sums.
-    size = max(1, min(CHUNK, count // 16), SMALL // max(layer.shard.most(classes), 1))
+    size = chunk_size(count, layer.shard.most(classes), layer.input.device)
+    chunks = _chunks(target != ignore_index, size)
     usable = _usable_classes(layer) if "input" in wanted else None
-    logits = layer.input.new_empty((min(size, len(tokens)), classes), dtype=dtype)
-    for chosen in tokens.split(size) if len(tokens) else ():
-        first, last = int(chosen[0]), int(chosen[-1])
-        # A slice avoids copies of the tokens.
-        part = slice(first, last + 1) if last - first + 1 == len(chosen) else chosen
-        z = chunk_logits(layer, part, logits[: len(chosen)])
+    most = chunks[0][1] if chunks else 0
+    logits = layer.input.new_empty((most, classes), dtype=dtype)
+    # Nothing in this loop may wait for a GPU.
+    for part, length in chunks:
+        z = chunk_logits(layer, part, logits[:length])
         hidden = None
         if layer.class_mask is not None:
             mask = layer.class_mask
@@ -89,7 +97,7 @@ def losses(
         cut = Vectors(*(None if x is None else x[part] for x in vectors))
         batch = Tokens(target[part], factor[part], hidden, cut, layer.shard)
         found: dict[str, list[Tensor]] = {}
-        for rows in _blocks(z, layer.shard):
+        for rows in _blocks(z, layer.shard, rule):
             for name, values in rule.compute(z[rows], batch.rows(rows), wanted).items():
                 found.setdefault(name, []).append(values)
         for name, values in found.items():
@@ -100,9 +108,36 @@ def losses(
     return result
 
 
-def _blocks(z: Tensor, shard: ClassShard) -> Iterator[slice]:
+def chunk_size(tokens: int, classes: int, device: torch.device) -> int:
+    """The largest number of tokens per chunk."""
+    if is_cpu(device):
+        return max(1, min(CHUNK, tokens // 16), SMALL // max(classes, 1))
+    return max(CHUNK, LARGE // max(classes, 1) // TILE * TILE)
+
+
+def _chunks(counted: Tensor, size: int) -> list[tuple[slice | Tensor, int]]:
+    """The tokens of each chunk without ignored ones, and their number.
+
+    The host waits for the device here, once if no token is ignored, else twice.
+    """
+    tokens = counted.nonzero()[:, 0]
+    starts = range(0, len(tokens), size)
+    lengths = [min(size, len(tokens) - start) for start in starts]
+    if len(tokens) == len(counted):
+        return [(slice(start, start + n), n) for start, n in zip(starts, lengths)]
+    parts = tokens.split(size) if len(tokens) else ()
+    ends = torch.stack([x for part in parts for x in (part[0], part[-1])]).tolist() if parts else []
+    return [
+        # A slice avoids copies of the tokens.
+        (slice(first, last + 1) if last - first + 1 == n else part, n)
+        for part, n, first, last in zip(parts, lengths, ends[::2], ends[1::2])
+    ]
+
+
+def _blocks(z: Tensor, shard: ClassShard, rule: Rule) -> Iterator[slice]:
     # Each block of some of the classes exchanges sums, which costs more than a cache miss.
-    rows = max(1, BLOCK // max(z.shape[1], 1)) if shard.whole else len(z)
+    block = (BLOCK if is_cpu(z.device) else rule.block) if shard.whole else None
+    rows = len(z) if block is None else max(1, block // max(z.shape[1], 1))
     for start in range(0, len(z), rows):
         yield slice(start, min(start + rows, len(z)))
 
@@ -113,13 +148,18 @@ def chunk_logits(layer: Layer, part: slice | Tensor, out: Tensor) -> Tensor:
         return out.copy_(h)
     if weight.dtype == out.dtype:
         torch.mm(h, weight.T, out=out)
-    elif weight.is_cuda:
+    elif has_mixed_products(weight):
         torch.mm(h, weight.T, out_dtype=out.dtype, out=out)
     else:
         h = h.to(out.dtype)
         for classes in _classes(weight):
             out[:, classes] = h @ weight[classes].to(out.dtype).T
     return out if layer.bias is None else out.add_(layer.bias)
+
+
+def has_mixed_products(weight: Tensor) -> bool:
+    """Whether products of 16-bit operands can be fp32."""
+    return weight.is_cuda
 
 
 def _usable_classes(layer: Layer) -> Tensor | None:
@@ -148,10 +188,11 @@ def _propagate(
         return
     if not {"input", "weight"} & gradients.keys():
         return
-    used = _nonzero_columns(dz) if sparse else usable
+    # A GPU would have to tell the host which columns these are. It multiplies all instead.
+    used = _nonzero_columns(dz) if sparse and is_cpu(dz.device) else usable
     if used is not None and (usable is not None or 2 * len(used) < len(weight)):
         _propagate_columns(layer, part, dz, gradients, used)
-    elif weight.is_cuda and weight.dtype != dz.dtype:
+    elif weight.dtype != dz.dtype and has_mixed_products(weight):
         _propagate_on_tensor_cores(layer, part, dz.to(weight.dtype), gradients)
     else:
         _propagate_all(layer, part, dz, gradients)
@@ -187,7 +228,7 @@ def _propagate_columns(
     weight, h = layer.weight, layer.input[part].to(dz.dtype)
     assert weight is not None
     dh = torch.zeros_like(h)
-    for classes in used.split(CLASSES):
+    for classes in used.split(_step(weight)):
         some = dz.index_select(1, classes)
         if "weight" in gradients:
             gradients["weight"].index_add_(0, classes, some.T @ h)
@@ -212,5 +253,11 @@ def _propagate_on_tensor_cores(
 
 
 def _classes(weight: Tensor) -> Iterator[slice]:
-    for start in range(0, len(weight), CLASSES):
-        yield slice(start, min(start + CLASSES, len(weight)))
+    step = _step(weight)
+    for start in range(0, len(weight), step):
+        yield slice(start, min(start + step, len(weight)))
+
+
+def _step(weight: Tensor) -> int:
+    """The number of rows of E that are copied at a time."""
+    return CLASSES if is_cpu(weight.device) else max(CLASSES, COPIED // max(weight.shape[1], 1))

@@ -18,7 +18,7 @@ from attnzoo.functional.topk import COPIED, TopK, check_k, joined, parts, rows_p
 from attnzoo.losses.arguments import BoundForm, bind_form, check_layer, check_loss, check_plain
 from attnzoo.losses.dispatch import LossStats
 
-LOGITS = 2**22  # logits held at a time, if log w_y needs the logits of all classes
+LOGITS = 2**22  # logits held at a time on a CPU, if log w_y needs the logits of all classes
 NEG_INF = float("-inf")
 
 
@@ -149,7 +149,7 @@ def target_log_probabilities(
 
 def _by_chunks(input: Tensor, head: Head, target: Tensor, ignore_index: int) -> Tensor:
     column = target.where(target != ignore_index, 0)[:, None]
-    size = max(1, LOGITS // head.weight.shape[0])
+    size = rows_per_step(LOGITS, head.weight.shape[0], input.device)
     parts = zip(input.split(size), column.split(size))
     found = [log_probabilities(h, head).gather(1, y)[:, 0] for h, y in parts]
     return torch.cat(found) if found else input.new_empty(0)

@@ -22,7 +22,7 @@ from attnzoo.core.keys import ACTIVATIONS, key_of
 from attnzoo.losses.batch import Batch
 from attnzoo.losses.chunks import PER_TOKEN, Layer, Rule, losses
 from attnzoo.losses.classes import WHOLE, ClassShard
-from attnzoo.losses.perturbed import perturbed_losses
+from attnzoo.losses.perturbed import LARGE_BLOCK, perturbed_losses
 from attnzoo.losses.rest import rest_losses
 from attnzoo.losses.tokens import Options, form_losses
 
@@ -84,7 +84,8 @@ def _rest_rule(s: Setting, class_weight: Tensor | None) -> Rule:
 
 def _perturbed_rule(s: Setting, class_weight: Tensor | None) -> Rule:
     error = s.rule == "error"
-    return Rule(partial(perturbed_losses, deviation=s.deviation, error=error))
+    compute = partial(perturbed_losses, deviation=s.deviation, error=error)
+    return Rule(compute, block=LARGE_BLOCK)
 
 
 RULES = {

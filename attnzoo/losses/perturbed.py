@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from attnzoo.core.device import is_cpu
 from attnzoo.core.normal import LOG_ROOT, SMALLEST, log_cdf_and_tail
 from attnzoo.losses.potentials import NEG_INF
 from attnzoo.losses.tokens import Tokens
@@ -30,6 +31,9 @@ DISTANCE = {torch.float32: 0.25, torch.float64: 0.125}
 # g(t) − g(t*) <= −x²/2 for t = t* + s·x to the left, and for t = t* + x to the right. The nodes end
 # where this is exp(−40), below the rounding error of fp64.
 REACH = 9.0
+# Logits per block on a GPU. In each block the host waits for the end of Newton's method and the
+# number of nodes, which is short beside the passes over the block.
+LARGE_BLOCK = 2**24
 
 
 def perturbed_losses(
@@ -103,7 +107,8 @@ def _mode(d: Tensor) -> tuple[Tensor, Tensor]:
 
 def _log_phi_and_ratio(x: Tensor) -> tuple[Tensor, Tensor]:
     """log Φ(x), and λ(x) = φ(x)/Φ(x)."""
-    if bool((x < SMALLEST).any()):
+    # A GPU computes these functions fast, and the host need not wait for the smallest x.
+    if not is_cpu(x.device) or bool((x < SMALLEST).any()):
         ratio = math.sqrt(2 / math.pi) / torch.special.erfcx(x * -math.sqrt(0.5))
         return torch.special.log_ndtr(x), ratio
     log_phi, tail = log_cdf_and_tail(x)

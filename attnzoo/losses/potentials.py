@@ -34,11 +34,13 @@ from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.threshold import solve_threshold
 from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import Activation
+from attnzoo.core.device import is_cpu
 from attnzoo.losses.classes import WHOLE, ClassShard
 
 NEG_INF = float("-inf")
 GROUP = 16  # classes per group in the search for classes with a nonzero weight
 FIRST = 64  # number of group maxima from which a lower bound of the threshold is computed
+POWERS = 2**24  # scores per step of a derivative by α, which holds ten tensors of this size
 
 
 class Potential(NamedTuple):
@@ -165,10 +167,10 @@ def _places(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:
 
     The threshold of some scores is at most the threshold of all scores. So the largest maxima of
     groups of classes give a lower bound of τ. A group can be left out if its maximum has weight 0
-    with this bound as τ.
+    with this bound as τ. On a GPU none is left out, because the host would wait for their number.
     """
     size = s.shape[1] // GROUP  # the number of groups; class j is in group j modulo size
-    if size <= FIRST:
+    if size <= FIRST or not is_cpu(s.device):
         return None
     maxima = s[:, : size * GROUP].unflatten(1, (GROUP, size)).amax(1)
     first = maxima.topk(FIRST, dim=-1, sorted=False).values
@@ -205,15 +207,23 @@ def _solve(
             alpha, power_sum = shape[:, 0], shard.sum(w.pow(shape).sum(-1))
         return Potential(tau - (1 - power_sum) / alpha, w, None, {}, tau, power_sum=power_sum)
     assert shape is not None
-    assert phi.shape_slope is not None
     alpha, w = shape[:, 0], phi.value(at.clone(), shape)
-    power = w.pow(shape - 1)
-    power_sum = shard.sum((w * power).sum(-1))
-    # ∂A/∂α at fixed τ, because ∂A/∂τ = 0. ∂(φ^α)/∂α = φ^α log φ + α φ^{α−1} ∂φ/∂α.
-    by_power = power * (torch.xlogy(w, w) + shape * phi.shape_slope(at, w, shape))
-    slope = (1 - power_sum) / alpha**2 + shard.sum(by_power.sum(-1)) / alpha
+    # ∂A/∂α at fixed τ, because ∂A/∂τ = 0.
+    step = max(1, POWERS // max(x.shape[1], 1))
+    parts = zip(at.split(step), w.split(step), shape.split(step))
+    power_sum, by_alpha = (shard.sum(torch.cat(x)) for x in zip(*(_powers(phi, *p) for p in parts)))
+    slope = (1 - power_sum) / alpha**2 + by_alpha / alpha
     value = tau - (1 - power_sum) / alpha
     return Potential(value, w, None, {"shape": slope}, tau, power_sum=power_sum)
+
+
+def _powers(phi: Activation, x: Tensor, w: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ φ^α and its derivative by α, for φ = ``w`` at x."""
+    assert phi.shape_slope is not None
+    power = w.pow(alpha - 1)
+    # ∂(φ^α)/∂α = φ^α log φ + α φ^{α−1} ∂φ/∂α
+    by_alpha = power * (torch.xlogy(w, w) + alpha * phi.shape_slope(x, w, alpha))
+    return (w * power).sum(-1), by_alpha.sum(-1)
 
 
 def _single(x: Tensor, phi: Activation, shape: Tensor | None) -> Tensor:

@@ -16,7 +16,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from attnzoo.backends.tiled.threshold import newton, newton_step, threshold_sums
+from attnzoo.backends.tiled.threshold import (
+    enough_steps,
+    newton,
+    newton_step,
+    threshold_sums,
+)
 from attnzoo.core.activations import Activation
 from attnzoo.core.agree import agreed, described, ranks_of
 from attnzoo.core.checks import is_dtensor
@@ -96,6 +101,7 @@ class ShardOfRank(ClassShard):
 
     def threshold(self, x: Tensor, shape: Tensor | None, phi: Activation) -> Tensor:
         shape = None if shape is None else shape[:, None]
+        steps = enough_steps(x, self.classes, phi)
         # Ranks whose parameters differ by rounding must take equally many steps. The sums of a step
         # carry whether a rank was waiting after the step before.
         waiting, all_done = True, False
@@ -104,7 +110,7 @@ class ShardOfRank(ClassShard):
             nonlocal all_done
             flag = torch.full_like(tau, float(waiting))
             z, slope, flags = self.sum(torch.stack([*threshold_sums(x, tau, shape, phi), flag]))
-            all_done = not bool(flags.any())
+            all_done = steps is None and not bool(flags.any())
             return newton_step(z, slope, shape, phi)
 
         def agreed(done: bool) -> bool:
@@ -112,7 +118,7 @@ class ShardOfRank(ClassShard):
             waiting = not done
             return all_done
 
-        return newton(step, x.new_zeros(len(x), 1), agreed)[:, 0]
+        return newton(step, x.new_zeros(len(x), 1), steps, agreed)[:, 0]
 
 
 @dataclass(frozen=True)

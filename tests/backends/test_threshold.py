@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 import attnzoo
+from attnzoo.backends.tiled.threshold import enough_steps, solve_threshold, tolerance
+from attnzoo.core.activations import ENTMAX15, Q_EXP, SPARSEMAX, Activation
 from helpers.cases import rand
+
+pytestmark = pytest.mark.usefixtures("sizes_of")
 
 ALPHAS = (1.01, 1.1, 1.25, 1.5, 1.75, 2.0)
 SCORES = {
@@ -83,3 +89,39 @@ def test_fp64_inputs_are_solved_in_fp64(alpha: float) -> None:
     for make in SCORES.values():
         scores = make(50)
         assert float((solved(scores, alpha) - bisected(scores, alpha)).abs().max()) <= 1e-11
+
+
+ACTIVATIONS = {
+    "1.5": (ENTMAX15, 1.5), "2": (SPARSEMAX, 2.0),
+    **{f"tensor {alpha}": (Q_EXP, alpha) for alpha in (1 + 1e-6, 1.05, 1.5, 2.0)},
+}  # fmt: skip
+SLOW = {  # scores for which Newton's method takes many steps
+    "halves": lambda n: -(2.0 ** -(torch.arange(n) / 7)),
+    "quarters": lambda n: -(torch.arange(n).double() + 1).log() / math.log(4) / 9,
+    "lines": lambda n: -1e-4 * torch.arange(n),
+    "flat": lambda n: 0.05 * rand(n),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("kind", SLOW)
+def test_the_weights_sum_to_1_for_many_keys(kind: str, name: str) -> None:
+    phi, alpha = ACTIVATIONS[name]
+    n = 2**15
+    x = SLOW[kind](n).double()[None]
+    x = x - x.amax()
+    shape = torch.tensor([alpha]).double() if phi is Q_EXP else None
+    tau = solve_threshold(x, shape, phi)
+    z = phi.value(x - tau, None if shape is None else shape[:, None]).sum()
+    # Each weight changes with the rounding of τ, and with that of 1 + (α−1)(x − τ).
+    rounding = torch.finfo(x.dtype).eps * (2 * n + 8 / (alpha - 1))
+    assert abs(float(z) - 1) <= tolerance(x.dtype) + rounding
+
+
+@pytest.mark.parametrize("phi", [ENTMAX15, SPARSEMAX, Q_EXP], ids=lambda phi: phi.name)
+def test_the_number_of_steps_of_a_gpu_depends_on_the_keys_only(phi: Activation) -> None:
+    x = torch.empty(1, 1, device="meta")
+    few, many = (enough_steps(x, keys, phi) for keys in (2, 2**17))
+    assert few is not None
+    assert many is not None
+    assert few <= many <= 28

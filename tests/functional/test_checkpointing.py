@@ -157,6 +157,34 @@ def test_recomputed_dropout_is_the_same() -> None:
     agree(gradients(lambda *x: once(run, *x), leaves), expected)
 
 
+@pytest.mark.parametrize(
+    ("variant", "backend"), [marked("taylor", "linear"), marked("taylor", "flash_linear")]
+)
+def test_features_are_recomputed_without_a_random_state(
+    variant: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, saving the state takes longer than a chunk."""
+
+    def unexpected() -> Tensor:
+        raise AssertionError("the random state was saved")
+
+    run, leaves = call(variant, backend)
+    monkeypatch.setattr(torch, "get_rng_state", unexpected)
+    assert len(gradients(run, leaves)) == 3
+
+
+def test_a_definition_that_draws_random_numbers_draws_them_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The output of `noisy` is linear in v for the same noise, so ⟨out, do⟩ = ⟨v, dv⟩."""
+    monkeypatch.setattr(blocks, "ROWS", 4)
+    run, leaves = call("noisy", "tiled", std=1.0)
+    out = run(*leaves)
+    do = rand(*out.shape, seed=9)
+    (dv,) = torch.autograd.grad(out, leaves[2], do)
+    torch.testing.assert_close((out * do).sum(), (leaves[2] * dv).sum())
+
+
 # torch 2.13 instantiates an autograd.Function to trace it, and warns about that.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ every_setting = pytest.mark.parametrize(
 )  # fmt: skip
 
 
+@pytest.mark.usefixtures("sizes_of")
 @pytest.mark.parametrize("masked", [False, True])
 @every_setting
 def test_the_largest_probabilities(variant: str, params: dict[str, Any], masked: bool) -> None:
@@ -113,6 +114,7 @@ def in_order(x: Tensor, k: int) -> Tensor:
     return torch.tensor(rows)
 
 
+@pytest.mark.usefixtures("sizes_of")
 @pytest.mark.parametrize("variant", ["softmax", "topk", "sigmoid", "sparsemax", "taylor"])
 @pytest.mark.parametrize("n", [10, 64 * 40 + 7])
 def test_equal_scores_are_returned_in_the_order_of_their_indices(variant: str, n: int) -> None:
@@ -125,6 +127,7 @@ def test_equal_scores_are_returned_in_the_order_of_their_indices(variant: str, n
                 assert torch.equal(got.indices, in_order(scores, k)), (levels, k)
 
 
+@pytest.mark.usefixtures("sizes_of")
 def test_many_equal_scores_in_16_bits() -> None:
     scores = torch.randn(8, 20_000).bfloat16()
     got = topk_probabilities(scores, 50)
@@ -143,6 +146,7 @@ def test_fewer_visible_entries_than_k() -> None:
         assert not got.values[1].any()
 
 
+@pytest.mark.usefixtures("sizes_of")
 @pytest.mark.parametrize("n", [6, 3000])
 def test_nan_counts_as_the_largest_score(n: int) -> None:
     scores = torch.randn(3, n)
@@ -178,6 +182,7 @@ def test_huge_and_flat_scores() -> None:
             agrees(got, weights, 5, 1e-9)
 
 
+@pytest.mark.usefixtures("sizes_of")
 @pytest.mark.parametrize("n", [200, 5000])
 @pytest.mark.parametrize("alpha", [1.02, 1.3, 1.5, 2.0])
 def test_a_support_far_larger_than_k(alpha: float, n: int) -> None:
@@ -213,6 +218,7 @@ def test_inputs_are_not_written() -> None:
 # ---- linear_topk ----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("sizes_of")
 @pytest.mark.parametrize("classes", [5, 1000])
 @every_setting
 def test_linear_topk(variant: str, params: dict[str, Any], classes: int) -> None:

@@ -1,8 +1,9 @@
 """Splits a call into blocks of queries and computes the scores of a block, for `tiled`.
 
-A block holds up to about 4 MiB of scores, because larger blocks do not fit in the cache. A block
-has several heads, because a batched product needs one batch entry per core. Scores of keys that
-causality and window hide from a whole block are not computed.
+On a CPU a block holds up to about 4 MiB of scores, because larger blocks do not fit in the cache. A
+block has several heads, because a batched product needs one batch entry per core. On a GPU a block
+holds 64 MiB, because each of its 20 to 400 operations is a launch. Scores of keys that causality
+and window hide from a whole block are not computed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout
 from attnzoo.core.call import Call, score_dtype
+from attnzoo.core.device import is_cpu
 from attnzoo.core.visibility import cut
 
 SCORES = 2**20  # per block: 4 MiB of fp32
 ROWS = 128  # largest number of queries per block
 HEADS = 2  # smallest number of heads per block; the number of queries is reduced first
+LARGE_SCORES = 2**24  # per block on a GPU: 64 MiB of fp32
+MOST_ROWS = 1024  # largest number of queries per block on a GPU
 
 Hidden = list[tuple[slice, Tensor]]  # ranges of keys, and masks of the hidden keys in them
 
@@ -99,20 +103,31 @@ class Block:
         return x.reshape(count, b * h // count * rows, x.shape[-1])
 
 
+def _sizes(call: Call) -> tuple[int, int, int]:
+    """The numbers of scores and queries that a block has at most, and of heads at least."""
+    if is_cpu(call.device):
+        return SCORES, ROWS, HEADS
+    # With few queries, causality hides fewer of the scores of a block. Blocks have more queries
+    # only if all heads together have too few scores.
+    per_row = max(1, call.batch * call.heads * call.keys)
+    return LARGE_SCORES, max(ROWS, min(MOST_ROWS, LARGE_SCORES // per_row)), 1
+
+
 def blocks(call: Call) -> Iterator[Block]:
     """Return blocks that cover all queries for which causality and window allow a key."""
     bare = call.mask is None and call.segments is None
-    for start in range(0, call.queries, ROWS):
-        stop = min(start + ROWS, call.queries)
+    scores, most_rows, fewest_heads = _sizes(call)
+    for start in range(0, call.queries, most_rows):
+        stop = min(start + most_rows, call.queries)
         keys = call.key_range(slice(start, stop))
         width = keys.stop - keys.start
         if width == 0 or call.batch == 0 or call.heads == 0:
             continue
-        heads = max(call.group, min(call.heads, HEADS) // call.group * call.group)
-        rows = max(1, min(stop - start, SCORES // (width * heads)))
-        heads = SCORES // (width * rows) // call.group * call.group
+        heads = max(call.group, min(call.heads, fewest_heads) // call.group * call.group)
+        rows = max(1, min(stop - start, scores // (width * heads)))
+        heads = scores // (width * rows) // call.group * call.group
         heads = min(call.heads, max(call.group, heads))
-        batches = max(1, SCORES // (width * rows * heads)) if heads == call.heads else 1
+        batches = max(1, scores // (width * rows * heads)) if heads == call.heads else 1
         for low in range(start, stop, rows):
             over = slice(low, min(low + rows, stop))
             keys = call.key_range(over)

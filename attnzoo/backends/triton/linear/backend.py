@@ -113,8 +113,11 @@ def _features(function: Features, scale: float, x: Tensor, at: Tensor, call: Cal
         # Features are padded with 0 so that each row begins at a multiple of 16 bytes.
         return pad(made, (0, -made.shape[-1] % 8)).contiguous()
 
-    # A checkpoint lets the backward recompute intermediate results from x.
-    run: Any = checkpoint(make, x, use_reentrant=False) if call.needs_grad else make(x)
+    if not call.needs_grad:
+        return make(x)
+    # A checkpoint lets the backward recompute intermediate results from x. Features draw no random
+    # numbers: those of queries and keys would not match.
+    run: Any = checkpoint(make, x, use_reentrant=False, preserve_rng_state=False)
     return run
 
 
