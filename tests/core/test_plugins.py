@@ -203,7 +203,7 @@ def test_evals_report_a_wrong_plugin_in_one_line(
 
 
 @pytest.mark.parametrize(
-    "command", ["attention", "linear", "decode", "compile", "tune --kernel dq", "gpu --out x"]
+    "command", ["attention", "linear", "decode", "compile", "tune --kernel dq"]
 )
 def test_benchmarks_reject_a_plugin_without_a_variant(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
