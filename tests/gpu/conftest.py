@@ -28,7 +28,6 @@ import torch
 
 from attnzoo.backends import BACKENDS
 
-TESTS = Path(__file__).parents[1]
 GPU = torch.cuda.is_available()
 WORKER = "PYTEST_XDIST_WORKER" in os.environ
 REASON = "gpu: torch sees no CUDA device"
@@ -41,6 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rehearse", action="store_true",
         help="Run the tests marked gpu without a GPU: kernels are compiled, but not executed",
     )  # fmt: skip
+
+
+def needs_gpu(item: pytest.Item) -> bool:
+    return item.get_closest_marker("gpu") is not None
 
 
 def rehearses(config: pytest.Config) -> bool:
@@ -80,7 +83,7 @@ def cuda() -> Any:
 
 @pytest.fixture(autouse=True)
 def without_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if GPU:
+    if GPU or not needs_gpu(request.node):
         return
     if rehearses(request.config):
         # Inductor would compile C++ code for the CPU, which says nothing about a GPU.
@@ -96,10 +99,13 @@ def skip(*args: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    if not needs_gpu(pyfuncitem):
+        return (yield)
     try:
         result = yield
     except AssertionError as error:
-        if GPU or not raised_by_a_test(error):
+        file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if GPU or pyfuncitem.config.rootpath / "tests" not in file.parents:
             raise
         result = True
     if GPU:
@@ -109,12 +115,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     return result
 
 
-def raised_by_a_test(error: AssertionError) -> bool:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return TESTS in Path(last.filename).parents
-
-
-@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """After some errors, such as an illegal address, every CUDA call of the process fails."""
     if not GPU:
@@ -133,7 +133,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         return
     if report.when != "call" and report.outcome == "passed":
         return
-    outcome = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+    seconds = round(report.duration, 2)
+    outcome = {"test": report.nodeid, "outcome": report.outcome, "seconds": seconds}
     if report.outcome == "failed":
         outcome["why"] = str(report.longrepr)[-TRACEBACK_END:]
     with open(file, "a") as lines:

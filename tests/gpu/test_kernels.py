@@ -15,11 +15,21 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from helpers.agreement import Inputs, bounds, by_backend, make, outputs, reference, violations
+from helpers.agreement import (
+    Inputs,
+    bounds,
+    by_backend,
+    differentiate,
+    make,
+    outputs,
+    reference,
+    violations,
+)
 from helpers.cases import CASES, CAUSAL_ONLY, NO_LSE, NO_SCORE, params_of
 from helpers.coverage_table import FLASH, RUNS, VARIANT_BACKENDS
 from helpers.packed import CALLS, PackedCall
 
+pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
 
 PLAIN = {
@@ -100,14 +110,17 @@ def check(variant: str, backend: str, inputs: Inputs, gradients: bool = True) ->
     assert all(torch.equal(run[name], first[name]) for run in later for name in first)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("variant", FLASH)
-def test_agrees_with_the_definition(variant: str, setting: str, device: str) -> None:
+def trained(variant: str, setting: str, device: str) -> Inputs:
     row = supported(variant, SETTINGS[setting])
     if CASES[variant].learned:
         row["params"] = "learned"
-    seed = 10 * [*SETTINGS].index(setting)
-    check(variant, "flash", on_device(make(variant, row, seed), device))
+    return on_device(make(variant, row, seed=10 * [*SETTINGS].index(setting)), device)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("variant", FLASH)
+def test_agrees_with_the_definition(variant: str, setting: str, device: str) -> None:
+    check(variant, "flash", trained(variant, setting, device))
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (16, 128)])
@@ -143,20 +156,18 @@ def test_decoding_with_a_state_agrees_with_the_whole_sequence(variant: str, devi
 @pytest.mark.parametrize("variant", FLASH)
 def test_compiles_without_graph_breaks(variant: str, device: str) -> None:
     torch.compiler.reset()  # all variants share one function, which may be compiled eight times
-    q, k, v = torch.randn(3, 1, 4, 256, 64, device=device, dtype=torch.bfloat16).unbind()
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    inputs = trained(variant, "causal, bf16, 128", device)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attnzoo.attention(
-            q, k, v, variant, is_causal=True, backend="flash", **params_of(variant)
-        )
+    def attend(**arguments: Any) -> Tensor:
+        return attnzoo.attention(variant=variant, backend="flash", **arguments)
 
-    results = []
-    for function in (attend, torch.compile(attend, fullgraph=True)):
-        out = function(*leaves)
-        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
-    for have, want in zip(*results, strict=True):
-        assert torch.allclose(have, want, rtol=2e-2, atol=2e-2)
+    eager, compiled = (
+        differentiate(function(**arguments), leaves, inputs)
+        for function in (attend, torch.compile(attend, fullgraph=True))
+        for leaves, arguments in [inputs.arguments()]
+    )
+    for name, x in eager.items():
+        assert torch.allclose(compiled[name], x, rtol=2e-2, atol=2e-2), name
 
 
 @pytest.mark.parametrize("backend", ["flash", "decode"])
