@@ -70,7 +70,11 @@ TOKENS = {
     },
 }  # fmt: skip
 LINEAR = [v for v, reasons in VARIANT_BACKENDS.items() if reasons["flash_linear"] is RUNS]
-LINEAR_SETTINGS = ("causal, bf16, 128", "full, fp16, 64, keys masked")
+# Short sequences, because the fp64 reference of a Taylor form has D² / 2 features per token.
+LINEAR_SETTINGS = {
+    "causal, bf16": {"shape": (300, 300)},
+    "full, fp16, keys masked": SETTINGS["full, fp16, 64, keys masked"],
+}
 
 
 def supported(variant: str, setting: dict[str, Any]) -> dict[str, Any]:
@@ -123,13 +127,13 @@ def test_agrees_with_the_definition(variant: str, setting: str, device: str) -> 
     check(variant, "flash", trained(variant, setting, device))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (16, 128)])
+@pytest.mark.parametrize("dims", [(32, 64), (16, 128)])
 @pytest.mark.parametrize("setting", LINEAR_SETTINGS)
 @pytest.mark.parametrize("variant", LINEAR)
 def test_linear_forms_agree_with_the_definition(
     variant: str, setting: str, dims: tuple[int, int], device: str
 ) -> None:
-    row = supported(variant, {**SETTINGS[setting], "dims": dims})
+    row = supported(variant, {**LINEAR_SETTINGS[setting], "dims": dims})
     check(variant, "flash_linear", on_device(make(variant, row, seed=1), device))
 
 
