@@ -1,8 +1,8 @@
-"""One thread per worker, a fixed seed per test, and the markers ``gpu`` and ``interpreter``.
+"""One thread per worker, a fixed seed per test, and the marker ``interpreter``.
 
 Without a CUDA device, Triton kernels run in Triton's interpreter, in tests marked ``interpreter``.
 With a CUDA device, kernels are compiled and these tests are skipped, because a process cannot
-both compile and interpret kernels.
+both compile and interpret kernels. Tests marked ``gpu`` are in ``tests/gpu``.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marker, reason = "gpu", "gpu: torch sees no CUDA device"
-    if GPU:
-        marker, reason = "interpreter", "interpreter: kernels are compiled on this machine"
+    if not GPU:
+        return
+    reason = "interpreter: kernels are compiled on this machine"
     for item in items:
-        if item.get_closest_marker(marker):
+        if item.get_closest_marker("interpreter"):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

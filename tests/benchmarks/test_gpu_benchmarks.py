@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -267,41 +266,3 @@ def test_usage_error_without_a_gpu_is_one_line(
     assert "--device cuda requires a CUDA device, but torch sees none" in output.err
     assert output.err.count("\n") == 1
     assert output.out == ""
-
-
-# ---- on a GPU -----------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_cuda_events_measure_time_and_peak_memory() -> None:
-    x = torch.randn(2048, 2048, device="cuda")
-    timer = CudaEvents()
-    seconds = timer.rounds({"one": lambda: x @ x, "two": lambda: x @ x @ x}, 5, 0.001)
-    assert min(seconds["one"]) > 0
-    assert sum(seconds["two"]) > sum(seconds["one"])
-    assert timer.peak_bytes(lambda: x @ x) >= x.numel() * 4
-    timer.synchronize()
-    timer.release()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [True, False])
-def test_check_passes_on_a_gpu(causal: bool) -> None:
-    setting = replace(SMALL, causal=causal, device="cuda", dtype="bfloat16")
-    inputs = Inputs.make(setting, gradients=True)
-    found = Reference.of(SOFTMAX, inputs).check("tiled", True)
-    assert found.ok, found.worst
-
-
-@pytest.mark.gpu
-def test_attention_command_on_a_gpu(tmp_path: Path) -> None:
-    """Each row has a note or a positive time."""
-    file = tmp_path / "out.json"
-    command = ["attention", "--device", "cuda", "--variants", "softmax", "--lengths", "256",
-        "--head-dim", "64", "--heads", "2", "--batch", "2", "--inputs", "iid", "--repeats", "3",
-        "--backend", "tiled", "--baselines", "flash,cudnn", "--json", str(file)]  # fmt: skip
-    assert main(command) == 0
-    rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 2 * 2 * 3
-    assert all(row["note"] or row["seconds"]["median"] > 0 for row in rows)
-    assert all(row["check"]["ok"] for row in rows if row["name"] == "softmax")

@@ -15,6 +15,7 @@ from benchmarks.gpu import checks, command, stages
 from benchmarks.gpu.session import Session, Step
 from benchmarks.harness import journal
 from benchmarks.harness.report import DEVICE_LOST
+from scripts.kernels_table import kernels_table
 
 # A program that goes through items, and ends or hangs at some of them.
 PROGRAM = f"""
@@ -195,6 +196,7 @@ def test_a_rehearsal_writes_all_files(
     summary = (tmp_path / "summary.md").read_text()
     assert "checks: 2 of 2 passed" in summary
     assert "stopped after 2 s" in summary
+    assert "TFLOP/s, causal, float32, N = 64" in kernels_table(tmp_path, (16,))
     capsys.readouterr()
 
 

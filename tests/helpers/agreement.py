@@ -99,7 +99,7 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
         rest["dropout_p"] = 0.3
     if row["lse"]:
         rest["return_lse"] = True
-    rest.update(params_of(variant))
+    rest.update(params_of(variant, max(256, queries, keys)))
     if row["params"] == "learned":
         leaves.update(learned(variant, heads, seed))
     elif row["params"] == "per_head":  # without a gradient
