@@ -32,10 +32,21 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap)
 
 
+def has_autocast(kind: str) -> bool:
+    """Whether autocast exists for this type of device. It does not for meta tensors."""
+    return torch.amp.is_autocast_available(kind)
+
+
+# The compiler of torch 2.11 cannot trace the function. With this flag the compiler calls it and
+# takes the result as a constant. torch.compiler.assume_constant_result sets the same flag, but
+# would import the compiler.
+has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @contextmanager
 def in_full_precision(device: torch.device) -> Iterator[None]:
     """Disable autocast, which would compute the fp32 scores in 16 bits."""
-    if torch.amp.is_autocast_available(device.type):
+    if has_autocast(device.type):
         with torch.autocast(device.type, enabled=False):
             yield
     else:

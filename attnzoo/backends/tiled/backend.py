@@ -27,7 +27,6 @@ from attnzoo.backends.transforms import reject_transforms
 from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
-from attnzoo.core.keys import key_of, key_of_distance
 from attnzoo.core.registry import get_variant
 from attnzoo.core.visibility import cut
 
@@ -72,9 +71,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     result = ops.tiled_forward(
         q=q, k=k, v=v, layout=layout_of(call), origin=call.query_origin - call.key_origin,
         vectors=vectors, terms=terms, eps=float(form.eps),
-        distance=None if form.distance is None else key_of_distance(form.distance),
+        distance=None if form.distance is None else form.distance.key,
         seed=new_seed(call) if call.dropout_p else None, dropout_p=call.dropout_p,
-        want_lse=call.return_lse, activation=key_of(form.activation),
+        want_lse=call.return_lse, activation=form.activation.key,
         normalize=form.normalize, keep=form.keep,
     )  # fmt: skip
     return result.out, result.lse
