@@ -9,6 +9,7 @@ unrolls. The definition supports every call, except under torch.func transforms.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,12 +99,9 @@ def _by_definition(
         keys = (block.batches, heads, block.keys)
         part = block.part
         params = {name: _cut_param(x, name, block, form) for name, x in form.params.items()}
-
-        def step(
-            q: Tensor, k: Tensor, v: Tensor, block: Block = block, params: dict = params
-        ) -> tuple[Tensor, Tensor | None]:
-            return eager.run(q, k, v, block.call, replace(form, params=params))
-
+        # Both are made outside of the checkpoint, in which the compiler of torch 2.11 cannot trace
+        # dataclasses.replace.
+        step = partial(eager.run, call=block.call, form=replace(form, params=params))
         inputs = (q[part], k[keys], v[keys])
         if call.needs_grad:
             done, block_lse = checkpoint(step, *inputs, use_reentrant=False)
