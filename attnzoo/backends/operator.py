@@ -134,7 +134,7 @@ class Operator(Generic[P, R]):
             if group is None:
                 values.append(value)
             elif isinstance(value, group):
-                values += value
+                values.extend(value)
             else:
                 raise TypeError(f"{self.name}: {name} must be {group.__name__}, got {type(value)}")
         return values

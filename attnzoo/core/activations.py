@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from attnzoo.core.checks import shown
-from attnzoo.core.keys import key_of
+from attnzoo.core.keys import ACTIVATIONS, Keyed
 
 
 @dataclass(frozen=True)
-class Activation:
+class Activation(Keyed):
     """An elementwise function φ of the scores with its derivative φ', for pairwise forms.
 
     If ``shape_slope`` is given, the activation is a family of functions: φ has a second argument,
@@ -146,6 +146,7 @@ class Activation:
             if unit != 1.0:
                 why = "log2(e) if exponential or shifted is True"
             raise ValueError(f"{what}: unit must be {why}, got {shown(self.unit)}")
+        self._register(ACTIVATIONS)
 
     @property
     def solvable(self) -> bool:
@@ -355,12 +356,3 @@ def _taylor(order: int) -> Activation:
 # activations are created at import, because torch.compile does not support activations created
 # inside a compiled call.
 TAYLOR = {order: _taylor(order) for order in range(2, 171, 2)}
-
-
-# The library's activations are registered first, so that their keys equal their names in every
-# process. An exported program relies on that.
-for _known in (
-    EXP, SIGMOID, RELU, RELU2, RELU_POWER, SOFTPICK, IDENTITY, SPARSEMAX, ENTMAX15, Q_EXP,
-    *TAYLOR.values(),
-):  # fmt: skip
-    key_of(_known)

@@ -16,6 +16,10 @@ from torch import Tensor
 
 from attnzoo.core.visibility import Visibility, cut, visible_entries
 
+# Types of devices for which torch.amp.is_autocast_available is False. The compiler of torch 2.11
+# cannot trace that function.
+WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan")
+
 
 def score_dtype(q: Tensor) -> torch.dtype:
     """The dtype of scores, statistics and sums: fp32, or fp64 for fp64 inputs."""
@@ -35,11 +39,11 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
 @contextmanager
 def in_full_precision(device: torch.device) -> Iterator[None]:
     """Disable autocast, which would compute the fp32 scores in 16 bits."""
-    if torch.amp.is_autocast_available(device.type):
+    if device.type in WITHOUT_AUTOCAST:
+        yield
+    else:
         with torch.autocast(device.type, enabled=False):
             yield
-    else:
-        yield
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from attnzoo.core.checks import shown
-from attnzoo.core.keys import key_of_distance
+from attnzoo.core.keys import DISTANCES, Keyed
 
 
 @dataclass(frozen=True)
-class Distance:
+class Distance(Keyed):
     """The functions a and m in s_ij = gain_i · a(t) · z_ij + m(t) + …, with t = |p_i − p_j|.
 
     p_i and p_j are the positions of query and key. Both functions have a second argument,
@@ -78,6 +78,7 @@ class Distance:
                 )
         if self.triton is None and self.triton_slope is not None:
             raise ValueError(f"distance {self.name!r}: triton_slope must be None without triton")
+        self._register(DISTANCES)
 
     def check_slopes(self) -> None:
         """Raise ValueError if a function lacks the slope that a gradient of ``decay`` needs."""
@@ -110,6 +111,3 @@ LOGARITHMIC = Distance(
     triton=TRITON + "logarithmic",
     triton_slope=TRITON + "logarithmic_slope",
 )
-
-# Registered first, so that its key equals its name in every process.
-key_of_distance(LOGARITHMIC)

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-from itertools import count
+from dataclasses import fields
+from itertools import chain, count
 from typing import Any
 from weakref import WeakValueDictionary
+
+import torch
 
 ACTIVATIONS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 DISTANCES: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
-def key_of(activation: Any) -> str:
-    """Return a string for the activation: its key in `ACTIVATIONS`.
+class Keyed:
+    """Base of the dataclasses of activations and distances."""
 
-    The key is the activation's name. If another activation has the same name, a number is added.
-    """
-    return _key_of(activation, ACTIVATIONS, "an Activation")
+    name: str
+    _key: str | None = None
 
+    @property
+    def key(self) -> str:
+        """The string: the name, with a number if another object has the same name."""
+        if self._key is None:
+            raise TypeError(
+                f"under torch.compile {type(self).__name__} {self.name!r} must be created before "
+                "the call, for example at the top of a module, not in the variant's forms()"
+            )
+        return self._key
 
-def key_of_distance(distance: Any) -> str:
-    """Return a string for the distance function: its key in `DISTANCES`."""
-    return _key_of(distance, DISTANCES, "a Distance")
+    def _register(self, known: WeakValueDictionary[str, Any]) -> None:
+        """Choose the key and add the object to ``known`` under it.
 
+        An object that is created while the compiler traces exists in the graph only, and cannot be
+        registered.
+        """
+        if torch.compiler.is_compiling():
+            return
+        numbered = (f"{self.name}#{number}" for number in count(2))
+        key = next(key for key in chain([self.name], numbered) if key not in known)
+        known[key] = self
+        object.__setattr__(self, "_key", key)  # the dataclasses are frozen
 
-def _key_of(thing: Any, known: WeakValueDictionary[str, Any], kind: str) -> str:
-    # torch.compile passes a placeholder for an object that is created in the compiled function.
-    if not hasattr(thing, "name"):
-        raise TypeError(
-            f"under torch.compile {kind} must be created before the call, for example at the top "
-            "of a module, not in the variant's forms()"
-        )
-    for number in count(1):
-        key = thing.name if number == 1 else f"{thing.name}#{number}"
-        if known.setdefault(key, thing) is thing:
-            return key
-    raise AssertionError("count() does not end")
-
-
-# With this flag the compiler calls the function while it traces, and treats the result as a
-# constant. torch.compiler.assume_constant_result sets the same flag, but would import the compiler.
-key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-key_of_distance._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy is created by its class, so that it gets a key of its own.
+        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        return type(self), tuple(values)

@@ -28,7 +28,7 @@ from attnzoo.core.checks import (
     shown,
 )
 from attnzoo.core.forms import Pairwise
-from attnzoo.core.variant import REQUIRED, Param, Variant
+from attnzoo.core.variant import Param, Required, Variant
 
 # The vectors of a pairwise form, with their last dimension.
 VECTORS = {
@@ -43,7 +43,8 @@ def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:
     bound = {}
     for param in variant.params:
         value = given.get(param.name, param.default)
-        if value is REQUIRED:
+        # Not `value is REQUIRED`, in which the compiler of torch 2.11 accepts no symbolic number.
+        if isinstance(value, Required):
             raise TypeError(missing(variant.name, param))
         bound[param.name] = _bind_one(f"{variant.name}'s {param.name}", param, value, call)
     return bound

@@ -15,7 +15,15 @@ from attnzoo.core.forms import Form
 if TYPE_CHECKING:
     from attnzoo.core.call import Call
 
-REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
+
+class Required:
+    """The type of `REQUIRED`."""
+
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED: Any = Required()
 
 
 @dataclass(frozen=True)

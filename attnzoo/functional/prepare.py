@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attnzoo.variants  # noqa: F401  (registers the shipped variants)
 from attnzoo.core.arguments import ARGUMENTS, check_call
-from attnzoo.core.call import Call, in_full_precision
+from attnzoo.core.call import WITHOUT_AUTOCAST, Call, in_full_precision
 from attnzoo.core.checks import shown
 from attnzoo.core.forms import Definition, Form, Linear, NoForm, Pairwise
 from attnzoo.core.parameters import bind, check_vectors
@@ -130,7 +130,7 @@ def _needs_logits(variant: Variant, call: Call) -> str | None:
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """The dtype to which autocast casts an input of attention; without autocast its own."""
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind in WITHOUT_AUTOCAST or not torch.is_autocast_enabled(kind):
         return x.dtype
     kept = not x.is_floating_point() or x.dtype == torch.float64
     return x.dtype if kept else torch.get_autocast_dtype(kind)

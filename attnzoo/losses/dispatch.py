@@ -14,7 +14,6 @@ from attnzoo.backends.shared_operands import Vectors
 from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import is_dtensor
 from attnzoo.core.forms import FromStatistics, Pairwise
-from attnzoo.core.keys import key_of
 from attnzoo.losses import quadratic
 from attnzoo.losses.arguments import (
     BoundForm,
@@ -115,7 +114,7 @@ def _computed(call: Checked) -> Any:
             loss = losses if given.reduction == "none" else weighted_sum(losses, factor)
         else:
             setting = Setting(
-                "form", given.ignore_index, activation=key_of(form.activation),
+                "form", given.ignore_index, activation=form.activation.key,
                 normalize=form.normalize, keep=form.keep, softcap=given.softcap,
                 label_smoothing=float(given.label_smoothing), lse_penalty=float(given.lse_penalty),
                 want_stats=given.return_stats, **batch.shard.fields(),

@@ -18,7 +18,7 @@ from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import EXP
 from attnzoo.core.call import in_full_precision, score_dtype
-from attnzoo.core.keys import ACTIVATIONS, key_of
+from attnzoo.core.keys import ACTIVATIONS
 from attnzoo.losses.batch import Batch
 from attnzoo.losses.chunks import PER_TOKEN, Layer, Rule, losses
 from attnzoo.losses.classes import WHOLE, ClassShard
@@ -65,7 +65,7 @@ class Setting(NamedTuple):
 
 
 def cross_entropy(ignore_index: int) -> Setting:
-    return Setting("form", ignore_index, activation=key_of(EXP), normalize="sum")
+    return Setting("form", ignore_index, activation=EXP.key, normalize="sum")
 
 
 SPARSE = ("threshold", "select")  # normalizations with which most classes have weight 0

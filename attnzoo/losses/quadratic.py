@@ -48,7 +48,7 @@ def class_moments(*, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) ->
 
 @class_moments.fake
 def _(*, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Moments:
-    size = weight.shape[1] + (bias is not None)
+    size = weight.shape[1] + int(bias is not None)  # sympy adds no bool
     return Moments(weight.new_empty(size, dtype=dtype), weight.new_empty(size, size, dtype=dtype))
 
 

@@ -175,6 +175,9 @@ def merged(args: argparse.Namespace, session: Session) -> dict[str, Any]:
 
 
 def tests_of(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    # A test that loses the device is reported twice. The first report has the reason.
+    outcomes = [*{line["test"]: line for line in reversed(outcomes)}.values()]
+
     def count(outcome: str) -> int:
         return sum(line["outcome"] == outcome for line in outcomes)
 

@@ -175,7 +175,7 @@ def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(blocks, "ROWS", rows)
     params = params_of(variant, n)
     q, k, v = (rand(1, 1, n, 8, seed=i, dtype=torch.float32).requires_grad_() for i in range(3))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         out = attnzoo.attention(q, k, v, variant, backend="tiled", is_causal=True, **params)
         out.sum().backward()
     largest = max(event.self_cpu_memory_usage for event in seen.events())  # bytes

@@ -12,7 +12,6 @@ from attnzoo.backends.shared_operands import Layout, Terms, Vectors
 from attnzoo.backends.tiled import operators as tiled_ops
 from attnzoo.backends.tiled import statistics
 from attnzoo.core import activations
-from attnzoo.core.keys import key_of
 from helpers.cases import rand
 from helpers.operators import opcheck
 
@@ -72,10 +71,10 @@ def test_opcheck_statistics(gradient: bool) -> None:
     opcheck(statistics.tiled_statistics, q=q, k=k, layout=layout, origin=2)
 
 
-def test_registry_key_of_a_builtin_activation_is_its_name() -> None:
+def test_key_of_a_builtin_activation_is_its_name() -> None:
     """An exported program contains these keys.
 
     When it runs in another process, it looks up its activations by them.
     """
     for activation in (activations.EXP, activations.Q_EXP, activations.TAYLOR[4]):
-        assert key_of(activation) == activation.name
+        assert activation.key == activation.name

@@ -6,6 +6,7 @@ computation in this file. The error bounds are those of `helpers.agreement`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from math import e, log2
 from typing import Any
@@ -189,6 +190,18 @@ def test_supported_backends_follow_from_the_properties(name: str) -> None:
         "convex": "has no Triton implementation",
     }
     assert reason.get(name, "") in str(able["flash"])
+
+
+def test_a_copy_of_an_activation_works_without_the_original() -> None:
+    """The operator of tiled looks up an activation by a string."""
+    q, k, v = (rand(1, 2, 9, 4, seed=i) for i in range(3))
+    copied = copy.deepcopy(Activation("copied", SQUARE.value, SQUARE.slope))
+    outs = []
+    for activation in (SQUARE, copied):
+        register(Pairwise(activation, "sum"))
+        outs.append(attnzoo.attention(q, k, v, "mine", backend="tiled"))
+        registry._VARIANTS.pop("mine")
+    assert torch.equal(*outs)
 
 
 @pytest.mark.interpreter

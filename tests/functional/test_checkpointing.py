@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer, TrainingArguments
 
 import attnzoo
 from attnzoo.backends.tiled import blocks
 from attnzoo.core import registry
-from attnzoo.integrations.transformers import convert
 from helpers.cases import CASES, learned, params_of, rand
 from helpers.coverage_table import TRAINED, marked, precise
-from helpers.hf_models import llama, quiet
 
 Function = Callable[..., Tensor]
 
@@ -208,27 +204,3 @@ def test_compiled_checkpoint_gives_the_same_gradients(
     torch.compiler.reset()
     compiled = torch.compile(lambda *x: once(run, *x), fullgraph=True, backend="aot_eager")
     agree(gradients(compiled, leaves), gradients(run, leaves))
-
-
-@pytest.mark.slow
-@quiet
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_trainer_checkpoints_a_converted_model_on_tiled(tmp_path: Path) -> None:
-    """The sequences are so long that attention runs on tiled, not on eager."""
-    length = 192
-    ids = torch.randint(0, 50, (2, length), generator=torch.Generator().manual_seed(1))
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    weights = []
-    for checkpointing in (False, True):
-        model = convert(llama(), "entmax")
-        q = torch.empty(2, 4, length, 8)
-        assert attnzoo.explain(q, q, q, "entmax", is_causal=True).chosen == "tiled"
-        arguments = TrainingArguments(
-            str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-            save_strategy="no", logging_strategy="no", disable_tqdm=True, learning_rate=1e-2,
-            gradient_checkpointing=checkpointing,
-        )  # fmt: skip
-        Trainer(model, arguments, train_dataset=rows).train()
-        weights.append([x.detach() for x in model.parameters()])
-    for have, want in zip(*weights, strict=True):
-        assert torch.allclose(have, want, atol=1e-5)

@@ -284,7 +284,7 @@ def test_calls_on_a_cpu_do_not_import_the_kernels_and_flash_raises() -> None:
 
 
 def test_flash_without_triton_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnzoo.backends.triton.flash.backend.find_spec", lambda name: None)
+    monkeypatch.setattr("attnzoo.backends.triton.flash.backend.HAS_TRITON", False)
     q, k, v = rand(3, 1, 2, 8, 8, dtype=torch.float32).unbind()
     with pytest.raises(ValueError, match=r"needs Triton: run pip install -e '\.\[gpu\]'"):
         attnzoo.attention(q, k, v, "sink", backend="flash")

@@ -2,7 +2,8 @@
 
 The interpreter spends most time on Python objects for types and shapes, not on numbers. Each
 function here makes a replacement for a private function of Triton. The replacement handles common
-cases faster. A private function that the installed version of Triton lacks is not replaced.
+cases faster, except for `index_by_item`, with which Triton 3.6 supports numpy 2.4 and newer. A
+private function that the installed version of Triton lacks is not replaced.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ def speed_up_interpreter() -> None:
 
     for owner, name, faster in (
         (interpreter, "_patch_lang", patch_once),
+        (interpreter, "_patch_lang_tensor", index_by_item),
         (interpreter, "_get_np_dtype", remember_dtypes),
         (semantic.TritonSemantic, "broadcast_impl_value", skip_equal_shapes),
         (semantic.TritonSemantic, "binary_op_type_checking_impl", skip_equal_types),
@@ -51,6 +53,20 @@ def patch_once(original: Any) -> Any:
         own = known[id(names)][1]
         patched = own and not any(language.core.is_builtin(x.load) for x in own)
         return empty() if patched else original(fn)
+
+    return patch
+
+
+def index_by_item(original: Any) -> Any:
+    """A loaded number may be a bound of range.
+
+    Triton 3.6 converts its array, which has one dimension, with int(). numpy warns, and from 2.4 on
+    raises.
+    """
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     return patch
 

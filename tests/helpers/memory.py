@@ -11,9 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 def peak_of(run: Any) -> int:
     """The largest number of bytes that were allocated at once, beyond those at the start."""
     gc.collect()
-    # torch 2.11 warns without acc_events.
-    options: dict[str, Any] = dict(profile_memory=True, acc_events=True)
-    with profile(activities=[ProfilerActivity.CPU], **options) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         run()
     events = seen.profiler.kineto_results.events()
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]

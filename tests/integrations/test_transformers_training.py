@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments
 
+import attnzoo
 from attnzoo.integrations.transformers import TrainerMixin, convert
 from attnzoo.nn import MultiheadAttention, OutputLayer, parameter_groups
 from helpers.hf_models import ids, llama, quiet
@@ -115,3 +116,25 @@ def test_peft_trains_and_saves_learned_parameters(tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(loaded(ids()).logits, adapted(ids()).logits)
         assert not torch.allclose(loaded(ids()).logits, convert(llama(), "ssmax")(ids()).logits)
+
+
+@pytest.mark.slow
+def test_trainer_checkpoints_a_converted_model_on_tiled(tmp_path: Path) -> None:
+    """The sequences are so long that attention runs on tiled, not on eager."""
+    length = 192
+    tokens = torch.randint(0, 50, (2, length), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    weights = []
+    for checkpointing in (False, True):
+        model = convert(llama(), "entmax")
+        q = torch.empty(2, 4, length, 8)
+        assert attnzoo.explain(q, q, q, "entmax", is_causal=True).chosen == "tiled"
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+            save_strategy="no", logging_strategy="no", disable_tqdm=True, learning_rate=1e-2,
+            gradient_checkpointing=checkpointing,
+        )  # fmt: skip
+        Trainer(model, arguments, train_dataset=rows).train()
+        weights.append([x.detach() for x in model.parameters()])
+    for have, want in zip(*weights, strict=True):
+        assert torch.allclose(have, want, atol=1e-5)

@@ -9,6 +9,7 @@ unrolls. The definition supports every call, except under torch.func transforms.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from attnzoo.backends.transforms import reject_transforms
 from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
-from attnzoo.core.keys import key_of, key_of_distance
 from attnzoo.core.registry import get_variant
 from attnzoo.core.visibility import cut
 
@@ -72,9 +72,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     result = ops.tiled_forward(
         q=q, k=k, v=v, layout=layout_of(call), origin=call.query_origin - call.key_origin,
         vectors=vectors, terms=terms, eps=float(form.eps),
-        distance=None if form.distance is None else key_of_distance(form.distance),
+        distance=None if form.distance is None else form.distance.key,
         seed=new_seed(call) if call.dropout_p else None, dropout_p=call.dropout_p,
-        want_lse=call.return_lse, activation=key_of(form.activation),
+        want_lse=call.return_lse, activation=form.activation.key,
         normalize=form.normalize, keep=form.keep,
     )  # fmt: skip
     return result.out, result.lse
@@ -99,12 +99,9 @@ def _by_definition(
         keys = (block.batches, heads, block.keys)
         part = block.part
         params = {name: _cut_param(x, name, block, form) for name, x in form.params.items()}
-
-        def step(
-            q: Tensor, k: Tensor, v: Tensor, block: Block = block, params: dict = params
-        ) -> tuple[Tensor, Tensor | None]:
-            return eager.run(q, k, v, block.call, replace(form, params=params))
-
+        # Both are made outside of the checkpoint, in which the compiler of torch 2.11 cannot trace
+        # dataclasses.replace.
+        step = partial(eager.run, call=block.call, form=replace(form, params=params))
         inputs = (q[part], k[keys], v[keys])
         if call.needs_grad:
             # The random state is kept, because a definition may draw random numbers.

@@ -23,6 +23,7 @@ from attnzoo.backends.triton.flash import operators as ops
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 
+HAS_TRITON = find_spec("triton") is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # See `unsupported_extras`.
 SUPPORTED = ("key_bias", "offset", "distance", "factor", "eps", "normalizer", "softcap")
@@ -99,7 +100,7 @@ def _unsupported_call(call: Call) -> str | None:
 
 def unsupported_here(call: Call, other: str) -> str | None:
     """Return why kernels cannot run on the call's device, or None. Suggest backend ``other``."""
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "needs Triton: run pip install -e '.[gpu]' in the clone of attnzoo"
     if call.device.type != "cuda" and not _interpreted():
         return f"needs a CUDA device or Triton's interpreter, got tensors on {call.device}"
