@@ -26,6 +26,7 @@ from benchmarks.harness.bench import first_line
 from benchmarks.harness.cases import Case
 from benchmarks.harness.options import DEVICES, require_cuda, subset_of
 from benchmarks.harness.report import DEVICE_LOST
+from benchmarks.kernels.interpreter import support_numpy
 
 # B, H, Hkv, Nq, Nk, D, Dv
 Shape = tuple[int, int, int, int, int, int, int]
@@ -292,6 +293,7 @@ def run(args: argparse.Namespace) -> int:
         require_cuda("check")
     names = [name for name in NAMES if args.only is None or name in args.only]
     if args.device == "cpu":
+        support_numpy()
         names = [name for name in names if name in CHECKS]
     bad = 0
     for result in checked(names, args.device, args.journal):

@@ -11,6 +11,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from benchmarks.kernels.interpreter import index_by_item
+
 
 @cache
 def speed_up_interpreter() -> None:
@@ -53,20 +55,6 @@ def patch_once(original: Any) -> Any:
         own = known[id(names)][1]
         patched = own and not any(language.core.is_builtin(x.load) for x in own)
         return empty() if patched else original(fn)
-
-    return patch
-
-
-def index_by_item(original: Any) -> Any:
-    """A loaded number may be a bound of range.
-
-    Triton 3.6 converts its array, which has one dimension, with int(). numpy warns, and from 2.4 on
-    raises.
-    """
-
-    def patch(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     return patch
 
