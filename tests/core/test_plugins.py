@@ -21,7 +21,8 @@ SMALL = ["--heads", "2", "--head-dim", "16", "--repeats", "2", "--min-seconds", 
 
 
 def evals(line: list[str]) -> int:
-    pytest.importorskip("pydantic", reason="the evals need pydantic")
+    for package in ("matplotlib", "pydantic"):
+        pytest.importorskip(package, reason=f"the evals need {package}")
     from evals.__main__ import main
 
     return main(line)
