@@ -1,4 +1,4 @@
-"""flash: its operators, torch.compile, autocast, double backward and third-party variants."""
+"""flash: its operators, autocast, double backward and third-party variants."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.core import activations, registry
-from attnzoo.nn import Attention
-from helpers.cases import learned, rand
+from helpers.cases import rand
 from helpers.operators import opcheck
 
 pytestmark = pytest.mark.interpreter
@@ -104,36 +103,6 @@ def test_opcheck_backward(form: str) -> None:
         flash_ops.flash_backward, **given, **found._asdict(), dout=torch.ones_like(found.out),
         dlse=dlse, wanted=wanted,
     )  # fmt: skip
-
-
-# ---- torch.compile ----------------------------------------------------------------------------
-
-
-def results(function: Any, attend: Attention, n: int, **options: Any) -> list[Tensor]:
-    leaves = qkv(n, gradient=True)
-    attend.zero_grad()
-    out = function(*leaves, backend="flash", enable_gqa=True, is_causal=True, **options)
-    out.square().sum().backward()
-    gradients = [x.grad for x in (*leaves, *attend.parameters())]
-    assert all(x is not None for x in gradients)
-    return [x.detach().clone() for x in (out, *gradients)]
-
-
-# While tracing, torch instantiates an autograd.Function and warns about it.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(
-    "variant",
-    [pytest.param(v, marks=pytest.mark.slow) for v in ("ssmax", "entmax", "adaptive_temperature")]
-    + ["sigmoid"],
-)
-def test_compiles_without_graph_breaks_and_agrees_at_every_length(variant: str) -> None:
-    torch.compiler.reset()
-    names = () if variant in ("entmax", "adaptive_temperature") else None
-    attend = Attention(variant, 2, learn=names, **(learned(variant, 2) if names is None else {}))
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for n in (9, 12, 40):
-        pairs = zip(results(compiled, attend, n), results(attend, attend, n), strict=True)
-        assert all(torch.equal(have, want) for have, want in pairs)
 
 
 # ---- precision and derivatives ----------------------------------------------------------------

@@ -1,0 +1,48 @@
+"""flash under torch.compile: each variant gives one graph and the results of eager mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnzoo.nn import Attention
+from helpers.cases import CASES, learned, params_of, rand
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS
+
+pytestmark = pytest.mark.interpreter
+
+
+def results(function: Any, attend: Attention, n: int, **options: Any) -> list[Tensor]:
+    leaves = [
+        rand(1, heads, n, 8, seed=i).float().requires_grad_() for i, heads in enumerate((2, 1, 1))
+    ]
+    attend.zero_grad()
+    out = function(*leaves, backend="flash", enable_gqa=True, is_causal=True, **options)
+    out.square().sum().backward()
+    gradients = [x.grad for x in (*leaves, *attend.parameters())]
+    assert all(x is not None for x in gradients)
+    return [x.detach().clone() for x in (out, *gradients)]
+
+
+# While tracing, torch instantiates an autograd.Function and warns about it.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "variant",
+    [
+        v if v == "sigmoid" else pytest.param(v, marks=pytest.mark.slow)
+        for v, backends in VARIANT_BACKENDS.items()
+        if backends["flash"] is RUNS
+    ],
+)
+def test_compiles_without_graph_breaks_and_agrees_at_every_length(variant: str) -> None:
+    torch.compiler.reset()
+    names = () if variant in ("entmax", "adaptive_temperature") else tuple(CASES[variant].learned)
+    params = params_of(variant, 40) | (learned(variant, 2) if names else {})
+    attend = Attention(variant, 2, learn=names, **params)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for n in (9, 12, 40):
+        pairs = zip(results(compiled, attend, n), results(attend, attend, n), strict=True)
+        assert all(torch.equal(have, want) for have, want in pairs)
