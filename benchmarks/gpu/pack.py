@@ -101,8 +101,8 @@ def compile_all(args: argparse.Namespace, env: dict[str, str]) -> int:
     workers = [subprocess.Popen([*command, str(n)], cwd=ROOT, env=env) for n in range(args.jobs)]
     statuses = [worker.wait() for worker in workers]
     if args.stage == "contact" and not args.skip_tests:
-        tests = [sys.executable, "-m", "pytest", "-q", "tests/gpu", "--rehearse", "-p",
-                 "no:cacheprovider", "-n", str(args.jobs)]  # fmt: skip
+        tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "--rehearse",
+                 "-p", "no:cacheprovider", "-n", str(args.jobs)]  # fmt: skip
         statuses.append(subprocess.run(tests, cwd=ROOT, env=env).returncode)
     return int(any(statuses))
 

@@ -59,12 +59,12 @@ def outcomes(folder: Path, tests: str, *options: str, plugin: str = "") -> list[
     (folder / "plugin.py").write_text(plugin)
     file = folder / "outcomes.jsonl"
     paths = os.pathsep.join(map(str, (folder, ROOT / "tests", ROOT)))
+    env = {name: x for name, x in without_interpreter().items() if name != "PYTEST_XDIST_WORKER"}
     plugins = ("-p", "plugin", "-p", "gpu.conftest", "-p", "no:cacheprovider")
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *plugins, "--rootdir", ".", *options, "tests"],
         cwd=folder, capture_output=True,
-        env={**without_interpreter(), **NO_GPU, "PYTHONPATH": paths,
-             "ATTNZOO_GPU_OUTCOMES": str(file)},
+        env={**env, **NO_GPU, "PYTHONPATH": paths, "ATTNZOO_GPU_OUTCOMES": str(file)},
     )  # fmt: skip
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return [(x["test"].partition("::")[2], x.get("why", x["outcome"])) for x in lines]
