@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 
 from benchmarks.gpu import checks, pack
 from benchmarks.gpu import command as gpu
 from benchmarks.harness import memory
+from benchmarks.harness.report import CRASHED
 from benchmarks.kernels import compile, host, profile, rows, tune
 from benchmarks.suites import attention, decode, distributed, linear, losses, overhead, packed
 from commandline.errors import UsageError
@@ -35,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, OSError) as error:  # OSError: a file cannot be read or written
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    except Exception:
+        traceback.print_exc()
+        return CRASHED  # not 1, the status of wrong results
 
 
 if __name__ == "__main__":

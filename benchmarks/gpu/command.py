@@ -18,11 +18,12 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,13 @@ from benchmarks.gpu import pack, stages
 from benchmarks.gpu.session import Session, Step
 from benchmarks.harness import journal
 from benchmarks.harness.options import positive, require_cuda
-from commandline.checkout import commit
 from commandline.errors import UsageError
 from commandline.files import check_folder, check_writable, write_whole
 
 OUTCOMES = "ATTNZOO_GPU_OUTCOMES"  # environment variable, see tests/gpu/conftest.py
 TEST_LIMIT = 60  # seconds for one test, if pytest-timeout is installed
 CLOCKS = "timestamp,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,utilization.gpu"
-WARM_LIMIT = 100.0
+COMPILE_LIMIT = 100.0  # seconds for all kernels of a stage, on 16 cores
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -72,21 +72,25 @@ def run(args: argparse.Namespace) -> int:
     if not args.rehearse:
         require_cuda("gpu (without --rehearse)")
     steps = chosen_steps(args)
+    if (args.out / "log.txt").exists():
+        raise UsageError(f"--out must have no files of another run, got {str(args.out)!r}")
     check_writable("--out", args.out)
     session = Session(args.out, args.seconds, environment(args.rehearse), pack.ROOT)
     if args.cache is not None:
         start = time.monotonic()
         pack.unpack(args.cache)
-        seconds = round(time.monotonic() - start, 1)
-        session.record(step="unpack", seconds=seconds)
-    complete = True
-    with clocks(args.out / "clocks.csv"):
-        for step in steps:
-            complete &= session.run(step)
-            write(args, session)
-    document = write(args, session)
+        session.record(step="unpack", seconds=round(time.monotonic() - start, 1))
+    # Without this, a process that is told to end would leave a step running on the GPU.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with clocks(args.out / "clocks.csv"):
+            for step in steps:
+                session.run(step)
+                write(args, session)
+    finally:
+        document = write(args, session)
     print((args.out / "summary.md").read_text())
-    return 0 if complete and not problems(document) else 1
+    return 1 if problems(document) else 0
 
 
 def chosen_steps(args: argparse.Namespace) -> list[Step]:
@@ -99,9 +103,9 @@ def chosen_steps(args: argparse.Namespace) -> list[Step]:
         raise UsageError(f"--only must be part of the name of a step ({names}), got {args.only!r}")
     if args.rehearse:
         return [stages.rehearsed(step) for step in steps]
-    # Eight processes compile the kernels of the tests while the tests run.
+    # Without those of the tests, because the workers of the tests compile them as fast.
     command = (*stages.BENCHMARKS, "pack", "--stage", args.stage, "--skip-tests")
-    return [Step("compile", command, 5, WARM_LIMIT, journaled=False), *steps]
+    return [Step("compile", command, 5, COMPILE_LIMIT, journaled=False), *steps]
 
 
 def with_outcomes(step: Step, out: Path) -> Step:
@@ -115,10 +119,10 @@ def with_outcomes(step: Step, out: Path) -> Step:
 
 
 def environment(rehearse: bool) -> dict[str, str]:
-    found = {**os.environ, "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    if not rehearse:
-        found["TRITON_CACHE_DIR"] = str(pack.CACHE)
-    return found
+    env = dict(os.environ) if rehearse else pack.environment()
+    # A process that is stopped writes where it was.
+    return {**env, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -133,8 +137,9 @@ def clocks(file: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            process.kill()
-            process.wait()
+            process.terminate()  # and not killed, so that it writes its last lines
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
 
 
 # ---- the files ----------------------------------------------------------------------------------
@@ -143,8 +148,9 @@ def clocks(file: Path) -> Iterator[None]:
 def write(args: argparse.Namespace, session: Session) -> dict[str, Any]:
     """Write the JSON file and the summary from the findings so far."""
     document = merged(args, session)
-    name = f"{stem(document['environment'])}-{args.stage}.json"
-    write_whole(args.out / name, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    if document["environment"] is not None:
+        name = f"{stem(document['environment'])}-{args.stage}.json"
+        write_whole(args.out / name, json.dumps(document, indent=1, allow_nan=False) + "\n")
     write_whole(args.out / "summary.md", summary(document))
     return document
 
@@ -155,10 +161,8 @@ def merged(args: argparse.Namespace, session: Session) -> dict[str, Any]:
     def of(name: str) -> list[Any]:
         return [line[name] for line in lines if name in line]
 
-    where = next(iter(of("environment")), None)
-    if where is None:  # no benchmark has begun
-        where = {"device": None, "date": date.today().isoformat(), "commit": commit()}
-    if args.commit is not None:
+    where = next(iter(of("environment")), None)  # None: no check or benchmark has begun
+    if where is not None and args.commit is not None:
         where["commit"] = args.commit
     outcomes = journal.read(args.out / "tests.jsonl")
     return {
@@ -189,13 +193,19 @@ def tests_of(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
 def stem(where: dict[str, Any]) -> str:
     """The name of the files without stage, such as h100-80gb-hbm3-2026-01-31-0123456789ab."""
     device = (where["device"] or platform.machine()).lower().removeprefix("nvidia ")
-    parts = (re.sub(r"[^a-z0-9]+", "-", device).strip("-"), where["date"], where["commit"])
-    return "-".join(part for part in parts if part)
+    parts = (device, where["date"], where["commit"])
+    return "-".join(re.sub(r"[^\w.]+", "-", part).strip("-") for part in parts if part)
 
 
 def problems(document: dict[str, Any]) -> list[str]:
-    """One line for each failed check and test, and for each wrong row."""
+    """One line for each step that failed, for each failed check and test, and each wrong row."""
     texts = [
+        f"step {step['step']}: {step.get('reason') or f'status {status}'}"
+        for step in document["steps"] if (status := step.get("status", 0)) != 0
+    ]  # fmt: skip
+    texts += [f"step {x['step']}: left out {x['left_out']}, {x['why']}"
+              for x in document["steps"] if "left_out" in x]  # fmt: skip
+    texts += [
         f"check {check['name']}: {check.get('error') or check['figures']}"
         for check in document["checks"] if not check["ok"]
     ]  # fmt: skip
@@ -212,7 +222,9 @@ def summary(document: dict[str, Any]) -> str:
     """The findings as Markdown."""
     checks, tests = document["checks"], document["tests"]
     passed = sum(check["ok"] for check in checks)
-    text = [f"# {stem(document['environment'])}, stage {document['settings']['stage']}", ""]
+    where = document["environment"]
+    device = "no check or benchmark has begun" if where is None else stem(where)
+    text = [f"# {device}, stage {document['settings']['stage']}", ""]
     text += [f"- checks: {passed} of {len(checks)} passed"]
     text += [f"- tests: {tests['summary']}" if tests else "- tests: not run"]
     text += [f"- FAILED {line}" for line in problems(document)]
@@ -235,7 +247,9 @@ def summary(document: dict[str, Any]) -> str:
 
 
 def row_text(row: dict[str, Any]) -> str:
-    parts = [f"N = {row['length']}", row["direction"], row["name"], str(row["backend"])]
+    mask = "causal" if row["causal"] else "full"
+    parts = [row["suite"], f"N = {row['length']}", f"B = {row['batch']}", f"D = {row['head_dim']}",
+             mask, row["inputs"], row["direction"], row["name"], str(row["backend"])]  # fmt: skip
     if row["seconds"]:
         parts.append(f"{1e3 * row['seconds']['median']:.3f} ms")
     parts += [f"{name} {value:.3g}" for name, value in row["figures"].items()]

@@ -2,7 +2,9 @@
 
 Minutes on a GPU then go into running, not into compiling. With `--out` the compiled kernels are
 written to a file, together with their launchers, which gcc compiles. `python -m benchmarks gpu
---cache FILE` unpacks it. The GPU machine must have the same versions of Python and Triton.
+--cache FILE` unpacks it. The GPU machine must have the same Triton and the same minor version of
+Python. The calls are the checks and the timings of attention, decoding and linear forms; `tune` and
+`profile` have none of their own.
 
 A kernel is compiled by calling it with CPU tensors over a stand-in for the GPU driver. Kernels that
 a cache already has are not compiled again, so a second pack after a small change is fast. A change
@@ -14,7 +16,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import lzma
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -38,8 +42,12 @@ from commandline.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 # The cache holds absolute paths, so it must be at the same place on both machines.
-CACHE = Path(tempfile.gettempdir()) / "attnzoo-triton"
+CACHE = Path("/tmp/attnzoo-triton")
 KEY = "KEY"  # file of the cache that names the versions and sources it was made from
+# Sources of the kernels, and of the calls that compile them.
+SOURCES = (
+    "attnzoo/backends/triton", "tests/gpu", "benchmarks/gpu/checks.py", "benchmarks/gpu/stages.py",
+)  # fmt: skip
 PACKED = (".json", ".cubin", ".so")  # what a launch reads
 SUITES: dict[str, Any] = {"attention": attention, "decode": decode, "linear": linear}
 # Lengths that select the same kernels as the long ones.
@@ -68,12 +76,11 @@ def run(args: argparse.Namespace) -> int:
         return compile_calls(args.stage, args.worker, args.jobs)
     if args.out is not None and args.out.is_dir():
         raise UsageError(f"--out must be a file, got the folder {args.out}")
-    if fits(args.stage):
+    if args.out is None and fits(args.stage, args.skip_tests):
         print("the compiled kernels fit these versions and sources")
-        if args.out is None:
-            return 0
+        return 0
     with contextlib.ExitStack() as stack:
-        env = environment()
+        env = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
         if args.out is not None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             try:
@@ -82,15 +89,28 @@ def run(args: argparse.Namespace) -> int:
                 raise UsageError(f"pack --out needs gcc for launchers: {error}") from error
             env |= stand_in.with_libcuda(folder)
         failed = compile_all(args, env)
-    (CACHE / KEY).write_text(key(args.stage))
+    if not failed:
+        (CACHE / KEY).write_text(key(args.stage, args.skip_tests))
     if args.out is not None:
         write(args.out)
     return failed
 
 
 def environment() -> dict[str, str]:
-    """The environment of processes that use the cache."""
-    return {**os.environ, "TRITON_CACHE_DIR": str(CACHE), "CUDA_VISIBLE_DEVICES": ""}
+    """The environment of processes that use the cache.
+
+    Triton runs the program `file` to name the platform in the key of a launcher. A machine without
+    this program would not find the launchers of a machine with it, so it gets a substitute.
+    """
+    env = {**os.environ, "TRITON_CACHE_DIR": str(CACHE)}
+    if shutil.which("file") is None:
+        folder = CACHE / "bin"
+        folder.mkdir(parents=True, exist_ok=True)
+        program = folder / "file"
+        program.write_text("#!/bin/sh\necho ELF 64-bit LSB executable\n")
+        program.chmod(0o755)
+        env["PATH"] = f"{folder}{os.pathsep}{env.get('PATH', '')}"
+    return env
 
 
 def compile_all(args: argparse.Namespace, env: dict[str, str]) -> int:
@@ -118,23 +138,37 @@ def write(out: Path) -> None:
 
 
 def unpack(file: Path) -> None:
+    """Unpack a file that `write` made.
+
+    Raises:
+        UsageError: it is no archive.
+    """
     CACHE.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(file) as tar:
-        tar.extractall(CACHE, filter="data")
+    try:
+        with tarfile.open(file) as tar:
+            tar.extractall(CACHE, filter="data")
+    except (tarfile.TarError, EOFError, lzma.LZMAError) as error:
+        raise UsageError(
+            f"--cache must be a file of `benchmarks pack`, got {file}: {error}"
+        ) from error
 
 
-def fits(stage: str) -> bool:
-    """Whether the cache was made for this stage, from these sources, with these versions."""
+def fits(stage: str, skip_tests: bool) -> bool:
+    """Whether the cache has these kernels: made from these sources, with these versions."""
     file = CACHE / KEY
-    return file.exists() and file.read_text() == key(stage)
+    keys = {key(stage, skip) for skip in {False, skip_tests}}
+    return file.exists() and file.read_text() in keys
 
 
-def key(stage: str) -> str:
+def key(stage: str, skip_tests: bool) -> str:
     from triton.runtime.cache import triton_key
 
-    parts = [stage, sys.version, triton_key()]
-    for folder in ("attnzoo/backends", "benchmarks", "tests/gpu"):
-        parts += [file.read_text() for file in sorted((ROOT / folder).rglob("*.py"))]
+    python = "{}.{}".format(*sys.version_info)
+    parts = [stage, str(skip_tests), python, triton_key()]
+    for name in SOURCES:
+        path = ROOT / name
+        files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+        parts += [file.read_text() for file in files]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -154,8 +188,8 @@ def compile_calls(stage: str, worker: int, jobs: int) -> int:
                 attend()
             done += 1
         except Exception as error:
-            if isinstance(error, ValueError) and "cannot run" in str(error):
-                continue  # a backend that does not support the variant: nothing to compile
+            if "cannot run" in str(error) and not name.startswith("check "):
+                continue  # a variant without a kernel: its row gets a note
             failed += 1
             print(f"FAILED {name}: {first_line(error)}", flush=True)
     print(f"worker {worker}: {done} calls, {failed} failed", flush=True)
@@ -166,8 +200,8 @@ def calls(stage: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """The calls of a stage that launch kernels, with few tokens, on CPU tensors."""
     for step in stages.STAGES[stage]:
         if step is stages.SMOKE:
-            for name in checks.AGREEMENTS:
-                yield f"check {name}", partial(checks.CHECKS[name], "cpu")
+            for name, check in checks.AGREEMENTS.items():
+                yield f"check {name}", partial(check.run, "cpu")
         for suite, module in SUITES.items():
             if suite in step.command:
                 yield from suite_calls(step, suite, module)

@@ -11,17 +11,19 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.harness import journal
-from benchmarks.harness.report import DEVICE_LOST
+from benchmarks.harness.report import CRASHED, DEVICE_LOST
 
 POLL = 0.2  # seconds between two looks at a running process
-SPARE = 5.0  # seconds of the session that are kept for its last files
+SPARE = 5.0  # seconds of the session that are left for its last files
 SHORTEST = 10.0  # a step does not start with fewer seconds left
+RESTARTS = 2  # a step is not started again after this multiple of its limit
+DIED = (DEVICE_LOST, CRASHED)  # exit statuses after which the remaining items are run
 
 
 @dataclass(frozen=True)
@@ -88,29 +90,31 @@ class Session:
         print(", ".join(f"{name}: {value}" for name, value in line.items()), flush=True)
 
     def run(self, step: Step) -> bool:
-        """Run a step. Returns whether all of it ended by itself."""
-        items, complete = step.items, True
-        while self.left >= SHORTEST:
+        """Run a step. Returns whether all of it ended with status 0."""
+        items, complete, start = step.items, True, self.clock()
+        while self.left >= SHORTEST and self.clock() - start <= RESTARTS * step.limit:
             size = self.journal.stat().st_size if self.journal.exists() else 0
             command = [*step.command, *([step.option, ",".join(items)] if items else [])]
+            kernels = compiled(self.env)
             ended = self.process(step, command)
+            reason = {"reason": ended.reason} if ended.reason else {}
+            new = compiled(self.env) - kernels
             self.record(
-                step=step.name, status=ended.status, seconds=ended.seconds,
-                **({"reason": ended.reason} if ended.reason else {}),
-            )  # fmt: skip
-            if ended.status not in (None, DEVICE_LOST) and ended.status >= 0:
-                return complete
+                step=step.name, status=ended.status, seconds=ended.seconds, compiled=new, **reason
+            )
+            if ended.status is not None and ended.status >= 0 and ended.status not in DIED:
+                return complete and ended.status == 0
             complete = False
             begun = [line["begin"] for line in journal.read(self.journal, size) if "begin" in line]
             last = next((name for name in reversed(begun) if name in items), None)
             if last is None:
+                self.record(step=step.name, left_out=",".join(items) or "all", why="no item began")
                 return False
             self.record(step=step.name, failed=last, why=ended.reason or f"status {ended.status}")
             items = items[items.index(last) + 1 :]
             if not items:
                 return False
-        names = ",".join(items)
-        self.record(step=step.name, left_out=names or "all", why="no time left")
+        self.record(step=step.name, left_out=",".join(items) or "all", why="no time left")
         return False
 
     def process(self, step: Step, command: Sequence[str]) -> Ended:
@@ -125,26 +129,45 @@ class Session:
             try:
                 process = subprocess.Popen(
                     command, cwd=self.cwd, env={**self.env, **step.env}, stdin=subprocess.DEVNULL,
-                    stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                    stdout=log, stderr=subprocess.STDOUT, process_group=0,
                 )  # fmt: skip
-            except FileNotFoundError:
-                return Ended(None, 0.0, f"{command[0]} is not installed")
+            except OSError as error:
+                return Ended(None, 0.0, f"{command[0]} cannot run: {error.strerror or error}")
             reason, size, written = "", -1, start
-            while process.poll() is None and not reason:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(POLL)
-                now = self.clock()
-                if self.journal.exists() and self.journal.stat().st_size != size:
-                    size, written = self.journal.stat().st_size, now
-                if now >= end:
-                    reason = f"stopped after {now - start:.0f} s"
-                elif now - written >= step.item_limit:
-                    reason = f"stopped: nothing written for {now - written:.0f} s"
-            ended = process.poll()
-            # The group may have other processes, also if its leader has ended.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            try:
+                while process.poll() is None and not reason:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(POLL)
+                    now = self.clock()
+                    if self.journal.exists() and self.journal.stat().st_size != size:
+                        size, written = self.journal.stat().st_size, now
+                    if now >= end:
+                        reason = f"stopped after {now - start:.0f} s"
+                    elif now - written >= step.item_limit:
+                        reason = f"stopped: nothing written for {now - written:.0f} s"
+                status = process.poll()
+            finally:  # also if this process is interrupted
+                stop(process)
             seconds = round(self.clock() - start, 1)
-            log.write(f"==== {step.name}: status {ended}, {seconds} s {reason}\n")
-        return Ended(ended, seconds, "" if ended is not None else reason)
+            log.write(f"==== {step.name}: status {status}, {seconds} s {reason}\n")
+        return Ended(status, seconds, "" if status is not None else reason)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it started, which may live on after it.
+
+    A Python process first gets the time to write where it hangs. A process that waits for a driver
+    may not end at all.
+    """
+    signals = [signal.SIGKILL] if process.poll() is not None else [signal.SIGABRT, signal.SIGKILL]
+    for number in signals:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1.0 if number == signal.SIGABRT else 10.0)
+
+
+def compiled(env: Mapping[str, str]) -> int:
+    """The number of kernels in Triton's cache. A step that adds some lacked them in the pack."""
+    folder = env.get("TRITON_CACHE_DIR")
+    return 0 if folder is None else sum(1 for _ in Path(folder).glob("*/*.cubin"))

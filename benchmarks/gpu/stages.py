@@ -15,7 +15,7 @@ COMPILE_LIMIT = 45.0  # seconds without a line in which a process may compile it
 MAIN = ("softmax", "ssmax", "sigmoid", "entmax", "sparsemax", "relu", "sink", "softpick")
 OTHERS = (
     "log_n", "adaptive_temperature", "asentmax", "forgetting", "scale_invariant", "taylor", "relu2",
-    "noisy", "position_temperature",
+    "position_temperature",
 )  # fmt: skip
 GAINS = "softmax,ssmax,log_n"
 THRESHOLDS = ("entmax", "sparsemax", "asentmax")
@@ -26,7 +26,8 @@ def timing(line: str, expected: float, variants: tuple[str, ...]) -> Step:
     """A benchmark with one setting. ``line`` is its command line without variants."""
     line = " ".join(line.split())
     command = (*BENCHMARKS, *line.split(), "--device", "cuda")
-    return Step(line, command, expected, 3 * expected, variants, "--variants", COMPILE_LIMIT)
+    limit = max(60.0, 3 * expected)
+    return Step(line, command, expected, limit, variants, "--variants", COMPILE_LIMIT)
 
 
 def attention(
@@ -60,7 +61,7 @@ def tune(kernel: str, dim: int, activation: str = "exp") -> Step:
 
 
 SMOKE = Step(
-    "checks", (*BENCHMARKS, "check"), 60, 90, checks.NAMES, "--only", COMPILE_LIMIT
+    "checks", (*BENCHMARKS, "check"), 60, 150, checks.NAMES, "--only", COMPILE_LIMIT
 )  # fmt: skip
 TESTS = Step(
     "tests",
@@ -113,14 +114,17 @@ SANITIZED = "tma-forward,tma-backward,unaligned,entmax,segments,decode-softmax,l
 
 def sanitizer(tool: str) -> Step:
     command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "4", *BENCHMARKS, "check")
-    return Step(f"compute-sanitizer {tool}", (*command, "--only", SANITIZED), 40, 90)
+    # Without torch's cache, reads beyond a tensor are reads beyond an allocation.
+    env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    options = ("--no-compare", "--only", SANITIZED)
+    return Step(f"compute-sanitizer {tool}", (*command, *options), 40, 90, env=env)
 
 
 def counters(kernel: str) -> Step:
     """Nsight Compute's counters of one launch of a kernel, as CSV in the log."""
-    command = ("ncu", "--set", "detailed", "--csv", "-c", "1", "-k", f"regex:^{kernel}$")
-    check = (*BENCHMARKS, "check", "--only", KERNELS[kernel])
-    return Step(f"ncu {kernel}", (*command, *check), 25, 60)
+    command = ("ncu", "--set", "detailed", "--clock-control", "none", "--csv", "-c", "1")
+    check = (*BENCHMARKS, "check", "--no-compare", "--only", KERNELS[kernel])
+    return Step(f"ncu {kernel}", (*command, "-k", f"regex:^{kernel}$", *check), 25, 60)
 
 
 PROFILE = (

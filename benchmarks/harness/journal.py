@@ -12,15 +12,23 @@ Line = dict[str, Any]
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
     """Appends one line. A process that is killed later does not lose it."""
-    with path.open("a") as file:
-        file.write(json.dumps(line, allow_nan=False) + "\n")
+    with path.open("a+b") as file:
+        broken = file.tell() > 0 and file.seek(-1, 2) >= 0 and file.read(1) != b"\n"
+        text = json.dumps(line, allow_nan=False) + "\n"
+        file.write(("\n" + text if broken else text).encode())
 
 
 def read(path: Path, start: int = 0) -> list[Line]:
-    """The lines from byte ``start`` on. A last line that is not complete is left out."""
+    """The lines from byte ``start`` on, without those that a killed process left unfinished."""
     if not path.exists():
         return []
     with path.open("rb") as file:
         file.seek(start)
-        text = file.read().decode(errors="replace")
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [line for text in file.read().splitlines() if (line := parsed(text)) is not None]
+
+
+def parsed(text: bytes) -> Line | None:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

@@ -34,7 +34,8 @@ FIGURES = {
     "of_copy": ("bandwidth / copy", "{:.0%}"),
     "of_scores": ("peak / N·V·4", "{:.3f}"),
 }
-DEVICE_LOST = 3  # exit status of a command whose device failed
+# Exit statuses of a command whose device failed, and of one that ended by an unexpected error.
+DEVICE_LOST, CRASHED = 3, 70
 ERROR, TIME, QUARTILES = "error (share of budget)", "median ms", "quartiles ms"
 WIDTHS = {"direction": 9, "implementation": 28, "backend": 12, QUARTILES: 17, "note": 0}
 LEFT = ("direction", "implementation", "backend", "note")
@@ -286,22 +287,20 @@ def environment() -> dict[str, Any]:
     return found
 
 
-# What `nvidia-smi` tells of a card: the driver, the power cap, and the highest clocks.
-CARD = (
-    "driver_version",
-    "power.limit",
-    "clocks.max.sm",
-    "clocks.max.mem",
-    "clocks.applications.gr",
-)
+# What `nvidia-smi` tells of a card: the power cap and the highest clocks.
+CARD = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.mem")
 
 
 def nvidia_smi() -> dict[str, str | None]:
-    """The driver, the power cap and the clocks of the first GPU, each None if it is not known."""
-    text = said("nvidia-smi", f"--query-gpu={','.join(CARD)}", "--format=csv,noheader", "-i", "0")
-    values = [x.strip() for x in text.split(",")] if text else [None] * len(CARD)
-    names = ["driver", *(name.replace(".", "_") for name in CARD[1:])]
-    return dict(zip(names, values, strict=True))
+    """The driver, the power cap and the highest clocks of the first GPU; None if unknown.
+
+    Each is asked for alone, because nvidia-smi answers nothing if it does not know one name.
+    """
+
+    def of(name: str) -> str | None:
+        return said("nvidia-smi", f"--query-gpu={name}", "--format=csv,noheader", "-i", "0")
+
+    return {name.replace("driver_version", "driver").replace(".", "_"): of(name) for name in CARD}
 
 
 def headline(where: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
+from benchmarks.harness.bench import first_line
 from benchmarks.harness.grid import TOKENS
 from benchmarks.harness.journal import append
 from benchmarks.harness.options import positive
@@ -129,11 +130,11 @@ def run(args: argparse.Namespace) -> int:
     print(f"{spec.kernel}, {spec.config}, {spec.arch}: {len(given)} configurations", flush=True)
     clean = compile_tiles(spec, given, args.jobs, args.plugin)[: args.most]
     timed = timings(spec, [tile for tile, _ in clean], args.length, CudaEvents()) if gpu else {}
-    for text in table(clean, timed):
-        print(text)
     if args.journal is not None:
         for tile, row in timed.items():
             append(args.journal, {"tile": record(spec, tile, row)})
+    for text in table(clean, timed):
+        print(text)
     if not clean:
         print("no configuration is within the limits")
         return 1
@@ -291,17 +292,26 @@ def form_of(spec: Specialization) -> VariantForm:
 def timings(
     spec: Specialization, tiles: list[Tile], length: int, timer: Timer, device: str = "cuda"
 ) -> dict[Tile, Timed]:
-    """The time of the whole pass with each tile: backward for dq and dkdv, otherwise forward."""
+    """The time of the whole pass with each tile: backward for dq and dkdv, otherwise forward.
+
+    Tiles that fail are printed and left out.
+    """
     call, calls, results = call_of(spec, length, device), {}, {}
     current = Tile(None, None)
     for tile in (current, *tiles):
-        name = CURRENT if tile is current else str(tile)
-        calls[name] = timed = timed_call(spec, tile, call)
-        results[tile] = timed()
-    timer.synchronize()
+        timed = timed_call(spec, tile, call)
+        try:
+            results[tile] = timed()
+            timer.synchronize()
+        except Exception as error:
+            if tile is current:
+                raise
+            print(f"{tile} fails: {first_line(error)}", flush=True)
+            continue
+        calls[CURRENT if tile is current else str(tile)] = timed
     seconds = timer.rounds(calls, 10, 0.05)
     found = {}
-    for tile in tiles:
+    for tile in (tile for tile in tiles if tile in results):
         samples, base = seconds[str(tile)], seconds[CURRENT]
         gaps = [
             float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
@@ -350,7 +360,7 @@ def timed_call(
 def table(clean: list[tuple[Tile, Compiled]], timed: dict[Tile, Timed]) -> Iterator[str]:
     wrong = {tile for tile, t in timed.items() if not t.difference <= TOLERANCE}
     if timed:
-        ranked = [pair for pair in clean if pair[0] not in wrong]
+        ranked = [pair for pair in clean if pair[0] in timed and pair[0] not in wrong]
         clean = sorted(ranked, key=lambda pair: timed[pair[0]].milliseconds.median)
     for tile, row in clean:
         text = f"{tile!s:<44} {row.registers:>3} registers {row.shared_bytes:>6} B shared"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,8 @@ from benchmarks.__main__ import main
 from benchmarks.gpu import checks, command, stages
 from benchmarks.gpu.session import Session, Step
 from benchmarks.harness import journal
-from benchmarks.harness.report import DEVICE_LOST
+from benchmarks.harness.report import CRASHED, DEVICE_LOST
+from helpers.processes import output_of
 from scripts.kernels_table import kernels_table
 
 # A program that goes through items, and ends or hangs at some of them.
@@ -30,6 +35,8 @@ for name in names.split(","):
         time.sleep(60)
     if name == "crash":
         os.abort()
+    if name == "raise":
+        sys.exit({CRASHED})
     if name == "lose":
         os._exit({DEVICE_LOST})
     log(row=name)
@@ -53,7 +60,7 @@ def rows(session: Session) -> list[str]:
     return [line["row"] for line in journal.read(session.journal) if "row" in line]
 
 
-@pytest.mark.parametrize("bad", ["hang", "crash", "lose"])
+@pytest.mark.parametrize("bad", ["hang", "crash", "lose", "raise"])
 def test_items_after_one_that_ends_the_process_are_measured(bad: str, tmp_path: Path) -> None:
     made = session(tmp_path)
     assert not made.run(step("a", bad, "b", "c", item_limit=2))
@@ -80,7 +87,7 @@ def test_a_process_that_exceeds_its_limit_is_stopped_with_its_children(tmp_path:
     )
     made = session(tmp_path)
     assert not made.run(Step("slow", (sys.executable, "-c", program), 1, 1, journaled=False))
-    (line,) = lines(made)
+    line = lines(made)[0]
     assert (line["status"], line["reason"]) == (None, "stopped after 1 s")
     time.sleep(3)  # the child would have written by now
     assert not file.exists()
@@ -96,7 +103,67 @@ def test_steps_that_do_not_fit_are_listed(tmp_path: Path) -> None:
 def test_a_program_that_is_not_installed_is_listed(tmp_path: Path) -> None:
     made = session(tmp_path)
     assert not made.run(Step("x", ("no-such-program",), 1, 9))
-    assert "no-such-program is not installed" in lines(made)[0]["reason"]
+    assert "no-such-program cannot run: No such file" in lines(made)[0]["reason"]
+
+
+def test_a_status_that_is_not_0_is_a_problem(tmp_path: Path) -> None:
+    made = session(tmp_path)
+    assert not made.run(Step("x", (sys.executable, "-c", "exit(2)"), 1, 9, journaled=False))
+    document = {"steps": lines(made), "checks": [], "tests": None, "rows": []}
+    assert command.problems(document) == ["step x: status 2"]
+
+
+def test_items_that_all_hang_do_not_use_up_the_session(tmp_path: Path) -> None:
+    made = session(tmp_path)
+    names = ["hang"] * 9
+    step_of_one_second = Step(
+        "items", (sys.executable, "-c", PROGRAM), 1, 1, (*names, "a"), "--items"
+    )
+    assert not made.run(step_of_one_second)
+    assert lines(made)[-1]["left_out"].endswith("hang,a")
+    assert len([line for line in lines(made) if "failed" in line]) <= 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_runner_ends_its_step_and_writes_a_summary(
+    number: int, tmp_path: Path
+) -> None:
+    """The step writes its process number, and would run for a minute."""
+    file = tmp_path / "number"
+    child = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = (
+        "import sys\n"
+        "from benchmarks.__main__ import main\n"
+        "from benchmarks.gpu import stages\n"
+        "from benchmarks.gpu.session import Step\n"
+        f"step = Step('slow', (sys.executable, '-c', {child!r}), 1, 99, journaled=False)\n"
+        "stages.STAGES['contact'] = (step,)\n"
+        f"main(['gpu', '--rehearse', '--out', {str(tmp_path / 'out')!r}])"
+    )
+    runner = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: file.exists() and file.read_text() != "")
+        runner.send_signal(number)
+        runner.wait(20)
+    finally:
+        runner.kill()
+    wait_until(lambda: not alive(int(file.read_text())))
+    assert "checks: 0 of 0" in (tmp_path / "out" / "summary.md").read_text()
+
+
+def alive(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_half_written_line_of_a_journal_is_left_out(tmp_path: Path) -> None:
@@ -105,6 +172,8 @@ def test_a_half_written_line_of_a_journal_is_left_out(tmp_path: Path) -> None:
     with file.open("a") as out:
         out.write('{"row": ')
     assert journal.read(file) == [{"row": 1}]
+    journal.append(file, {"row": 2})
+    assert journal.read(file) == [{"row": 1}, {"row": 2}]
 
 
 # ---- the stages ---------------------------------------------------------------------------------
@@ -141,6 +210,46 @@ def test_commands_of_the_stages_are_accepted(
 def test_names_of_checks_are_unique_and_sanitized_ones_exist() -> None:
     assert len(set(checks.NAMES)) == len(checks.NAMES)
     assert {*stages.SANITIZED.split(","), *stages.KERNELS.values()} <= set(checks.NAMES)
+
+
+def test_backends_support_the_calls_of_all_checks() -> None:
+    """In a process of its own, with a stand-in for the driver."""
+    pytest.importorskip("triton")
+    code = (
+        "import attnzoo\n"
+        "from benchmarks.gpu.checks import AGREEMENTS\n"
+        "from benchmarks.kernels.stand_in import install\n"
+        "install()\n"
+        "for name, check in AGREEMENTS.items():\n"
+        "    (q, k, v), options = check.call('cpu')\n"
+        "    q, k, v = (x.requires_grad_(check.gradients) for x in (q, k, v))\n"
+        "    plan = attnzoo.explain(q, k, v, check.variant, backend=check.backend,\n"
+        "                           enable_gqa=True, **options)\n"
+        "    assert plan.chosen == check.backend or check.backend == 'sdpa', (name, str(plan))\n"
+    )
+    assert output_of(code) == ""
+
+
+def test_a_folder_with_another_run_and_a_cache_that_is_no_archive_raise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log.txt").write_text("")
+    assert main(["gpu", "--rehearse", "--out", str(tmp_path)]) == 2
+    assert "--out must have no files of another run" in capsys.readouterr().err
+    command = ["gpu", "--rehearse", "--out", str(tmp_path / "new"), "--cache"]
+    assert main([*command, str(tmp_path / "log.txt")]) == 2
+    assert "--cache must be a file of `benchmarks pack`" in capsys.readouterr().err
+
+
+def test_checks_on_a_cpu_need_the_interpreter_and_a_check_that_runs_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert main(["check", "--device", "cpu"]) == 2
+    assert "requires TRITON_INTERPRET=1" in capsys.readouterr().err
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main(["check", "--device", "cpu", "--only", "full,host"]) == 2
+    assert capsys.readouterr().err.endswith("here, got host\n")
 
 
 def test_a_bad_only_names_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +301,7 @@ def test_a_rehearsal_writes_all_files(
     assert {row["suite"] for row in document["rows"]} == {"attention", "decode"}
     assert all(row["seconds"]["median"] > 0 for row in document["rows"])
     assert document["environment"]["commit"] == "0123"
-    assert [line["status"] for line in document["steps"]] == [0, None, 0, 0]
+    assert [x["status"] for x in document["steps"] if "status" in x] == [0, None, 0, 0]
     summary = (tmp_path / "summary.md").read_text()
     assert "checks: 2 of 2 passed" in summary
     assert "stopped after 2 s" in summary
@@ -204,6 +313,7 @@ def test_failures_of_checks_tests_and_rows_are_problems(tmp_path: Path) -> None:
     made = session(tmp_path)
     bad = {"name": "full", "ok": False, "figures": {"dq": 3.0}}
     row = {"name": "sigmoid", "length": 64, "check": {"ok": False}}
+    journal.append(made.journal, {"environment": {"device": None, "date": "2026-01-31"}})
     journal.append(made.journal, {"check": bad})
     journal.append(made.journal, {"row": row})
     journal.append(tmp_path / "tests.jsonl", {"test": "a::b", "outcome": "failed", "seconds": 1})
@@ -217,13 +327,10 @@ def test_failures_of_checks_tests_and_rows_are_problems(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_check_reports_an_error_as_a_failed_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_reports_an_error_as_a_failed_check(tmp_path: Path) -> None:
     def fail(device: str) -> Any:
         raise RuntimeError("no kernel\nand more")
 
-    monkeypatch.setitem(checks.CHECKS, "full", fail)
-    (result,) = checks.checked(["full"], "cpu", tmp_path / "journal")
+    (result,) = checks.checked({"full": fail}, "cpu", tmp_path / "journal")
     assert (result["ok"], result["error"]) == (False, "RuntimeError: no kernel")
     assert [*journal.read(tmp_path / "journal")[0]] == ["begin"]
