@@ -189,7 +189,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     gain, scale = with_gain(form, q, k, call, "sdpa").gain, call.scale
     assert not isinstance(gain, FromStatistics)
     if isinstance(gain, Tensor):
-        q = _times(q, gain.unsqueeze(-1))
+        q = _times(q, gain.unsqueeze(-1).to(call.dtype))
     else:
         scale *= gain
     q, scale = _positive_scale(q, scale, call)

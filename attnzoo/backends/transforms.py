@@ -10,11 +10,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def transforms_active() -> bool:
-    """Whether a torch.func transform is active. Compiled code has its own checks of tensors."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-
-
 def uses_transforms(*tensors: Tensor | None) -> bool:
     """Whether a torch.func transform is active or one of the tensors has a tangent."""
     if torch._C._are_functorch_transforms_active():

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from attnzoo.core.visibility import Visibility, cut, visible_entries
 
-# Types of devices for which torch.amp.is_autocast_available is False. The compiler of torch 2.11
-# cannot trace that function.
+# Those types of devices with tensors for which torch.amp.is_autocast_available is False. The
+# compiler of torch 2.11 cannot trace that function.
 WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan")
 
 

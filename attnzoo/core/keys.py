@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from itertools import chain, count
+from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -11,6 +12,7 @@ import torch
 
 ACTIVATIONS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 DISTANCES: WeakValueDictionary[str, Any] = WeakValueDictionary()
+LOCK = Lock()  # two threads must not choose the same key
 
 
 class Keyed:
@@ -24,8 +26,9 @@ class Keyed:
         """The string: the name, with a number if another object has the same name."""
         if self._key is None:
             raise TypeError(
-                f"under torch.compile {type(self).__name__} {self.name!r} must be created before "
-                "the call, for example at the top of a module, not in the variant's forms()"
+                f"under torch.compile and torch.export {type(self).__name__} {self.name!r} must be "
+                "created before the call, for example at the top of a module, not in the "
+                "variant's forms()"
             )
         return self._key
 
@@ -38,11 +41,12 @@ class Keyed:
         if torch.compiler.is_compiling():
             return
         numbered = (f"{self.name}#{number}" for number in count(2))
-        key = next(key for key in chain([self.name], numbered) if key not in known)
-        known[key] = self
+        with LOCK:
+            key = next(key for key in chain([self.name], numbered) if key not in known)
+            known[key] = self
         object.__setattr__(self, "_key", key)  # the dataclasses are frozen
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy is created by its class, so that it gets a key of its own.
+        # A copy is created by its class, so that it gets another key.
         values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
         return type(self), tuple(values)

@@ -111,8 +111,8 @@ def largest(rows: Blocks, k: int) -> tuple[Tensor, Tensor]:
     # Entry k + 1 shows whether entries that are left out are equal to entry k.
     wanted = min(k + 1, x.shape[-1])
     found = rows.candidates(wanted)
-    top, places = _top(found.values, wanted)
-    values, indices = top[:, :k], found.index(places[:, :k])
+    top, order = _top(found.values, wanted)
+    values, indices = top[:, :k], found.index(order[:, :k])
     if not is_cpu(x.device):
         return values, indices
     # `torch.topk` does not specify which of equal entries it takes, nor in which order.

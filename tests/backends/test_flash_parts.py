@@ -168,8 +168,13 @@ def test_few_key_heads_use_all_processors() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "heads", "queries", "keys"),
-    [(8, (32, 8), 2048, 2048), (1, (32, 32), 512, 512), (1, (8, 1), 64, 512)],
-    ids=["many programs", "no groups", "few queries"],
+    [
+        (8, (32, 8), 2048, 2048),
+        (1, (32, 32), 512, 512),
+        (1, (8, 1), 64, 512),
+        (1, (7, 1), 293, 512),
+    ],
+    ids=["many programs", "no groups", "few queries", "few queries for seven parts"],
 )
 def test_groups_are_not_split(batch: int, heads: tuple[int, int], queries: int, keys: int) -> None:
     launch = dkdv(batch, heads, queries, keys)

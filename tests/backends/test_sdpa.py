@@ -113,3 +113,14 @@ def test_gain_that_is_a_number_takes_no_operation() -> None:
     assert operations.names == ["aten.neg"]  # torch gets a positive scale
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=-0.7 * 8**-0.5)
     torch.testing.assert_close(out, expected)
+
+
+def test_16_bit_gain_does_not_round_fp32_queries_in_a_transform() -> None:
+    q, k, v = tensors(torch.float32)
+    form = Pairwise(attnzoo.core.activations.EXP, "sum", gain=torch.full((1, 1, 1), 1.1).bfloat16())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa.run(q, k, v, attnzoo.core.arguments.check_call(q, k, v), form)[0]
+
+    transformed, _ = torch.func.vjp(attend, q, k, v)
+    torch.testing.assert_close(transformed, attend(q, k, v), rtol=1e-6, atol=1e-6)

@@ -7,6 +7,9 @@ computation in this file. The error bounds are those of `helpers.agreement`.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import sys
+import threading
 from collections.abc import Callable
 from math import e, log2
 from typing import Any
@@ -301,3 +304,23 @@ def test_numbers_of_a_pairwise_form_are_neither_bools_nor_nan(field: str) -> Non
             Pairwise(**given | {field: wrong})
     with pytest.raises(ValueError, match=f"{field} must .*, got nan"):
         Pairwise(**given | {field: float("nan")})
+
+
+def test_activations_that_threads_create_have_different_keys() -> None:
+    interval, made = sys.getswitchinterval(), list[Activation]()
+    start = threading.Barrier(4)
+
+    def create() -> None:
+        start.wait()
+        made.extend(dataclasses.replace(RAMP, name="race") for _ in range(500))
+
+    threads = [threading.Thread(target=create) for _ in range(4)]
+    sys.setswitchinterval(1e-6)  # threads change often
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len({activation.key for activation in made}) == 2000

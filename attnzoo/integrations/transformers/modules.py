@@ -132,10 +132,10 @@ def chosen_names(
 
 
 def implementations(model: Any) -> dict[str, str]:
-    """Attention implementations, keyed by the sub-config's name ("" is the model's own config)."""
-    own = {"": model.config._attn_implementation}
+    """Attention implementations by the name of the sub-config, or "" for the model's config."""
     subs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
-    return own | {n: c._attn_implementation for n, c in subs.items() if c is not None}
+    configs = {"": model.config, **subs}
+    return {n: c._attn_implementation for n, c in configs.items() if c is not None}
 
 
 def set_implementations(model: Any, chosen: str | dict[str, str]) -> None:
@@ -145,11 +145,11 @@ def set_implementations(model: Any, chosen: str | dict[str, str]) -> None:
     """
     model.set_attn_implementation(chosen)
     # Before 5.20, transformers skips parts with another config of the same class (T5's encoder).
-    whole, subs = model.config, (getattr(model.config, n, None) for n in model.config.sub_configs)
-    reached = {id(config) for config in (whole, *subs)}
+    config = model.config
+    reached = {id(x) for x in (config, *(getattr(config, n, None) for n in config.sub_configs))}
     for _, part in parts_of(model):
-        if type(part.config) is type(whole) and id(part.config) not in reached:
-            part.set_attn_implementation(whole._attn_implementation)
+        if type(part.config) is type(config) and id(part.config) not in reached:
+            part.set_attn_implementation(config._attn_implementation)
 
 
 def parts_of(model: Any) -> list[tuple[str, Any]]:

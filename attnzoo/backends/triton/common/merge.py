@@ -13,6 +13,8 @@ from attnzoo.backends.triton.common.tile import load_tile, load_vectors, store_t
 
 # Largest number of splits. One program merges the results of all splits.
 MOST_SPLITS = tl.constexpr(256)
+# Arguments that only the merge reads and writes, if there are splits.
+OF_MERGE = ("lse", "sink", "factor", "eps")
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnzoo.backends.base import Backend
-from attnzoo.backends.transforms import reject_transforms, transforms_active
+from attnzoo.backends.transforms import reject_transforms, uses_transforms
 from attnzoo.backends.triton.common.kernel_operands import layout_of, vectors_of
 from attnzoo.backends.triton.decode import operators as ops
 from attnzoo.backends.triton.flash import backend as flash
@@ -25,7 +25,7 @@ def unsupported(form: Form, call: Call) -> str | None:
         return reason
     if call.needs_grad:
         return "does not support gradients (flash does)"
-    if transforms_active():
+    if uses_transforms():
         return "does not support torch.func transforms (sdpa does for softmax, eager for all)"
     rows = call.queries * (call.heads // max(1, call.kv_heads))
     most = MOST_ROWS[call.input_dtype.itemsize]

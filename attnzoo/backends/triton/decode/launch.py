@@ -36,7 +36,7 @@ from attnzoo.backends.triton.common.launch import (
     strides,
     values,
 )
-from attnzoo.backends.triton.common.merge import MOST_SPLITS, merge_splits
+from attnzoo.backends.triton.common.merge import MOST_SPLITS, OF_MERGE, merge_splits
 from attnzoo.backends.triton.decode import kernels
 from attnzoo.backends.triton.flash.segments import ranges_of
 
@@ -87,17 +87,19 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: in
 
 
 def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras, arch: int, processors: int
-) -> tuple[dict[str, Any], Config, Splits, list[Launch]]:
+    q: Tensor, k: Tensor, layout: Layout, extras: Extras, arch: int, processors: int,
+    *v_and_out: Tensor,
+) -> tuple[dict[str, Any], Config, Splits, list[Launch]]:  # fmt: skip
     """Return the arguments and configuration of kernels with a loop over keys, and the splits.
 
     The launches, if any, must run before.
     """
-    dim, block_m = max(q.shape[3], v.shape[3]), max(16, triton.next_power_of_2(_rows(q, k)))
+    dim = max(x.shape[3] for x in (q, *v_and_out))
+    block_m = max(16, triton.next_power_of_2(_rows(q, k)))
     many_rows = block_m * q.element_size() > 64
     mask_per_head = layout.mask is not None and layout.mask.shape[1] > 1
     several = mask_per_head or dense_mask(layout) or count_extras(layout, extras.key_bias) > 1
-    safe = many_rows or several or align_of(q, k, v) == 1
+    safe = many_rows or several or align_of(q, k, *v_and_out) == 1
     config = decode_config(arch, 8 * q.element_size(), dim, safe)._replace(block_m=block_m)
     splits = _splits(q, k, layout, config, processors)
     # One tile holds all queries.
@@ -131,7 +133,7 @@ def _products_pass(
 
     With one split, the last launch writes the ``statistics`` lse and entropy, if wanted.
     """
-    args, config, splits, before = _arguments(q, k, q, layout, extras, arch, processors)
+    args, config, splits, before = _arguments(q, k, layout, extras, arch, processors)
     align, products = align_of(q, k), new_products(q, k, layout)
     m, z, t, lse, entropy = None, None, None, None, None
     if statistics is not None and splits.number == 1:
@@ -186,18 +188,18 @@ def describe_decode(
     vectors: Vectors, extras: Extras, want_lse: bool, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out and lse."""
-    args, config, splits, before = _arguments(q, k, v, layout, extras, arch, processors)
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
-    whole = splits.number == 1
+    args, config, splits, before = _arguments(q, k, layout, extras, arch, processors, v, out)
+    one_split = splits.number == 1
     online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")
-    has_m, has_z = (online or form.shifted) and not whole, (online or sums) and not whole
+    has_m, has_z = (online or form.shifted) and not one_split, (online or sums) and not one_split
     align = align_of(q, k, v, out)
     args |= {
         **strides(align, q=q, k=k, v=v, o=out), **values(v),
         **arguments(vectors, extras),
         "q": None if products is not None else q, "k": None if products is not None else k,
         "v": v, "products": products,
-        "o": out, "lse": lse, "part": None if whole else _partial(q, k, splits, v.shape[3]),
+        "o": out, "lse": lse, "part": None if one_split else _partial(q, k, splits, v.shape[3]),
         "m": _partial(q, k, splits) if has_m else None,
         "z": _partial(q, k, splits) if has_z else None,
         "ACT": form.act, "DISTANCE": form.distance_act, "UNIT": form.unit,
@@ -207,10 +209,10 @@ def describe_decode(
         "ALIGN": align, "CHUNK": PARTIALS, "stat": None, "weight_sum": None,
     }  # fmt: skip
     kernel_args = {name: args[name] for name in kernels.decode.arg_names}
-    if not whole:  # the arguments of the merge
-        kernel_args |= dict.fromkeys(("o", "lse", "sink", "factor", "eps"))
+    if not one_split:
+        kernel_args |= dict.fromkeys(("o", *OF_MERGE))
     launches = [*before, Launch(kernels.decode, _programs(q, k, splits), kernel_args, config)]
-    if not whole:
+    if not one_split:
         merge_args = {**args, **strides(1, o=out)}
         launches.append(row_launch(merge_splits, merge_args, q))
     return launches, (out, lse)

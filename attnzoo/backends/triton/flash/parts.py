@@ -18,7 +18,7 @@ from attnzoo.backends.triton.common.launch import (
     row_launch,
     strides,
 )
-from attnzoo.backends.triton.common.merge import MOST_SPLITS, merge_splits
+from attnzoo.backends.triton.common.merge import MOST_SPLITS, OF_MERGE, merge_splits
 
 # Fewest queries per part of a group of heads, all heads together. A part with fewer costs more time
 # than it saves, because the gradients of all parts are written, read and added.
@@ -33,19 +33,20 @@ def programs_of(x: Tensor, block: int) -> int:
 
 def parts_of_group(q: Tensor, k: Tensor, block_n: int, processors: int) -> int:
     """Number of parts of a group of query heads in dK/dV. It divides the group."""
-    group = q.shape[1] // max(1, k.shape[1])
-    programs = max(1, programs_of(k, block_n))
-    wanted = min(group * q.shape[2] // LEAST_QUERIES, PER_PROCESSOR * processors // programs)
-    return next((n for n in range(max(1, wanted), group) if group % n == 0), max(1, group))
+    group = max(1, q.shape[1] // max(1, k.shape[1]))
+    wanted = PER_PROCESSOR * processors // max(1, programs_of(k, block_n))
+    most = max(1, min(group, group * q.shape[2] // LEAST_QUERIES))
+    parts = [n for n in range(1, most + 1) if group % n == 0]
+    return next((n for n in parts if n >= wanted), parts[-1])
 
 
 def splits_of_keys(q: Tensor, k: Tensor, layout: Layout, block_m: int, processors: int) -> int:
-    """Number of splits of the keys in the forward, as for few queries and many keys."""
+    """Number of splits of the keys in the forward: more than 1 for few queries and many keys."""
     seen = k.shape[2]
     if layout.left is not None and layout.right is not None:
         seen = min(seen, layout.left + block_m + layout.right)
     wanted = PER_PROCESSOR * processors // max(1, programs_of(q, block_m))
-    # Two halves, one after the other, take as long as the whole.
+    # Two halves, one after the other, would take as long as one program for all keys.
     return min(wanted, MOST_SPLITS.value, max(1, seen // LEAST_KEYS)) if wanted > 2 else 1
 
 
@@ -56,11 +57,10 @@ def split_keys(launch: Launch, q: Tensor, v: Tensor, splits: int) -> list[Launch
     m = part.new_empty(b, h, splits, n) if args["ONLINE"] or args["SHIFTED"] else None
     z = part.new_empty(b, h, splits, n) if args["ONLINE"] or args["SUM"] else None
     partial = {"o": part, "stat": m, "weight_sum": z, "splits": splits}
-    # The merge reads and writes these.
-    partial |= dict.fromkeys(("lse", "sink", "factor", "eps"))
-    whole = {
+    partial |= dict.fromkeys(OF_MERGE)
+    merge_args = {
         **args, **strides(1, o=args["o"]), "part": part, "m": m, "z": z, "group": 1,
         "splits": splits, "CHUNK": PARTIALS,
     }  # fmt: skip
     walk = launch._replace(programs=launch.programs * splits, args={**args, **partial})
-    return [walk, row_launch(merge_splits, whole, q)]
+    return [walk, row_launch(merge_splits, merge_args, q)]
