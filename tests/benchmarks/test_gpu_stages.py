@@ -285,10 +285,11 @@ def test_usage_errors_are_one_line(
 def test_a_rehearsal_writes_all_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One check, one timing of attention and one of decoding run on the CPU; a step hangs."""
+    """Two checks and two timings run on the CPU, though a step between them hangs, and one dies."""
     pytest.importorskip("triton")
     hanging = Step("hanging", (sys.executable, "-c", "import time; time.sleep(60)"), 1, 2)
-    chosen = [stages.SMOKE, hanging, *stages.CONTACT[2:4]]
+    dying = Step("dying", (sys.executable, "-c", "import os; os.abort()"), 1, 9)
+    chosen = [stages.SMOKE, hanging, dying, *stages.CONTACT[2:4]]
     monkeypatch.setitem(stages.STAGES, "contact", tuple(chosen))
     monkeypatch.setattr(stages, "INTERPRETED", ("fp32-forward", "decode-ssmax"))
     status = main(["gpu", "--rehearse", "--out", str(tmp_path), "--commit", "0123"])
@@ -301,7 +302,7 @@ def test_a_rehearsal_writes_all_files(
     assert {row["suite"] for row in document["rows"]} == {"attention", "decode"}
     assert all(row["seconds"]["median"] > 0 for row in document["rows"])
     assert document["environment"]["commit"] == "0123"
-    assert [x["status"] for x in document["steps"] if "status" in x] == [0, None, 0, 0]
+    assert [x["status"] for x in document["steps"] if "status" in x] == [0, None, -6, 0, 0]
     summary = (tmp_path / "summary.md").read_text()
     assert "checks: 2 of 2 passed" in summary
     assert "stopped after 2 s" in summary
