@@ -1,6 +1,6 @@
 """Runs softmax, with an optional gain per query, through torch's fused attention kernels.
 
-q is multiplied by the gain in the dtype of the scores, then rounded once to its own dtype. A gain
+q is multiplied by the gain in the dtype of the scores, then rounded once to the dtype of q. A gain
 that is a number is a factor of the scale instead. A call is supported only if torch's fused kernels
 compute it exactly. Torch never gets a mask together with ``is_causal``. This module sets outputs of
 queries without visible keys to 0.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import json
 import lzma
 import os
 import shutil
@@ -41,8 +42,7 @@ from benchmarks.suites import attention, decode, linear
 from commandline.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
-# The cache holds absolute paths, so it must be at the same place on both machines.
-CACHE = Path("/tmp/attnzoo-triton")
+CACHE = Path(tempfile.gettempdir()) / "attnzoo-triton"
 KEY = "KEY"  # file of the cache that names the versions and sources it was made from
 # Sources of the kernels, and of the calls that compile them.
 SOURCES = (
@@ -151,6 +151,11 @@ def unpack(file: Path) -> None:
         raise UsageError(
             f"--cache must be a file of `benchmarks pack`, got {file}: {error}"
         ) from error
+    # Triton lists the files of a kernel by absolute paths, which may differ on this machine.
+    for listing in CACHE.glob("*/__grp__*.json"):
+        names = json.loads(listing.read_text())["child_paths"]
+        paths = {name: str(listing.parent / name) for name in names}
+        listing.write_text(json.dumps({"child_paths": paths}))
 
 
 def fits(stage: str, skip_tests: bool) -> bool:

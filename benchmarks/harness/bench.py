@@ -139,8 +139,8 @@ class Bench:
     ) -> list[Implementation]:  # fmt: skip
         """Appends the rows of all implementations to ``rows``. Returns those that can be timed.
 
-        The rows are kept if the device fails. ``timed_again``: implementations that take part in
-        the rounds only for the ratios.
+        ``rows`` has them also if the device fails. ``timed_again``: implementations that take part
+        in the rounds only for the ratios.
 
         Raises:
             DeviceLost: the device failed.
@@ -192,9 +192,8 @@ class Bench:
             inputs = without if row.direction == "forward" else e.inputs
             row.backend = plan_of(e.case, inputs, e.backend).chosen
             if row.backend is None:
-                e.attend(
-                    inputs.q, inputs.k, inputs.v
-                )  # raises the reason, before a reference is made
+                # This call raises the reason, before a reference is made.
+                e.attend(inputs.q, inputs.k, inputs.v)
         reference = self.reference_of(e, setting)
         checks: dict[bool, Check] = {}
         for row in e.rows.values():
@@ -205,7 +204,7 @@ class Bench:
 
     def reference_of(self, e: Implementation, setting: Setting) -> Reference:
         """The reference of the implementation's case. Implementations of a case follow each other,
-        so the last reference is kept."""
+        so only the last reference is stored."""
         if self.reference is None or self.reference[0] != e.case.spec:
             self.reference = None  # frees its memory first
             inputs = e.inputs.detached() if [*e.rows] == ["forward"] else e.inputs

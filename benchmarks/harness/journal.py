@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ Line = dict[str, Any]
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
     """Appends one line. A process that is killed later does not lose it."""
+    text = json.dumps(line, allow_nan=False) + "\n"
     with path.open("a+b") as file:
-        broken = file.tell() > 0 and file.seek(-1, 2) >= 0 and file.read(1) != b"\n"
-        text = json.dumps(line, allow_nan=False) + "\n"
-        file.write(("\n" + text if broken else text).encode())
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a killed process left half a line
+                text = "\n" + text
+        file.write(text.encode())
 
 
 def read(path: Path, start: int = 0) -> list[Line]:

@@ -20,7 +20,7 @@ def index_by_item(original: Any) -> Any:
 
 
 def support_numpy() -> None:
-    """Make the replacement, for the rest of the process."""
+    """Make the replacement, until the process ends."""
     from triton.runtime import interpreter
 
     interpreter._patch_lang_tensor = index_by_item(interpreter._patch_lang_tensor)

@@ -54,7 +54,7 @@ class Driver:
 
 
 def install(launched: Launcher = lambda *args: None) -> None:
-    """Replace Triton's driver for the rest of the process; kernels then accept CPU tensors.
+    """Replace Triton's driver until the process ends; kernels then accept CPU tensors.
 
     In the environment of `with_libcuda`, the driver is Triton's own, over a stand-in for libcuda.
     """

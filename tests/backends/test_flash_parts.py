@@ -75,16 +75,21 @@ EXTRAS: tuple[dict[str, Any], ...] = (
 )
 
 
+def case_of(variant: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A case with the last of the variant's parameters, and with lse if the variant has it."""
+    params = dict(factors(variant))["params"][-1]
+    span = {"span": "causal"} if variant in CAUSAL_ONLY else {}
+    made = setting(variant, lse=variant not in NO_LSE)
+    return {**made, "params": params, **options, **span}
+
+
 def grouped_cases() -> list[Any]:
     """A case per variant, quick once per activation. Groups and extras take turns."""
     cases = []
     for n, param in enumerate(quick_variants(v for v in FLASH if v in VARIANTS)):
         variant = str(param.values[0])
         processors, heads, expected = GROUPS[n % len(GROUPS)]
-        case = setting(variant, shape=(70, 70), heads=heads, lse=variant not in NO_LSE)
-        case |= {"params": dict(factors(variant))["params"][-1], **EXTRAS[n % len(EXTRAS)]}
-        if variant in CAUSAL_ONLY:
-            case["span"] = "causal"
+        case = case_of(variant, {"shape": (70, 70), "heads": heads, **EXTRAS[n % len(EXTRAS)]})
         cases.append(
             pytest.param(variant, case, processors, expected, marks=param.marks, id=variant)
         )
@@ -203,11 +208,9 @@ def chunk_cases() -> list[Any]:
     cases = []
     for n, param in enumerate(quick_variants(UNSOLVED)):
         variant, (processors, expected) = str(param.values[0]), SPLITS[n % len(SPLITS)]
-        case = setting(variant, shape=(70, 150), heads="2 heads", lse=variant not in NO_LSE)
-        case |= {"params": dict(factors(variant))["params"][-1], **CHUNKS[n % len(CHUNKS)]}
-        case["dtype"] = (torch.float32, torch.float16, torch.bfloat16)[n // 2 % 3]
-        if variant in CAUSAL_ONLY:
-            case["span"] = "causal"
+        dtype = (torch.float32, torch.float16, torch.bfloat16)[n // 2 % 3]
+        chunk = {"shape": (70, 150), "heads": "2 heads", **CHUNKS[n % len(CHUNKS)]}
+        case = case_of(variant, {**chunk, "dtype": dtype})
         cases.append(
             pytest.param(variant, case, processors, expected, marks=param.marks, id=variant)
         )

@@ -76,8 +76,8 @@ def test_gradients_equal_those_of_three_operations(dtype: torch.dtype, wanted: s
     expected = torch.nn.functional.scaled_dot_product_attention(product, k, v)
     assert torch.equal(out, expected)
     with Operations(q.shape) as operations:
-        found = torch.autograd.grad(out, inputs, do, retain_graph=True)
-    for name, a, b in zip(wanted, found, torch.autograd.grad(expected, inputs, do), strict=True):
+        grads = torch.autograd.grad(out, inputs, do, retain_graph=True)
+    for name, a, b in zip(wanted, grads, torch.autograd.grad(expected, inputs, do), strict=True):
         # The entries that are summed for s are equal, and their order in memory may differ.
         tolerance = 0.0 if name == "q" else 1e-5
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
@@ -99,8 +99,8 @@ def test_gain_in_transforms_and_batched_gradients() -> None:
     want = [torch.stack(grads) for grads in zip(*single)]
     batched = torch.autograd.grad(out, leaves, dos, retain_graph=True, is_grads_batched=True)
     transformed = torch.func.vjp(attend, q, s)[1](dos[0])
-    for found, expected in ((batched, want), (transformed, single[0])):
-        for a, b in zip(found, expected, strict=True):
+    for grads, expected in ((batched, want), (transformed, single[0])):
+        for a, b in zip(grads, expected, strict=True):
             torch.testing.assert_close(a, b)
 
 

@@ -18,7 +18,7 @@ import attnzoo
 from attnzoo.backends.tiled import blocks
 from attnzoo.core.arguments import check_call
 from attnzoo.core.call import Call
-from helpers.agreement import disagreements, dropout_factors, make
+from helpers.agreement import disagreements, dropout_factors, every_term, make
 from helpers.cases import CASES, MARKED, NO_LSE, NO_SCORE, VARIANTS, WITH_FORMS, params_of, rand
 from helpers.kernel_paths import quick_variants
 
@@ -31,23 +31,6 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(blocks, "SCORES", scores)
     monkeypatch.setattr(blocks, "ROWS", rows)
     monkeypatch.setattr(blocks, "HEADS", heads)
-
-
-def setting(variant: str, heads: str, span: str, dropout: bool = False) -> dict[str, Any]:
-    return {
-        "shape": (23, 31),
-        "dtype": torch.float64,
-        "mask": "keys" if variant in NO_SCORE else "float",
-        "mask_gradient": True,
-        "span": span,
-        "heads": heads,
-        "params": "learned" if CASES[variant].learned else "default",
-        "values": "other",
-        "alibi": variant not in NO_SCORE,
-        "segments": span == "pair",
-        "dropout": dropout,
-        "lse": variant not in NO_LSE,
-    }
 
 
 # One variant without forms is enough in the quick tests.
@@ -72,7 +55,7 @@ CALLS = ("gqa", "causal"), ("mqa", "pair"), ("mha", "window")
 @pytest.mark.parametrize("variant", QUICK)
 def test_any_block_size_agrees_with_the_definition(variant: str, heads: str, span: str) -> None:
     """Outputs and all gradients agree if queries, heads and batch entries are split into blocks."""
-    inputs = make(variant, setting(variant, heads, span, dropout=heads == "gqa"))
+    inputs = make(variant, every_term(variant, heads, span))
     keep = dropout_factors(variant, "tiled", inputs)
     assert disagreements(variant, "tiled", inputs, keep=keep) == []
 

@@ -17,8 +17,8 @@ from attnzoo.backends.operator import Operator
 from attnzoo.backends.tiled import blocks
 from attnzoo.core import device
 from attnzoo.core.arguments import check_call
-from helpers.agreement import disagreements, dropout_factors, make
-from helpers.cases import CASES, NO_LSE, NO_SCORE, WITH_FORMS
+from helpers.agreement import disagreements, dropout_factors, every_term, make
+from helpers.cases import WITH_FORMS
 from helpers.kernel_paths import quick_variants
 from helpers.launches import Launches
 
@@ -95,20 +95,6 @@ def as_on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 )  # fmt: skip
 @pytest.mark.parametrize("variant", quick_variants(WITH_FORMS, ("pairwise", "linear")))
 def test_blocks_of_a_gpu_agree_with_the_definition(variant: str, heads: str, span: str) -> None:
-    options = {
-        "shape": (23, 31),
-        "dtype": torch.float64,
-        "mask": "keys" if variant in NO_SCORE else "float",
-        "mask_gradient": True,
-        "span": span,
-        "heads": heads,
-        "params": "learned" if CASES[variant].learned else "default",
-        "values": "other",
-        "alibi": variant not in NO_SCORE,
-        "segments": span == "pair",
-        "dropout": heads == "gqa",
-        "lse": variant not in NO_LSE,
-    }
-    inputs = make(variant, options)
+    inputs = make(variant, every_term(variant, heads, span))
     keep = dropout_factors(variant, "tiled", inputs)
     assert disagreements(variant, "tiled", inputs, keep=keep) == []

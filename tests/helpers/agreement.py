@@ -17,7 +17,7 @@ import attnzoo
 from attnzoo.core.parameters import VECTORS
 from attnzoo.functional.prepare import prepare
 from helpers.approx import Approx
-from helpers.cases import CASES, learned, params_of, rand
+from helpers.cases import CASES, NO_LSE, NO_SCORE, learned, params_of, rand
 from helpers.error_budget import Problem, budget
 
 HEAD_DIM = 8
@@ -310,3 +310,21 @@ def violations(
             figures = f"error {error.flatten()[worst]:.2e}, allowed {most.flatten()[worst]:.2e}"
             messages.append(f"{backend}: {name}: {int(outside.sum())} outside, worst: {figures}")
     return messages
+
+
+def every_term(variant: str, heads: str, span: str) -> dict[str, Any]:
+    """A case in fp64 with all terms of the scores that the variant supports."""
+    return {
+        "shape": (23, 31),
+        "dtype": torch.float64,
+        "mask": "keys" if variant in NO_SCORE else "float",
+        "mask_gradient": True,
+        "span": span,
+        "heads": heads,
+        "params": "learned" if CASES[variant].learned else "default",
+        "values": "other",
+        "alibi": variant not in NO_SCORE,
+        "segments": span == "pair",
+        "dropout": heads == "gqa",
+        "lse": variant not in NO_LSE,
+    }

@@ -104,7 +104,7 @@ def _by_definition(
         step = partial(eager.run, call=block.call, form=replace(form, params=params))
         inputs = (q[part], k[keys], v[keys])
         if call.needs_grad:
-            # The random state is kept, because a definition may draw random numbers.
+            # The random state is saved, because a definition may draw random numbers.
             done, block_lse = checkpoint(step, *inputs, use_reentrant=False)
         else:
             done, block_lse = step(*inputs)

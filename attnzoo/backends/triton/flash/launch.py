@@ -281,7 +281,7 @@ def describe_backward(
         for name, x in (("k", k), ("v", v)):
             b, h, n, dim = x.shape
             grads[name] = x.new_empty(b, h * parts, n, dim, dtype=torch.float32)
-        # A part is a group of its own, also in the lists of a block map.
+        # The kernel takes a part for a group, also in the lists of a block map.
         shared |= {"group": shared["group"] // parts}
         align = min(align, align_of(q, grads["k"], grads["v"]))
     columns, listing = _describe_columns(maps, {**shared, **map_args, "SPLIT": config.split})
