@@ -71,7 +71,7 @@ class TokenParams(NamedTuple):
 def check_packed(
     tensors: tuple[Tensor, Tensor, Tensor],
     ends: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
+    longest: tuple[Any, Any],
     enable_gqa: bool,
 ) -> Packed:
     """Validate (query, key, value), (cu_seq_q, cu_seq_k) and (max_q, max_k)."""
@@ -150,7 +150,7 @@ def check_longest(
         and value.dtype in (torch.int32, torch.int64)
     ):
         value = int(value) if has_values(value) else tokens
-    if not is_int(value):
+    if not isinstance(value, int) or not is_int(value):
         raise TypeError(f"{name} must be an int or a tensor () of ints, got {shown(value)}")
     if value < 0:
         raise ValueError(f"{name} must be at least 0, got {shown(value)}")

@@ -51,6 +51,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: Literal[False] = False,
+    return_aux: None = None,
     **params: Tensor | float | None,
 ) -> Tensor: ...
 @overload
@@ -74,6 +75,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: Literal[True],
+    return_aux: None = None,
     **params: Tensor | float | None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -97,6 +99,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: bool,
+    return_aux: None = None,
     **params: Tensor | float | None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @overload
