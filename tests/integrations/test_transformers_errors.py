@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    BartConfig,
-    BartModel,
     LlamaForCausalLM,
     MambaConfig,
     MambaModel,
@@ -20,6 +18,7 @@ from transformers import (
 from attnzoo.integrations.transformers import convert, revert
 from helpers.cases import CAUSAL_ONLY, params_of
 from helpers.hf_models import (
+    bart,
     bert,
     clip,
     ids,
@@ -103,13 +102,6 @@ def test_causal_variant_in_an_encoder_raises(variant: str) -> None:
     with pytest.raises(ValueError, match=message):
         convert(model, variant, **params_of(variant))
     outputs(model)
-
-
-def bart() -> BartModel:
-    sizes = {"vocab_size": 99, "d_model": 32, "max_position_embeddings": 64}
-    layers = {f"{who}_{what}": n for who in ("encoder", "decoder")
-              for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
-    return BartModel(BartConfig(**sizes, **layers)).eval()
 
 
 def test_half_of_an_encoder_decoder_raises() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,13 @@ def attention_modules(
     model: Any, batches: list[dict[str, Any]] | None = None
 ) -> dict[str, ObservedCall]:
     """The attention modules by name, in the order of execution. Does not change the model."""
-    before = implementations(model)
+    restore = restorer(model)
     try:
         set_implementations(model, NAME)
         with observe_calls() as calls, observe_hidden_states(model) as hidden:
             _run_or_ask(model, batches)
     finally:
-        set_implementations(model, before)
+        restore()
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, ObservedCall] = {}
     for call in calls:
@@ -131,25 +131,60 @@ def chosen_names(
     return chosen
 
 
-def implementations(model: Any) -> dict[str, str]:
-    """Attention implementations by the name of the sub-config, or "" for the model's config."""
-    subs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
-    configs = {"": model.config, **subs}
-    return {n: c._attn_implementation for n, c in configs.items() if c is not None}
+def configs_of(model: Any) -> dict[str, Any]:
+    """The configs of a model and of its parts, by name.
+
+    "" is the model's own. A sub-config has its name in the config, such as "text_config". Another
+    config of a part, such as T5's for its encoder, has the name of the module.
+    """
+    configs: dict[str, Any] = {}
+    for module_name, part in parts_of(model):
+        if any(part.config is config for config in configs.values()):
+            continue
+        name = module_name
+        while name in configs:  # the name of a sub-config too
+            name += "."
+        queue = [(name, part.config)]
+        while queue:
+            name, config = queue.pop()
+            configs[name] = config
+            for key in config.sub_configs:
+                sub = getattr(config, key, None)
+                if sub is not None and not any(sub is other for other in configs.values()):
+                    queue.append((f"{name}.{key}" if name else key, sub))
+    return configs
 
 
-def set_implementations(model: Any, chosen: str | dict[str, str]) -> None:
+def implementations(model: Any) -> dict[str, str | None]:
+    """Attention implementations by the name of the config, as in `configs_of`."""
+    found = {name: config._attn_implementation for name, config in configs_of(model).items()}
+    return {name: value for name, value in found.items() if value != NAME}
+
+
+def set_implementations(model: Any, chosen: str | Mapping[str, str | None]) -> None:
     """Sets the attention implementations of a model and of all its parts.
 
-    ``chosen`` is a name for all, or what `implementations` returned.
+    ``chosen`` is a name for all, or what `implementations` returned. Transformers' own setter
+    skips some parts, and raises for a sub-config without a sub-model, which has None.
     """
-    model.set_attn_implementation(chosen)
-    # Before 5.20, transformers skips parts with another config of the same class (T5's encoder).
-    config = model.config
-    reached = {id(x) for x in (config, *(getattr(config, n, None) for n in config.sub_configs))}
-    for _, part in parts_of(model):
-        if type(part.config) is type(config) and id(part.config) not in reached:
-            part.set_attn_implementation(config._attn_implementation)
+    parts = [part for _, part in parts_of(model) if not part._can_set_attn_implementation()]
+    for name, config in configs_of(model).items():
+        if any(config is part.config for part in parts):
+            continue
+        value = chosen if isinstance(chosen, str) else chosen.get(name, chosen.get("", "eager"))
+        config._attn_implementation_internal = value
+
+
+def restorer(model: Any) -> Callable[[], None]:
+    """A function that gives all configs of a model the values that they have now."""
+    states = [(config, dict(config.__dict__)) for config in configs_of(model).values()]
+
+    def restore() -> None:
+        for config, values in states:
+            config.__dict__.clear()
+            config.__dict__.update(values)
+
+    return restore
 
 
 def parts_of(model: Any) -> list[tuple[str, Any]]:
