@@ -62,7 +62,7 @@ def from_config(auto_class: Any, config: Any) -> Any:
     """
     check_spec(config)
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
-    return _check_complete(make(copy.deepcopy(config), attn_implementation=NAME))
+    return _check_complete(make(copy.deepcopy(config), **_implementation(config)))
 
 
 def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
@@ -101,9 +101,14 @@ def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
     if config is None or isinstance(config, (str, os.PathLike)):
         config = AutoConfig.from_pretrained(config or path, **location)
     check_spec(config)
-    loaded = auto_class.from_pretrained(path, **{"attn_implementation": NAME, **kwargs})
+    loaded = auto_class.from_pretrained(path, **{**_implementation(config), **kwargs})
     _check_complete(loaded[0] if kwargs.get("output_loading_info") else loaded)
     return loaded
+
+
+def _implementation(config: Any) -> dict[str, str]:
+    """The argument that selects attnzoo, unless the config does, which may exclude parts."""
+    return {} if config._attn_implementation == NAME else {"attn_implementation": NAME}
 
 
 def attach_configured(model: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
+from attnzoo.core.checks import check_bool
 from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.integrations.transformers.checks import (
     check_has_weights,
@@ -16,7 +17,9 @@ from attnzoo.integrations.transformers.checks import (
     check_own,
     check_projections,
     check_softcap,
+    possible_identity,
     taken_sink,
+    warn_of_training,
     wrapper_entry,
 )
 from attnzoo.integrations.transformers.interface import ObservedCall
@@ -27,7 +30,6 @@ from attnzoo.integrations.transformers.modules import (
     batches_of,
     chosen_names,
     configs_of,
-    minimal_batch,
     restorer,
     run,
     set_implementations,
@@ -62,6 +64,7 @@ def convert(
     calibrate: Batch | Sequence[Batch] | None = None,
     inputs: Batch | Sequence[Batch] | None = None,
     wrapper: Choice = None,
+    warn: bool = True,
     **params: Any,
 ) -> ModelT:
     """Replaces the attention of a transformers model by a variant, in place.
@@ -89,6 +92,10 @@ def convert(
             ``calibrate``. None uses ``calibrate`` if given, else a minimal batch.
         wrapper: a name from `attnzoo.nn.WRAPPERS`, or a pair (name, arguments of the wrapper); see
             Notes. None is no wrapper.
+        warn: whether to warn if the model was loaded, so that it is trained, and the variant's
+            weights are not a softmax of scores, or there is a wrapper: it then needs training. A
+            model is taken as loaded if its ``name_or_path`` is not empty; a new model made from
+            the config of a checkpoint has it too.
         **params: parameters of the variant, as for `attnzoo.nn.Attention`.
 
     Returns:
@@ -138,6 +145,7 @@ def convert(
     check_not_half(model)
     check_has_weights(model)
     check_own(variant, params)
+    check_bool("warn", warn)
     for other, given in (("start", start), ("inputs", inputs)):
         if calibrate is not None and given is not None:
             raise ValueError(f"{other} must be None when calibrate is given")
@@ -151,7 +159,7 @@ def convert(
     name = "inputs" if calibrate is None else "calibrate"
     given = inputs if calibrate is None else calibrate
     batches = None if given is None else batches_of(name, given, model)
-    calls = attention_modules(model, batches)
+    calls, batch, idle = attention_modules(model, batches)
     children: dict[str, Attention | Wrapper] = {}
     for name in chosen_names(calls, layers):
         call, own = calls[name], dict(params)
@@ -175,8 +183,11 @@ def convert(
     undo, before = [restorer(model)], former_implementations(model)
     with undone(undo):
         attach(model, children, undo)
-        _run_once(model, (batches or [minimal_batch(model)])[0])
+        set_implementations(model, NAME, idle)
+        _run_once(model, batch)
         write_specs(model, before)
+        if warn:
+            warn_of_training(model, variant, wrapper, start)
     return model
 
 
@@ -203,7 +214,7 @@ def _run_once(model: Any, batch: dict[str, Any]) -> None:
 def attach(
     model: Any, children: Mapping[str, Attention | Wrapper], undo: list[Callable[[], None]]
 ) -> None:
-    """Adds a child to each named module, on its device, and switches the model to "attnzoo".
+    """Adds a child to each named module, on its device.
 
     The weights may be on meta. Functions that remove the children are appended to ``undo``.
     """
@@ -214,7 +225,6 @@ def attach(
         for part in child.modules():
             part._is_hf_initialized = device.type != "meta"  # pyright: ignore
         undo.append(put(module, child.to(device).train(module.training)))
-    set_implementations(model, NAME)
 
 
 def revert(model: ModelT) -> ModelT:
@@ -273,9 +283,9 @@ def _identity(variant: str, start: str, params: dict[str, Any], wrapper: Choice)
         raise ValueError(f"start must be 'identity' or None, got {start!r}")
     if wrapper is not None:
         raise ValueError(f"start must be None with a wrapper, got {start!r} with {wrapper!r}")
-    found = _possible_identity(variant)
+    found = possible_identity(variant)
     if found is None:
-        able = [name for name in list_variants() if _possible_identity(name) is not None]
+        able = [name for name in list_variants() if possible_identity(name) is not None]
         raise ValueError(
             f"start must be None: no parameters make {variant!r} equal to softmax at every length; "
             f"variants with start='identity': {', '.join(able)}"
@@ -284,13 +294,6 @@ def _identity(variant: str, start: str, params: dict[str, Any], wrapper: Choice)
         names = ", ".join(twice)
         raise ValueError(f"{names} must not be given with start='identity', which sets {names}")
     return found
-
-
-def _possible_identity(variant: str) -> dict[str, Any] | None:
-    """The identity of a variant, unless it fixes what the variant makes from hidden states."""
-    found = get_variant(variant)
-    projected = {param.name for param in found.params if param.projection}
-    return None if projected & set(found.identity or ()) else found.identity
 
 
 def _learned(

@@ -267,7 +267,10 @@ def write_spec(config: Any, spec: dict[str, Any]) -> None:
     when it loads the config. A process that has not imported this package then gets an error.
     """
     setattr(config, NAME, spec)
-    config.attn_implementation = NAME
+    parts = {key: getattr(config, key, None) for key in config.sub_configs}
+    others = {key: x._attn_implementation for key, x in parts.items() if x is not None}
+    same = all(value == NAME for value in others.values())
+    config.attn_implementation = NAME if same else {"": NAME, **others}
 
 
 def clear_spec(config: Any) -> None:
