@@ -24,15 +24,13 @@ class Observed(NamedTuple):
 
     calls: dict[str, ObservedCall]  # by the name of the module, in the order of execution
     batch: dict[str, Any]  # a batch that the model runs on
-    idle: list[Any]  # configs of parts that ran without a call of an attention function
+    idle: list[Any]  # configs of parts without a call, such as those that did not run
 
 
 def attention_modules(model: Any, batches: list[dict[str, Any]] | None = None) -> Observed:
     """The attention modules of a model. Does not change the model."""
-    restore, ran, hooks = restorer(model), [], []
+    restore = restorer(model)
     try:
-        for _, part in parts_of(model):
-            hooks.append(part.register_forward_pre_hook(lambda part, _: ran.append(part)))
         set_implementations(model, NAME)
         with observe_calls() as calls, observe_hidden_states(model) as hidden:
             if batches is None:
@@ -42,8 +40,6 @@ def attention_modules(model: Any, batches: list[dict[str, Any]] | None = None) -
                 batch = batches[0]
     finally:
         restore()
-        for hook in hooks:
-            hook.remove()
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, ObservedCall] = {}
     for call in calls:
@@ -54,7 +50,10 @@ def attention_modules(model: Any, batches: list[dict[str, Any]] | None = None) -
             f"model must have attention layers, but {type(model).__name__} called none"
         )
     called = {id(call.module) for call in found.values()}
-    idle = [part.config for part in ran if called.isdisjoint(map(id, part.modules()))]
+    active, idle = [], []
+    for _, part in parts_of(model):
+        (idle if called.isdisjoint(map(id, part.modules())) else active).append(part.config)
+    idle = [config for config in idle if not any(config is other for other in active)]
     numbered = {
         name: call._replace(number=number, hidden=hidden.get(id(call.module)))
         for number, (name, call) in enumerate(found.items())
