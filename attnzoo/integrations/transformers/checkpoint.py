@@ -2,7 +2,8 @@
 
 `register` patches transformers: a model whose config has an attnzoo entry gets its variants when it
 is constructed, before its weights are loaded. Every loader of transformers therefore loads the
-learned values like all other weights. The saved config names "attnzoo" as attention implementation.
+learned values like all other weights, and every way to save a model writes the layers that are
+converted then into its config. The saved config names "attnzoo" as attention implementation.
 Transformers raises for this name in a process that has not imported this package, so the model
 never runs with softmax unnoticed.
 """
@@ -69,8 +70,8 @@ def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
     """Loads a converted model from `save_pretrained`: variants, layers and learned values.
 
     The class's own from_pretrained does the same once this package is imported. This function also
-    raises if the checkpoint is not of a converted model. Learned parameters that are missing in the
-    checkpoint get their initial values.
+    raises if the checkpoint is not of a converted model. If the checkpoint has no learned parameters
+    of variants at all, they get their initial values.
 
     Args:
         auto_class: a class of transformers, e.g. `AutoModelForCausalLM` or `LlamaForCausalLM`.
@@ -81,7 +82,8 @@ def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
         The converted model; with ``output_loading_info=True`` a pair (model, info).
 
     Raises:
-        ValueError: the config has no attnzoo entry, or one that this version does not support.
+        ValueError: the config has no attnzoo entry, one that this version does not support, or one
+            that does not describe the layers in the checkpoint.
 
     Example:
         >>> import tempfile, transformers

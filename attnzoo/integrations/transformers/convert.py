@@ -79,7 +79,8 @@ def convert(
         variant: a name from `attnzoo.list_variants`.
         layers: the layers to convert: numbers in the order of execution, or module names. None is
             all layers that run on ``inputs``. The minimal batch of a model for text and images is
-            a text: give ``inputs`` with an image to convert the layers of the images too.
+            a text if it runs on one: give ``inputs`` with an image to convert the layers of the
+            images too.
         learn: names of the variant's parameters to learn, as for `attnzoo.nn.Attention`.
         start: "identity" starts with parameter values for which the variant equals softmax (ssmax:
             s = 0, b = 1; sink: b = -100), so that the model's outputs do not change. These
