@@ -70,8 +70,8 @@ def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
     """Loads a converted model from `save_pretrained`: variants, layers and learned values.
 
     The class's own from_pretrained does the same once this package is imported. This function also
-    raises if the checkpoint is not of a converted model. If the checkpoint has no learned parameters
-    of variants at all, they get their initial values.
+    raises if the checkpoint is not of a converted model. If the checkpoint has no learned values of
+    variants at all, they are the initial ones.
 
     Args:
         auto_class: a class of transformers, e.g. `AutoModelForCausalLM` or `LlamaForCausalLM`.
