@@ -145,7 +145,7 @@ def warn_of_training(model: Any, variant: str, wrapper: Choice, start: str | Non
     spec = get_variant(variant)
     in_eval = {param.name: param.default for param in spec.params} | spec.in_eval
     identity = spec.identity or {}
-    is_softmax = spec.identity is not None and all(in_eval[x] == y for x, y in identity.items())
+    is_softmax = spec.identity is not None and all(in_eval.get(x) == y for x, y in identity.items())
     close = start is not None or spec.scores is not None or is_softmax
     if not model.name_or_path or (close and wrapper is None):
         return
