@@ -62,6 +62,7 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
                 layer.self_attn = replace(layer.self_attn, variant)
     """
     check_module("model", model)
+    _check_no_adapter(model)
     theirs = [m for m in model.modules() if type(m) is nn.MultiheadAttention]
     ours = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
     both = {*theirs, *ours}
@@ -88,3 +89,13 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
             # Nested tensors need torch's fused path, which would bypass the new layers.
             module.enable_nested_tensor = module.use_nested_tensor = False
     return new.get(model, model)
+
+
+def _check_no_adapter(model: nn.Module) -> None:
+    """Raises if PEFT has wrapped a layer: it reads the matrices of torch's layer."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), nn.MultiheadAttention):
+            raise ValueError(
+                f"merge the adapter of {name} before replace(), with model.merge_and_unload(), got "
+                f"a layer that {type(module).__module__} has wrapped"
+            )

@@ -92,8 +92,10 @@ def observe_hidden_states(model: nn.Module) -> Iterator[dict[int, Tensor]]:
         if hidden is not None:
             found[id(module)] = hidden.new_empty(0, hidden.shape[-1])
 
-    hooks = [m.register_forward_pre_hook(record, with_kwargs=True) for m in model.modules()]
+    hooks = []
     try:
+        for module in model.modules():
+            hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
         yield found
     finally:
         for hook in hooks:
@@ -192,15 +194,19 @@ def put(module: nn.Module, child: Attention | Wrapper | None) -> Callable[[], No
     former: Any = module._modules.get(NAME)
     layer = query_layer(module, child)
     old = None if layer is None else (layer.weight, layer.bias)
-    if layer is not None:
-        set_queries(layer, (child or former).num_heads, _queries(former), _queries(child))
-    _set_child(module, child)
 
     def undo() -> None:
         _set_child(module, former)
         if layer is not None and old is not None:
             _set_matrix(layer, *old)
 
+    try:
+        if layer is not None:
+            set_queries(layer, (child or former).num_heads, _queries(former), _queries(child))
+        _set_child(module, child)
+    except BaseException:
+        undo()
+        raise
     return undo
 
 
