@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from attnzoo.core.checks import shown
+from attnzoo.core.checks import is_dtensor, shown
 from attnzoo.core.variant import Variant
 
 
@@ -42,3 +42,45 @@ def check_appended(variant: Variant, made: tuple[str, ...]) -> None:
     raise ValueError(
         f"add_bias_kv and add_zero_attn must be False for {variant.name!r}, because {reason}"
     )
+
+
+def check_cross_attention(variant: Variant, layer: str, crossed: bool, hint: str = "") -> None:
+    """Raises if the queries of a layer see another sequence and the variant needs positions."""
+    if crossed and variant.by_position:
+        raise ValueError(
+            f"{variant.name} does not support the cross-attention of {layer}: positions of queries "
+            f"among the keys of another sequence are undefined{hint}"
+        )
+
+
+def check_plain_layer(name: str, layer: nn.MultiheadAttention) -> None:
+    """Raises unless a layer of torch does what its class does, with parameters of its own.
+
+    A layer of attnzoo in its place would not do what hooks, parametrizations, adapters, subclasses
+    and the like do.
+    """
+    packed = ("in_proj_weight",)
+    separate = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    expected = {"out_proj.weight", *(packed if layer._qkv_same_embed_dim else separate)}
+    if layer.in_proj_bias is not None:
+        expected |= {"in_proj_bias", "out_proj.bias"}
+    if layer.bias_k is not None:
+        expected |= {"bias_k", "bias_v"}
+    tensors = dict(layer.named_parameters())
+    names = {*tensors, *(buffer for buffer, _ in layer.named_buffers())}
+    if names != expected:
+        differing = ", ".join(sorted(names ^ expected))
+        reason = f"pruned, parametrized or with an adapter: its tensors differ in {differing}"
+    elif any(is_dtensor(x) for x in tensors.values()):
+        reason = "sharded: call replace before fully_shard"
+    elif type(layer) is not nn.MultiheadAttention:
+        reason = f"of the subclass {type(layer).__name__}"
+    elif any(hooks for key, hooks in vars(layer).items() if key.endswith("_hooks")):
+        reason = "with hooks, which would be lost: remove them first"
+    elif "forward" in vars(layer):
+        reason = "with another forward, which would be lost"
+    elif layer._compiled_call_impl is not None:
+        reason = "compiled: call replace before compile"
+    else:
+        return
+    raise ValueError(f"{name} must be a plain torch.nn.MultiheadAttention, got one {reason}")

@@ -11,7 +11,12 @@ from torch.nn import functional as F
 from attnzoo.core.checks import DTYPES, check_bool, check_dense, check_probability, check_sizes
 from attnzoo.core.registry import get_variant
 from attnzoo.nn.attention import Attention
-from attnzoo.nn.checks import check_appended, check_heads
+from attnzoo.nn.checks import (
+    check_appended,
+    check_cross_attention,
+    check_heads,
+    check_plain_layer,
+)
 from attnzoo.nn.masks import attended_keys, both_masks
 from attnzoo.nn.parameters import Names
 from attnzoo.nn.wrappers import Choice, Wrapper, host_attention
@@ -159,23 +164,17 @@ class MultiheadAttention(nn.Module):
             **options: ``learn``, ``softcap``, ``wrapper`` and parameters of the variant.
 
         Raises:
-            ValueError: the module has hooks, or is pruned or parametrized; or the wrapper uses more
-                than one query per head.
+            ValueError: the module is of a subclass, pruned, parametrized, sharded or compiled, or
+                has an adapter, hooks or another forward; or the wrapper uses more than one query
+                per head.
         """
-        if any(held for name, held in vars(module).items() if name.endswith("_hooks")):
-            raise ValueError("module has hooks, which would be lost: remove them first")
+        check_plain_layer("module", module)
         new = cls(
             module.embed_dim, module.num_heads, module.dropout, module.in_proj_bias is not None,
             module.bias_k is not None, bool(module.add_zero_attn), module.kdim, module.vdim,
             bool(module.batch_first), device="meta", variant=variant, layer=layer, **options,
         )  # fmt: skip
         _check_queries(new.attend, 1, options)
-        expected = {name for name, _ in new.named_parameters() if not name.startswith("attend.")}
-        if (names := {name for name, _ in module.named_parameters()}) != expected:
-            raise ValueError(
-                f"module must have the parameters {sorted(expected)}, got {sorted(names)}: "
-                "pruned or parametrized layers cannot be replaced"
-            )
         for name, parameter in module.named_parameters():
             owner, _, leaf = name.rpartition(".")
             setattr(new.get_submodule(owner), leaf, parameter)
@@ -259,6 +258,10 @@ class MultiheadAttention(nn.Module):
         elif not self.batch_first:
             tensors = tuple(x.transpose(0, 1) for x in tensors)
         q, k, v = self._project(*tensors)  # [B, H, L, D], [B, Hkv, S, D] twice
+        variant = get_variant(self.attend.variant)
+        crossed = variant.by_position and not is_causal and q.shape[2] != k.shape[2]
+        hint = "; is_causal=True says that the queries are the last tokens of the same sequence"
+        check_cross_attention(variant, "MultiheadAttention", crossed, hint)
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
         mask, causal = self._masks(key_padding_mask, attn_mask, is_causal, need_weights, q, k)

@@ -370,7 +370,8 @@ class Transformer(nn.Module):
         return [attend.new_cache(max_length, kind) for attend in self._attends()]
 
     def _attends(self) -> list[Attention | Wrapper]:
-        return [layer.attend for layer in self.layers if isinstance(layer, DecoderLayer)]
+        # Not self.layers: torch.compile and other wrappers may hold a layer.
+        return [layer.attend for layer in self.layers.modules() if isinstance(layer, DecoderLayer)]
 
     def _rotation(self, positions: Tensor) -> Tensor | None:
         """cos and sin of RoPE's angles, in fp32, or in fp64 for an fp64 model: (2, N,
