@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -60,10 +62,15 @@ def _run_or_ask(model: Any, batches: list[dict[str, Any]] | None) -> None:
 
 
 def run(model: Any, batches: list[dict[str, Any]]) -> None:
-    """Runs the model in evaluation mode, without gradients. The batches stay as they are."""
+    """Runs the model in evaluation mode, without gradients. The batches stay as they are.
+
+    Compiled layers run uncompiled, because a graph does not show their calls.
+    """
     training = {module: module.training for module in model.modules()}
+    compiler = "torch._dynamo" in sys.modules  # loading it takes seconds
+    uncompiled = torch.compiler.set_stance("force_eager") if compiler else nullcontext()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), uncompiled:
             for batch in batches:
                 model.eval()(**_with_own_caches(batch))
     finally:
