@@ -73,7 +73,8 @@ class Transformer(nn.Module):
             shared unless you write ``model.output.weight = model.embed.weight``. The attribute
             ``output`` is the layer itself.
         output_params: keyword arguments for `OutputLayer`: parameters of its variant, and others
-            such as ``softcap``. ``bias`` is False unless given here. None if ``output`` is a layer.
+            such as ``softcap``. ``bias`` is False unless given here or the variant has an
+            `output_bias`. None if ``output`` is a layer.
         softcap: softcap of the attention logits of each layer, as for `Attention`; None is no
             softcap. ``output_params`` has the softcap of the output layer.
         qk_norm: whether each head's queries and keys are divided by their root mean square and
@@ -187,9 +188,9 @@ class Transformer(nn.Module):
         """Draws all matrices from a normal distribution with mean 0.
 
         The standard deviation is 0.02/√(2·depth) for the last matrix of a residual branch, and 0.02
-        for other matrices. The bias of the output layer is set to 0. The parameters of the variants
-        and their projections, of norms and of LayerScale are set to their initial values. A layer
-        given as ``output`` has its own `reset_parameters`.
+        for other matrices. The bias of the output layer is set to `Variant.output_bias` or 0. The
+        parameters of the variants and their projections, of norms and of LayerScale are set to
+        their initial values. A layer given as ``output`` has its own `reset_parameters`.
         """
         self.output.reset_parameters()
         own = {id(p) for p in self.output.parameters()} - {id(self.embed.weight)}
