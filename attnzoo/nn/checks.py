@@ -2,12 +2,60 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from attnzoo.core.checks import is_dtensor, shown
+from attnzoo.core.arguments import ARGUMENTS
+from attnzoo.core.checks import DTYPES, did_you_mean, is_dtensor, shown
+from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Variant
+from attnzoo.functional.prepare import autocast_dtype
+
+# Arguments of a call that users may give to a constructor.
+CALL_ARGUMENTS = {*ARGUMENTS, "backend", "cache", "need_weights", "dropout"} - {"softcap"}
+
+
+def check_like(name: str, x: Tensor, weight: Tensor) -> None:
+    """Raises unless an input has the dtype, after autocast, and the device of a layer's weight."""
+    wanted, came = autocast_dtype(weight), autocast_dtype(x)
+    if came != wanted and wanted in DTYPES:  # a quantized weight has another dtype
+        raise TypeError(f"{name} must have the dtype of the layer, {wanted}, got {came}")
+    if x.device != weight.device:
+        raise ValueError(f"{name} must be on the layer's device {weight.device}, got {x.device}")
+
+
+def check_positional(names: str, others: tuple[Any, ...]) -> None:
+    """Raises if forward gets further arguments by position, as functions of torch take them."""
+    if others:
+        raise TypeError(
+            f"forward takes only {names} by position, got {shown(others[0])} besides; pass a mask "
+            "as attn_mask=…"
+        )
+
+
+def check_not_of_forward(layer: nn.Module, variant: str, options: Iterable[str]) -> None:
+    """Raises if an option of a layer's constructor is an argument of a call."""
+    for name in CALL_ARGUMENTS.intersection(options):
+        if name in {param.name for param in get_variant(variant).params}:
+            continue
+        accepted = inspect.signature(layer.forward).parameters
+        if name in accepted or ("keywords" in accepted and name != "dropout"):
+            hint = f": {name} is an argument of forward"
+        else:
+            names = inspect.signature(type(layer)).parameters
+            hint = did_you_mean(name, [*names, "dropout_p"] if "keywords" in accepted else names)
+        raise TypeError(f"the constructor of {type(layer).__name__} has no argument {name!r}{hint}")
+
+
+def check_not_of_layers(options: Iterable[str]) -> None:
+    """Raises if an option of a new layer is a property of torch's layer that it replaces."""
+    fixed = {*inspect.signature(nn.MultiheadAttention).parameters, "num_kv_heads"}
+    for name in options:
+        if name in fixed:
+            raise TypeError(f"{name} must not be given: it is that of the layer that is replaced")
 
 
 def check_module(name: str, x: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnzoo.core.checks import DTYPES, check_bool, check_sizes, is_dtensor
+from attnzoo.core.checks import check_bool, check_device_and_dtype, check_sizes, is_dtensor
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Param
 from attnzoo.functional.prepare import cast_by_autocast
@@ -121,8 +121,7 @@ class OutputLayer(VariantParameters):
         super().__init__()
         check_sizes(in_features=in_features, num_classes=num_classes)
         check_bool("bias", bias)
-        if dtype is not None and dtype not in DTYPES:
-            raise TypeError(f"dtype must be fp16, bf16, fp32 or fp64, got {dtype}")
+        check_device_and_dtype(device, dtype)
         check_options("mean", label_smoothing, lse_penalty, softcap, ignore_index, False)
         self.in_features, self.num_classes = in_features, num_classes
         self.softcap = None if softcap is None else float(softcap)

@@ -7,7 +7,12 @@ from typing import Any, TypeVar, overload
 from torch import nn
 
 from attnzoo.core.registry import get_variant
-from attnzoo.nn.checks import check_cross_attention, check_module, check_plain_layer
+from attnzoo.nn.checks import (
+    check_cross_attention,
+    check_module,
+    check_not_of_layers,
+    check_plain_layer,
+)
 from attnzoo.nn.multihead import MultiheadAttention
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -82,6 +87,7 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         )
     if "layer" in options:
         raise TypeError("layer must not be given: replace numbers the attention modules itself")
+    check_not_of_layers(options)
     for layer, name in theirs.items():
         check_plain_layer(f"model's {name}" if name else "model", layer)
     numbers = {m: number for number, m in enumerate(m for m in model.modules() if m in both)}

@@ -22,7 +22,7 @@ from attnzoo.core.checks import (
 from attnzoo.nn.adaptive_softmax import AdaptiveSoftmax
 from attnzoo.nn.attention import Attention
 from attnzoo.nn.cache import Cache, cached_length
-from attnzoo.nn.checks import check_heads
+from attnzoo.nn.checks import check_heads, check_not_of_forward, check_positional
 from attnzoo.nn.decoder_layer import DecoderLayer, Scale
 from attnzoo.nn.output_layer import OutputLayer
 from attnzoo.nn.per_layer import per_layer
@@ -138,6 +138,8 @@ class Transformer(nn.Module):
         **params: Any,
     ) -> None:
         super().__init__()
+        if isinstance(variant, str):
+            check_not_of_forward(self, variant, params)
         check_sizes(vocab_size=vocab_size, embed_dim=embed_dim, num_heads=num_heads, depth=depth)
         check_sizes(optional=True, num_kv_heads=num_kv_heads, mlp_dim=mlp_dim, window=window,
                     qk_dim=qk_dim)  # fmt: skip
@@ -216,7 +218,7 @@ class Transformer(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        *,
+        *others: Any,
         attn_mask: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
         segment_ids: Tensor | None = None,
@@ -240,6 +242,7 @@ class Transformer(nn.Module):
         Raises:
             ValueError, TypeError: an argument is wrong; the message names it.
         """
+        check_positional("tokens", others)
         return self.logits(
             self.states(tokens, attn_mask=attn_mask, caches=caches, segment_ids=segment_ids)
         )
