@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from attnzoo.core.arguments import check_heads
@@ -165,8 +166,7 @@ class Wrapper(nn.Module):
                 raise ValueError(f"{name} must be (B, N, {features}), got {tuple(x.shape)}")
         found = self.attention.projected(query, key)
         if self.gate is not None:
-            gate = self.gate(query).unflatten(1, (self.num_heads, self.gates))
-            found["gate"] = gate.transpose(2, 3)
+            found["gate"] = rearrange(self.gate(query), "b (h g) n -> b h n g", g=self.gates)
         return found
 
     def forward(
