@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -94,10 +96,15 @@ def _is_raised_here(error: BaseException) -> bool:
 
 
 def run(model: Any, batches: list[dict[str, Any]]) -> None:
-    """Runs the model in evaluation mode, without gradients. The batches stay as they are."""
+    """Runs the model in evaluation mode, without gradients. The batches stay as they are.
+
+    Compiled layers run uncompiled, because a graph does not show their calls.
+    """
     training = {module: module.training for module in model.modules()}
+    compiler = "torch._dynamo" in sys.modules  # loading it takes seconds
+    uncompiled = torch.compiler.set_stance("force_eager") if compiler else nullcontext()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), uncompiled:
             for batch in batches:
                 model.eval()(**_with_own_caches(batch))
     finally:

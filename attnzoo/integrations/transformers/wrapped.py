@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from attnzoo.integrations.transformers.masks import NAME
@@ -169,10 +170,12 @@ def set_queries(layer: nn.Linear, num_heads: int, before: int, after: int) -> No
     def changed(x: Tensor | None, std: Tensor | float) -> nn.Parameter | None:
         if x is None:
             return None
-        parts = x.detach().unflatten(0, (num_heads, before, -1))[:, :after]
+        parts = rearrange(x.detach(), "(h q d) ... -> h q d ...", h=num_heads, q=before)[:, :after]
         new = torch.randn_like(parts[:, :1].expand(-1, max(after - before, 0), *parts.shape[2:]))
         parts = torch.cat([parts, std * new], dim=1)
-        return nn.Parameter(parts.flatten(0, 2), requires_grad=x.requires_grad)
+        return nn.Parameter(
+            rearrange(parts, "h q d ... -> (h q d) ..."), requires_grad=x.requires_grad
+        )
 
     std = layer.weight.detach().std()
     _set_matrix(layer, changed(layer.weight, std), changed(layer.bias, 0.0))
