@@ -8,7 +8,6 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import nn
@@ -129,11 +128,6 @@ def with_forward(layer: nn.MultiheadAttention) -> None:
     layer.forward = functools.partial(nn.MultiheadAttention.forward, layer)
 
 
-def with_lora(layer: nn.MultiheadAttention) -> nn.Module:
-    config = peft.LoraConfig(target_modules=["0"])
-    return peft.inject_adapter_in_model(config, nn.ModuleList([layer]))[0]
-
-
 # Each function changes the layer, or returns another module in its place.
 IRREPLACEABLE: dict[str, tuple[Callable[[nn.MultiheadAttention], Any], str]] = {
     "spectral_norm of in_proj": (
@@ -153,7 +147,6 @@ IRREPLACEABLE: dict[str, tuple[Callable[[nn.MultiheadAttention], Any], str]] = {
         "tensors differ in in_proj_weight, in_proj_weight_mask",
     ),
     "buffer": (lambda layer: layer.register_buffer("size", torch.ones(1)), "differ in size"),
-    "adapter": (with_lora, "out_proj.base_layer.bias"),
     "subclass": (lambda layer: Subclass(16, 4), "one of the subclass Subclass"),
     "quantizable": (lambda layer: quantizable.MultiheadAttention(16, 4), "linear_Q.weight"),
     "forward": (with_forward, "one with another forward"),
