@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.core.arguments import check_heads
+from attnzoo.core.call import widened
 from attnzoo.core.checks import DTYPES, check_bool, check_dense, check_sizes, is_int, shown
 from attnzoo.functional.prepare import autocast_dtype
 from attnzoo.nn.attention import projecting_attention
@@ -191,6 +192,7 @@ class Wrapper(nn.Module):
         """
         self._check_inputs(q, k, v, keywords.pop("enable_gqa", True))
         self._check_gate(gate, q)
+        gate = None if gate is None else widened(gate)  # outputs are combined in fp32
         if check_bool("return_lse", keywords.pop("return_lse", False)):
             raise ValueError(f"return_lse must be False for {type(self).__name__}, got True")
         options = {**keywords, "enable_gqa": True}
