@@ -185,6 +185,24 @@ def test_half_precision(which: str, dtype: torch.dtype) -> None:
     assert (got - exact).abs().max() < 64 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("which", ["differential_v2", "mixture", "gate per element"])
+def test_outputs_are_combined_in_fp32_and_rounded_once(which: str, dtype: torch.dtype) -> None:
+    """All keys have the same value v, so every attention returns exactly v."""
+    module = make(which).to(dtype)
+    q, k, v, _ = (x.to(dtype) for x in inputs(module, H))
+    v = v[:, :, :1].expand(-1, -1, N, -1)
+    gate = 2 * rand(B, H, N, module.gates, seed=5).to(dtype)
+    found = module(q, k, v, gate=gate)
+    exact, share = v.double(), gate.double().sigmoid()
+    if which == "differential_v2":
+        exact = exact * (1 - share)
+    elif which != "mixture":
+        exact = exact * share
+    rtol = 0.51 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("clamp", "dtype"),
     [(60.0, torch.float32), (60.0, torch.bfloat16), (9.0, torch.float16)],

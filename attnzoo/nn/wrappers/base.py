@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from attnzoo.core.arguments import check_heads
+from attnzoo.core.call import widened
 from attnzoo.core.checks import (
     DTYPES,
     check_bool,
@@ -203,6 +204,7 @@ class Wrapper(nn.Module):
         check_positional("q, k and v", others)
         self._check_inputs(q, k, v, keywords.pop("enable_gqa", True))
         self._check_gate(gate, q)
+        gate = None if gate is None else widened(gate)  # outputs are combined in fp32
         if check_bool("return_lse", keywords.pop("return_lse", False)):
             raise ValueError(f"return_lse must be False for {type(self).__name__}, got True")
         options = {**keywords, "enable_gqa": True}
