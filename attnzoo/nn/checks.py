@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
-from attnzoo.core.checks import shown
+from attnzoo.core.checks import DTYPES, shown
 from attnzoo.core.variant import Variant
 
 
 def check_module(name: str, x: Any) -> None:
     if not isinstance(x, nn.Module):
         raise TypeError(f"{name} must be a torch.nn.Module, got {shown(x)}")
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises unless ``dtype`` is None or a dtype that parameters can have."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
+        raise TypeError(f"dtype must be fp16, bf16, fp32 or fp64, got {shown(dtype)}")
 
 
 def check_heads(num_heads: int, num_kv_heads: int | None, **sizes: int) -> int:

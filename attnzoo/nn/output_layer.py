@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnzoo.core.checks import DTYPES, check_bool, check_sizes, is_dtensor
+from attnzoo.core.checks import check_bool, check_sizes, is_dtensor
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Param
 from attnzoo.functional.prepare import cast_by_autocast
@@ -25,7 +25,9 @@ from attnzoo.losses.log_probabilities import (
     log_probabilities,
     target_log_probabilities,
 )
-from attnzoo.nn.parameters import VariantParameters, local
+from attnzoo.nn.checks import check_dtype
+from attnzoo.nn.parameters import VariantParameters
+from attnzoo.nn.sharding import local
 
 
 class TargetLoss(NamedTuple):
@@ -59,7 +61,7 @@ class OutputLayer(VariantParameters):
             has shape (1,).
         softcap: c > 0 replaces the logits z by c·tanh(z/c).
         label_smoothing, lse_penalty, ignore_index: as for `attnzoo.losses.linear_loss`.
-        device, dtype: of weight and bias. Learned parameters of the variant are fp32.
+        device, dtype: of weight, bias and learned parameters of the variant.
         **params: values of the variant's parameters: floats, or tensors () or (1,). For a learned
             parameter this is the initial value.
 
@@ -120,8 +122,7 @@ class OutputLayer(VariantParameters):
         super().__init__()
         check_sizes(in_features=in_features, num_classes=num_classes)
         check_bool("bias", bias)
-        if dtype is not None and dtype not in DTYPES:
-            raise TypeError(f"dtype must be fp16, bf16, fp32 or fp64, got {dtype}")
+        check_dtype(dtype)
         check_options("mean", label_smoothing, lse_penalty, softcap, ignore_index, False)
         self.in_features, self.num_classes = in_features, num_classes
         self.softcap = None if softcap is None else float(softcap)
@@ -136,7 +137,8 @@ class OutputLayer(VariantParameters):
         else:
             self.register_parameter("bias", None)
         check_has_rows("OutputLayer", variant)
-        self._own(variant, 1, learn, params, get_variant(variant).output_defaults)
+        defaults = get_variant(variant).output_defaults
+        self._own(variant, 1, learn, params, defaults, dtype=dtype)
         if device is not None:
             self.to(device=device)
         check_head(self._head(), self.label_smoothing, self.lse_penalty)

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from attnzoo.core.call import widened
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Param
-from attnzoo.nn.parameters import Names, local
+from attnzoo.nn.parameters import Names
+from attnzoo.nn.sharding import local
 
 PROJECTED = "projected"  # the value of an option for a parameter that a layer makes
 

@@ -24,7 +24,7 @@ from attnzoo.integrations.transformers.convert import (
     write_spec,
 )
 from attnzoo.integrations.transformers.masks import NAME
-from attnzoo.integrations.transformers.wrapped import new_child
+from attnzoo.integrations.transformers.wrapped import dtype_of, new_child
 from attnzoo.nn import Attention, Wrapper
 
 # Arguments of from_pretrained that select the files, also needed to load the config.
@@ -167,7 +167,7 @@ def attach_configured(model: Any) -> None:
         )
     with torch.device("cpu"):  # initial values are needed even if the model is on meta
         children = {
-            name: _child(entry)
+            name: _child(entry, dtype_of(model.get_submodule(name)))
             for name, entry in entries.items()
             if NAME not in model.get_submodule(name)._modules
         }
@@ -175,14 +175,14 @@ def attach_configured(model: Any) -> None:
     write_spec(model.config, spec)
 
 
-def _child(entry: dict[str, Any]) -> Attention | Wrapper:
+def _child(entry: dict[str, Any], dtype: torch.dtype) -> Attention | Wrapper:
     params: dict[str, Any] = {
         key: _stored(value) if isinstance(value, list) else value
         for key, value in entry["params"].items()
     }
     options = {name: entry[name] for name in OPTIONS if name in entry}
     wrapper = entry.get("wrapper")
-    return new_child(entry["variant"], entry["num_heads"], wrapper, {**options, **params})
+    return new_child(entry["variant"], entry["num_heads"], wrapper, {**options, **params}, dtype)
 
 
 def _stored(values: list[Any]) -> torch.Tensor:
