@@ -132,6 +132,7 @@ class MultiheadAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws the projections as torch does; resets the parameters of ``attend``."""
+        self.out_proj.reset_parameters()
         self._draw()
         self.attend.reset_parameters()
 

@@ -26,13 +26,13 @@ def assign(x: Any, value: Tensor) -> None:
     if x.is_meta:
         return
     value = value.detach().to(x.device, x.dtype)
-    if is_dtensor(x):
-        from torch.distributed.tensor import DTensor, Replicate
-
-        mesh = x.device_mesh
-        value = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
     with torch.no_grad():
-        x.copy_(value)
+        if is_dtensor(x):
+            from torch.distributed.tensor import distribute_tensor
+
+            # DTensor.copy_ does not support a dimension shorter than the number of ranks.
+            value = distribute_tensor(value, x.device_mesh, x.placements, src_data_rank=None)
+        local(x).copy_(local(value))
 
 
 class Sharding(Protocol):
