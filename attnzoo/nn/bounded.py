@@ -16,9 +16,10 @@ class Bounded(nn.Module):
     """A learned tensor inside the open interval (low, high), of which one end may be infinite.
 
     The optimizer updates ``original``. With two ends the value is a sigmoid of it, scaled to the
-    interval, and at least (high − low)/1000 away from both. With one end the value is this end plus
-    or minus softplus(``original``). Softplus, unlike exp, does not overflow, has a slope of at most
-    1, and is near the identity for large values, which keep their precision.
+    interval, and at least (high − low)/1000 away from both. With one end the value differs from it
+    by softplus(``original``) and at least 1e-12, so that 1/x² and its gradient are finite. Softplus,
+    unlike exp, does not overflow, has a slope of at most 1, and is near the identity for large
+    values, which keep their precision.
     """
 
     def __init__(self, name: str, low: float, high: float, start: Tensor) -> None:
@@ -64,5 +65,5 @@ class Bounded(nn.Module):
 
 
 def _margin(end: float) -> float:
-    single = torch.finfo(torch.float32)
-    return max(single.tiny, 2 * single.eps * abs(end)) if math.isfinite(end) else 0.0
+    eps = torch.finfo(torch.float32).eps
+    return max(1e-12, 2 * eps * abs(end)) if math.isfinite(end) else 0.0
