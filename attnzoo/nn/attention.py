@@ -100,9 +100,7 @@ class Attention(VariantParameters):
             raise ValueError(
                 f"softcap must be None for {variant}, which has no logits, got {softcap}"
             )
-        self._own(
-            variant, num_heads, learn, params, given=given, head_dim=head_dim, dtype=dtype
-        )
+        self._own(variant, num_heads, learn, params, given=given, head_dim=head_dim, dtype=dtype)
         if device is not None:
             self.to(device=device)
         self.projections = None  # see `projecting_attention`

@@ -17,7 +17,7 @@ class Bounded(nn.Module):
 
     The optimizer updates ``original``. With two ends the value is a sigmoid of it, scaled to the
     interval, and at least (high − low)/1000 away from both. With one end the value differs from it
-    by softplus(``original``) and at least 1e-12, so that 1/x² and its gradient are finite. Softplus,
+    by softplus(``original``) and at least 1e-12, so that 1/x and its gradient are finite. Softplus,
     unlike exp, does not overflow, has a slope of at most 1, and is near the identity for large
     values, which keep their precision.
     """

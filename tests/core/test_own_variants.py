@@ -218,7 +218,11 @@ WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"params": (Param("a", between=(2, 1)),)}, ValueError, r"with low < high.*got \(2, 1\)"),
     ({"params": (Param("a", between=(-INF, INF)),)}, ValueError, r"one may be.*\(-inf, inf\)"),
     ({"params": (Param("a", between=(0, -INF)),)}, ValueError, r"low < high.*\(0, -inf\)"),
-    ({"params": (Param("a", init=-1, between=(0, INF)),)}, ValueError, r"inside \(0, inf\), got -1"),
+    (
+        {"params": (Param("a", init=-1, between=(0, INF)),)},
+        ValueError,
+        r"inside \(0, inf\), got -1",
+    ),
     ({"params": (Param("a", init=5, between=(0, 2)),)}, ValueError, r"inside \(0, 2\), got 5"),
     ({"params": (Param("a", per_token=True, per_key=True),)}, ValueError, "must not both be True"),
     ({"params": (Param("a", kind="tensor"),)}, ValueError, "size must be given for kind 'tensor'"),

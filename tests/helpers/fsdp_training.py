@@ -23,17 +23,17 @@ from attnzoo.nn import parameter_groups
 from helpers.hf_models import ids, llama
 
 STEPS = 3
-CASES: dict[str, dict[str, Any]] = {
-    "ssmax": {},
-    "entmax": {"learn": ["alpha"], "alpha": 1.4},
-    "hedgehog": {},
-    "softmax": {"wrapper": "differential"},
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ssmax": ("ssmax", {}),
+    "entmax": ("entmax", {"learn": ["alpha"], "alpha": 1.4}),
+    "hedgehog": ("hedgehog", {}),
+    "differential": ("ssmax", {"wrapper": "differential"}),
 }
 
 
-def save_start(variant: str, folder: Path) -> None:
-    model = convert(llama().to(torch.bfloat16), variant, **CASES[variant])
-    model.save_pretrained(folder)
+def save_start(case: str, folder: Path) -> None:
+    variant, options = CASES[case]
+    convert(llama().bfloat16(), variant, **options).save_pretrained(folder)
 
 
 def trained(model: Any) -> list[float]:
@@ -91,14 +91,22 @@ def load(model: Any, folder: str) -> None:
     set_model_state_dict(model, state, options=options)
 
 
-def sharded(rank: int, folder: str, kind: str, out: str) -> list[float]:
-    """The losses on two ranks with the same tokens; saves the model with `save_pretrained`."""
+def trained_on_ranks(rank: int, folder: str) -> dict[str, list[float]]:
+    """The losses of all cases under FSDP2 and FSDP1, on two ranks with the same tokens.
+
+    Saves the trained models with `save_pretrained`.
+    """
     warnings.simplefilter("ignore")
-    model = {"fsdp1": fsdp1, "fsdp2": fsdp2}[kind](folder)
-    load(model, folder)
-    losses = trained(model)
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    if rank == 0:
-        getattr(model, "module", model).save_pretrained(Path(out), state_dict=state)
-    dist.barrier()
+    losses = {}
+    for case in CASES:
+        for kind, make in (("fsdp2", fsdp2), ("fsdp1", fsdp1)):
+            start, name = f"{folder}/{case}", f"{case}-{kind}"
+            model = make(start)
+            load(model, start)
+            losses[name] = trained(model)
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            if rank == 0:
+                whole: Any = getattr(model, "module", model)
+                whole.save_pretrained(f"{folder}/{name}", state_dict=state)
+            dist.barrier()
     return losses

@@ -18,7 +18,7 @@ class TrainerMixin(_Base):
     """Excludes the learned parameters of variants from a Trainer's weight decay.
 
     List this mixin before the trainer class among the base classes. The trainer class must have the
-    methods `get_decay_parameter_names` and `create_optimizer`, as `Trainer` and `Seq2SeqTrainer` do.
+    methods `get_decay_parameter_names` and `create_optimizer`, as `Trainer` and `Seq2SeqTrainer`.
 
     Args:
         attention_lr: the learning rate of the learned parameters of the variants. None is that of

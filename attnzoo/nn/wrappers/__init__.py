@@ -78,9 +78,7 @@ def host_attention(
     check_no_wrapper(variant)
     kind = {"device": device, "dtype": dtype}
     if wrapper is None:
-        return projecting_attention(
-            variant, num_heads, embed_dim, key_dim, qk_dim, options, **kind
-        )
+        return projecting_attention(variant, num_heads, embed_dim, key_dim, qk_dim, options, **kind)
     name, arguments = named_wrapper(wrapper)
     own = {"key_dim": key_dim, "qk_dim": qk_dim, "v_dim": v_dim, "layer": layer, **kind}
     if twice := [key for key in (*own, *arguments) if key in options]:
