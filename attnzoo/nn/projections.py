@@ -27,7 +27,7 @@ class HeadProjection(nn.Module):
 
     def __init__(self, features: int, num_heads: int, start: float | None, **kind: Any) -> None:
         super().__init__()
-        self.start = start
+        self.start, self.features, self.num_heads = start, features, num_heads
         self.weight = nn.Parameter(torch.empty(num_heads, features, **kind))
         self.bias = None if start is None else nn.Parameter(torch.empty(num_heads, **kind))
         self.reset_parameters()
@@ -43,8 +43,7 @@ class HeadProjection(nn.Module):
         return (out if self.bias is None else out + local(self.bias)).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        heads, features = self.weight.shape
-        return f"features={features}, num_heads={heads}"
+        return f"features={self.features}, num_heads={self.num_heads}"
 
 
 class Projections(nn.ModuleDict):

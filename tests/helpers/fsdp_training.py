@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "entmax": ("entmax", {"learn": ["alpha"], "alpha": 1.4}),
     "hedgehog": ("hedgehog", {}),
     "differential": ("ssmax", {"wrapper": "differential"}),
+    "gate": ("ssmax", {"wrapper": "output_gate"}),
 }
 
 
@@ -103,6 +104,8 @@ def trained_on_ranks(rank: int, folder: str) -> dict[str, list[float]]:
             start, name = f"{folder}/{case}", f"{case}-{kind}"
             model = make(start)
             load(model, start)
+            if rank == 0:
+                repr(model)  # must not wait for other ranks
             losses[name] = trained(model)
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
             if rank == 0:

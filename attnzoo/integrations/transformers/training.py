@@ -56,8 +56,9 @@ class TrainerMixin(_Base):
         if self.attention_lr is None or self.optimizer is not None:
             return super().create_optimizer(*args, **kwargs)
         optimizer: Any = super().create_optimizer(*args, **kwargs)
-        model: Any = args[0] if args else kwargs.get("model")
-        learned = {id(p) for p in without_decay(self.model if model is None else model)}
+        given: Any = args[0] if args else kwargs.get("model")
+        model: Any = self.model if given is None else given
+        learned = {id(p) for p in without_decay(model)}
         groups = list(optimizer.param_groups)
         moved = [[p for p in group["params"] if id(p) in learned] for group in groups]
         if not any(moved):
