@@ -130,9 +130,10 @@ def _check_param(what: str, param: Param) -> None:
     ends = param.between
     if not isinstance(ends, tuple) or len(ends) != 2 or not all(map(is_number, ends)):
         raise TypeError(f"{what}: between must be a pair of numbers, got {shown(ends)}")
-    if not ends[0] < ends[1] or not all(map(is_finite, ends)):
+    if not ends[0] < ends[1] or not any(map(is_finite, ends)):
         raise ValueError(
-            f"{what}: between must be finite (low, high) with low < high, got {shown(ends)}"
+            f"{what}: between must be (low, high) with low < high, of which one may be infinite, "
+            f"got {shown(ends)}"
         )
     if param.init is not None and not ends[0] < cast(float, param.init) < ends[1]:
         raise ValueError(f"{what}: init must lie inside {ends}, got {shown(param.init)}")

@@ -82,8 +82,8 @@ class Param:
         allowed: What ``check`` accepts, in words that follow "must be".
         in_eval: Value that modules pass in evaluation mode; None: the value that they hold. Not for
             the kinds "per_head" and "tensor".
-        between: Open interval (low, high) in which a learned value is kept. Only for kind
-            "per_head".
+        between: Open interval (low, high) in which a learned value is kept; one end may be
+            infinite. Only for kind "per_head".
 
     Example:
         >>> import attnzoo

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.core.arguments import Segments, Window, check_softcap
-from attnzoo.core.checks import check_bool, check_dense, check_sizes, shown
+from attnzoo.core.checks import check_bool, check_dense, check_device_and_dtype, check_sizes, shown
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.attention import attention, attention_weights
 from attnzoo.nn.cache import Cache, KVCache, StateCache
@@ -23,8 +23,8 @@ from attnzoo.nn.sharding import Sharding
 class Attention(VariantParameters):
     """`attnzoo.attention` as a module that owns the parameters of a variant.
 
-    Each learned parameter is an fp32 `torch.nn.Parameter` under the parameter's own name. Its shape
-    is (H,), one value per query head, or (H, …) for a feature map. The module does not project
+    Each learned parameter is a `torch.nn.Parameter` under the parameter's own name. Its shape is
+    (H,), one value per query head, or (H, …) for a feature map. The module does not project
     queries, keys and values.
 
     Args:
@@ -37,11 +37,14 @@ class Attention(VariantParameters):
             forward as keywords, with values as for `attnzoo.attention`.
         head_dim: number of features of each query and key head, D. Only needed for a variant that
             learns tensors (H, …), such as a feature map. Layers pass it.
+        device: device of the parameters; None is torch's default device.
+        dtype: dtype of the learned parameters; None is torch's default dtype. Each call casts them
+            to fp32, or to fp64 for fp64 inputs.
         **params: values of the variant's parameters: floats or tensors of shape (H,). For a learned
             parameter this is the initial value; the default is the variant's own. For a
-            `torch.nn.Parameter` a copy in fp32 is learned; to learn the tensor itself, or to share
-            it between modules, pass it to forward (see ``given``). A parameter with an interval
-            (`Param.between`) is learned through a sigmoid and stays inside.
+            `torch.nn.Parameter` a copy is learned; to learn the tensor itself, or to share it
+            between modules, pass it to forward (see ``given``). A parameter with an interval
+            (`Param.between`) is learned through a sigmoid or softplus and stays inside.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -85,19 +88,24 @@ class Attention(VariantParameters):
         softcap: float | None = None,
         given: Names = (),
         head_dim: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         **params: Any,
     ) -> None:
         super().__init__()
         check_sizes(num_heads=num_heads)
         check_not_of_forward(self, variant, params)
         check_sizes(optional=True, head_dim=head_dim)
+        check_device_and_dtype(device, dtype)
         self.num_heads = num_heads
         self.softcap = check_softcap(softcap, torch.float32)
         if softcap is not None and not get_variant(variant).has_logits:
             raise ValueError(
                 f"softcap must be None for {variant}, which has no logits, got {softcap}"
             )
-        self._own(variant, num_heads, learn, params, given=given, head_dim=head_dim)
+        self._own(variant, num_heads, learn, params, given=given, head_dim=head_dim, dtype=dtype)
+        if device is not None:
+            self.to(device=device)
         self.projections = None  # see `projecting_attention`
 
     def reset_parameters(self, names: Iterable[str] | None = None) -> None:
@@ -318,7 +326,7 @@ def projecting_attention(
         head_dim: number of features of each query and key head.
         options: ``learn``, ``softcap`` and parameters of the variant, as for `Attention`. The value
             "projected" asks for a parameter made from the hidden states.
-        **kind: device and dtype of the projections.
+        **kind: device and dtype of the parameters.
     """
     if "given" in options:
         raise TypeError(
@@ -328,7 +336,7 @@ def projecting_attention(
     if "head_dim" in options:
         raise TypeError("head_dim is an argument of Attention only: this layer sets it")
     names, options = split_projected(variant, options)
-    new = Attention(variant, num_heads, given=names, head_dim=head_dim, **options)
+    new = Attention(variant, num_heads, given=names, head_dim=head_dim, **kind, **options)
     if names:
         new.projections = Projections(variant, names, num_heads, query_dim, key_dim, **kind)
     return new

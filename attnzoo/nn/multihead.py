@@ -145,10 +145,15 @@ class MultiheadAttention(nn.Module):
         self.bias_k = empty(1, 1, width, create=add_bias_kv)
         self.bias_v = empty(1, 1, width, create=add_bias_kv)
         self.attend = attend
-        self.reset_parameters()
+        self._draw()
 
     def reset_parameters(self) -> None:
-        """Initializes the projections as torch does. The variant's parameters do not change."""
+        """Draws the projections as torch does; resets the parameters of ``attend``."""
+        self.out_proj.reset_parameters()
+        self._draw()
+        self.attend.reset_parameters()
+
+    def _draw(self) -> None:
         for weight in self._weights():
             nn.init.xavier_uniform_(weight)
         for bias in (self.in_proj_bias, self.out_proj.bias):
@@ -223,7 +228,7 @@ class MultiheadAttention(nn.Module):
         if self.appends:
             made = (new if isinstance(new, Attention) else new.attention).given
             check_appended(get_variant(variant), made)
-        return new.to(device=device)
+        return new
 
     def forward(
         self,

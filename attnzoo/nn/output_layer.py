@@ -25,7 +25,8 @@ from attnzoo.losses.log_probabilities import (
     log_probabilities,
     target_log_probabilities,
 )
-from attnzoo.nn.parameters import VariantParameters, local
+from attnzoo.nn.parameters import VariantParameters
+from attnzoo.nn.sharding import local
 
 
 class TargetLoss(NamedTuple):
@@ -60,7 +61,7 @@ class OutputLayer(VariantParameters):
             has shape (1,).
         softcap: c > 0 replaces the logits z by c·tanh(z/c).
         label_smoothing, lse_penalty, ignore_index: as for `attnzoo.losses.linear_loss`.
-        device, dtype: of weight and bias. Learned parameters of the variant are fp32.
+        device, dtype: of weight, bias and learned parameters of the variant.
         **params: values of the variant's parameters: floats, or tensors () or (1,). For a learned
             parameter this is the initial value.
 
@@ -136,7 +137,8 @@ class OutputLayer(VariantParameters):
         else:
             self.register_parameter("bias", None)
         check_has_rows("OutputLayer", variant)
-        self._own(variant, 1, learn, params, get_variant(variant).output_defaults)
+        defaults = get_variant(variant).output_defaults
+        self._own(variant, 1, learn, params, defaults, dtype=dtype)
         if device is not None:
             self.to(device=device)
         check_head(self._head(), self.label_smoothing, self.lse_penalty)

@@ -10,11 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.core.checks import DTYPES, check_dense, did_you_mean, is_number, shown
+from attnzoo.core.checks import (
+    DTYPES,
+    check_dense,
+    check_device_and_dtype,
+    did_you_mean,
+    is_dtensor,
+    is_number,
+    shown,
+)
 from attnzoo.core.parameters import check_entries, check_value, missing
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import REQUIRED, Param
 from attnzoo.nn.bounded import Bounded
+from attnzoo.nn.sharding import assign, local
 
 # torch.nn.utils.parametrize uses the same name, so checkpoints made with it can be loaded.
 BOUNDED = "parametrizations"
@@ -24,9 +33,10 @@ Names = tuple[str, ...] | list[str]
 class VariantParameters(nn.Module):
     """The base class of modules that own the parameters of a variant.
 
-    Each parameter is an attribute under its own name. A learned one is an fp32 tensor of shape
-    (n,): n is the number of heads of `Attention`, and 1 in `OutputLayer`. A parameter in ``given``
-    is no attribute, because callers of forward pass it.
+    Each parameter is an attribute under its own name. A learned one is a tensor of shape (n,): n is
+    the number of heads of `Attention`, and 1 in `OutputLayer`. It has the dtype of the module, as
+    sharding (FSDP) needs, and is cast to fp32 in each call. A parameter in ``given`` is no
+    attribute, because callers of forward pass it.
     """
 
     variant: str
@@ -42,11 +52,15 @@ class VariantParameters(nn.Module):
         defaults: dict[str, Any] | None = None,
         given: Names = (),
         head_dim: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Create the parameters. ``defaults`` replace the variant's defaults and initial values.
 
-        ``head_dim`` is needed for initial values of tensors (H, …).
+        ``head_dim`` is needed for initial values of tensors (H, …). ``dtype`` is that of learned
+        parameters; None is torch's default dtype.
         """
+        check_device_and_dtype(None, dtype)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
         specs = {p.name: _with_default(p, defaults or {}) for p in self._specs(variant)}
         self.given = _given(variant, specs, given)
         learned = _learned(variant, specs, learn, self.given)
@@ -81,7 +95,7 @@ class VariantParameters(nn.Module):
                 device = None
                 if spec.kind == "tensor" and start is spec.init:
                     start, device = self._matrices(spec, count, head_dim), torch.empty(0).device
-                self._learn(spec, start, count, device)
+                self._learn(spec, start, count, dtype, device)
             elif value is REQUIRED:
                 raise TypeError(missing(variant, spec))
             elif isinstance(value, Tensor):
@@ -113,7 +127,7 @@ class VariantParameters(nn.Module):
                 raise ValueError(
                     f"{what}: init(D) must have shape {spec.size(head_dim)}, got {tuple(one.shape)}"
                 )
-        return torch.stack(made).float()
+        return torch.stack(made)
 
     def _specs(self, variant: str) -> list[Param]:
         """The variant's parameters that this module owns."""
@@ -136,7 +150,12 @@ class VariantParameters(nn.Module):
         return value
 
     def _learn(
-        self, spec: Param, start: Any, count: int, device: torch.device | None = None
+        self,
+        spec: Param,
+        start: Any,
+        count: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
         what = f"{self.variant}'s {spec.name}"
         if start is None or start is REQUIRED:
@@ -145,32 +164,32 @@ class VariantParameters(nn.Module):
         if isinstance(start, Tensor):
             device = device or start.device
         else:
-            number = check_value(what, spec, start, torch.float32)
+            number = check_value(what, spec, start, dtype)
             # The initial value stays on the CPU even if the module is on the meta device, because
             # meta tensors hold no values.
-            start = torch.full((count,), number, dtype=torch.float32, device="cpu")
+            start = torch.full((count,), number, dtype=torch.float64, device="cpu")
             device = torch.empty(0).device  # torch's current default device
         start = self._checked(spec, start, count)
         if start.dim() == 0:
             start = start.expand(count)
-        check_entries(what, spec, start, torch.float32)
-        start = start.detach().clone().float()
-        self._initial[spec.name] = start
+        self._initial[spec.name] = start = start.detach().clone()
         if spec.between is None:
-            self.register_parameter(spec.name, nn.Parameter(start.to(device, copy=True)))
+            check_entries(what, spec, start, dtype)
+            self.register_parameter(spec.name, nn.Parameter(start.to(device, dtype, copy=True)))
             return
         # torch.nn.utils.parametrize itself would change the module's class and break pickling.
         if BOUNDED not in self._modules:
             self.add_module(BOUNDED, nn.ModuleDict())
-        self._bounded()[spec.name] = Bounded(what, *spec.between, start).to(device=device)
+        self._bounded()[spec.name] = Bounded(what, *spec.between, start).to(device, dtype)
 
     def _reset(self, names: Iterable[str]) -> None:
         """Set parameters to their initial values."""
         bounded, tensors = self._bounded(), self.parameter_tensors()
-        with torch.no_grad():
-            for name in names:
-                start = self._initial[name]
-                tensors[name].copy_(bounded[name].inverse(start) if name in bounded else start)
+        for name in names:
+            if name in bounded:
+                bounded[name].reset_parameters()
+            else:
+                assign(tensors[name], self._initial[name])
 
     def parameter_tensors(self) -> dict[str, Tensor]:
         """The variant's tensors in the state dict, keyed by the name of the variant's parameter."""
@@ -191,8 +210,7 @@ class VariantParameters(nn.Module):
         if name not in bounded:
             return super().__setattr__(name, value)
         check_dense(bounded[name].name, value)
-        with torch.no_grad():
-            bounded[name].original.copy_(bounded[name].inverse(value))
+        assign(bounded[name].original, bounded[name].inverse(value))
 
     def _params(self) -> dict[str, Any]:
         """The parameters that the module owns. A sharded tensor is replaced by this rank's part."""
@@ -261,17 +279,11 @@ def _names(what: str, names: Names, possible: list[str], meaning: str) -> tuple[
     return tuple(names)
 
 
-def local(value: Any) -> Any:
-    """The value; for a sharded tensor this rank's part."""
-    if not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter):
-        return value
-    to_local = getattr(value, "to_local", None)
-    return value if to_local is None else to_local()
-
-
 def _summary(x: Tensor) -> str:
     if x.is_meta:
         return "on meta"
+    if is_dtensor(x) or not x.numel():  # ranks would have to exchange their values
+        return "sharded"
     low, high = float(x.min()), float(x.max())
     if math.isclose(low, high, rel_tol=1e-6, abs_tol=1e-12):
         return f"{low:.4g}"

@@ -12,7 +12,8 @@ from attnzoo.core.call import widened
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Param
 from attnzoo.nn.checks import check_like
-from attnzoo.nn.parameters import Names, local
+from attnzoo.nn.parameters import Names
+from attnzoo.nn.sharding import local
 
 PROJECTED = "projected"  # the value of an option for a parameter that a layer makes
 
@@ -27,7 +28,7 @@ class HeadProjection(nn.Module):
 
     def __init__(self, features: int, num_heads: int, start: float | None, **kind: Any) -> None:
         super().__init__()
-        self.start = start
+        self.start, self.features, self.num_heads = start, features, num_heads
         self.weight = nn.Parameter(torch.empty(num_heads, features, **kind))
         self.bias = None if start is None else nn.Parameter(torch.empty(num_heads, **kind))
         self.reset_parameters()
@@ -44,8 +45,7 @@ class HeadProjection(nn.Module):
         return (out if self.bias is None else out + local(self.bias)).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        heads, features = self.weight.shape
-        return f"features={features}, num_heads={heads}"
+        return f"features={self.features}, num_heads={self.num_heads}"
 
 
 class Projections(nn.ModuleDict):

@@ -1,11 +1,38 @@
-"""What a module needs of a sequence whose tokens are on several devices."""
+"""What a module needs of tensors and of sequences that are on several devices."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from attnzoo.core.checks import is_dtensor
+
+
+def local(value: Any) -> Any:
+    """The value; for a sharded tensor this rank's part."""
+    if not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter):
+        return value
+    to_local = getattr(value, "to_local", None)
+    return value if to_local is None else to_local()
+
+
+def assign(x: Any, value: Tensor) -> None:
+    """Sets x to the values of a tensor of its shape. A sharded x takes this rank's part of them.
+
+    Nothing is communicated, because all ranks have the same ``value``.
+    """
+    if x.is_meta:
+        return
+    value = value.detach().to(x.device, x.dtype)
+    with torch.no_grad():
+        if is_dtensor(x):
+            from torch.distributed.tensor import distribute_tensor
+
+            # DTensor.copy_ does not support a dimension shorter than the number of ranks.
+            value = distribute_tensor(value, x.device_mesh, x.placements, src_data_rank=None)
+        local(x).copy_(local(value))
 
 
 class Sharding(Protocol):

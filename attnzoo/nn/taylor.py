@@ -28,7 +28,7 @@ class Taylor(nn.Module):
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
         bias: whether the four projections have a bias.
         device: device of the parameters.
-        dtype: dtype of the projections.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -72,12 +72,17 @@ class Taylor(nn.Module):
         kv_heads = check_heads(num_heads, num_kv_heads)
         head_dim = embed_dim // num_heads if head_dim is None else head_dim
         kind: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.attend = Attention("taylor", num_heads)
+        self.attend = Attention("taylor", num_heads, device=device, dtype=dtype)
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.q_proj = nn.Linear(embed_dim, num_heads * feature_dim, **kind)
         self.k_proj = nn.Linear(embed_dim, kv_heads * feature_dim, **kind)
         self.v_proj = nn.Linear(embed_dim, kv_heads * head_dim, **kind)
         self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, **kind)
+
+    def reset_parameters(self) -> None:
+        """Draws the projections as `torch.nn.Linear` does."""
+        for child in self.children():
+            child.reset_parameters()  # pyright: ignore
 
     def forward(
         self,

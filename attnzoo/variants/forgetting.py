@@ -23,6 +23,8 @@ c_i − c_j is formed before the logits are added. Its error is about 6e-8 · |c
 hides all earlier keys, and much lower gates only lose digits. Separate documents with segment_ids.
 """
 
+import math
+
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -81,6 +83,7 @@ VARIANT = Variant(
             per_key=True,
             check=lambda x: (x <= 0) & (x >= -1e4),
             allowed="between -1e4 and 0",
+            between=(-math.inf, 0.0),
             projection=Projection(logsigmoid, bias=5.0),
         ),
     ),

@@ -15,6 +15,8 @@ Source: Anson et al. 2025, arXiv:2505.17083.
 Differences: The paper treats causal attention. Without ``is_causal``, the distance is |i − j|.
 """
 
+import math
+
 from torch import Tensor
 
 from attnzoo.core.activations import EXP
@@ -51,6 +53,7 @@ VARIANT = Variant(
             # A smaller τ would overflow t/τ in fp32.
             check=lambda x: x >= 1e-6,
             allowed="finite and at least 1e-6",
+            between=(1e-6, math.inf),
         ),
     ),
     forms=forms,

@@ -86,7 +86,10 @@ class Adapted(Substitution):
 
     def prepared(self, model: Any, tokens: Tensor) -> tuple[Any, Any]:
         """The model at the start of the training with frozen parameters, and the LoRA tuner."""
+        before = set(attentions(model))
         model = apply(model, self, tokens, learn=self.learn)
+        for module in set(attentions(model)) - before:
+            module.float().reset_parameters()  # convert has rounded them to the model's dtype
         recipe = self.settings
         tuner = lora.added(model, recipe.lora, recipe.seed) if recipe.lora else None
         mine = {id(x) for module in attentions(model) for x in module.parameters()}

@@ -188,12 +188,15 @@ def test_each_loader_restores_the_variants(load: Any, tmp_path: Path, warned: io
 
 
 @every_loader
-def test_learned_values_are_loaded_in_fp32(load: Any, tmp_path: Path) -> None:
+def test_learned_values_are_loaded_in_the_dtype_of_the_model(load: Any, tmp_path: Path) -> None:
     model = convert(llama().bfloat16(), "ssmax", s=0.1717)
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path)
     assert (loaded.dtype, loaded.lm_head.weight.dtype) == (torch.bfloat16, torch.bfloat16)
-    assert torch.equal(loaded.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.1717))
+    attend = loaded.model.layers[1].self_attn.attnzoo
+    assert torch.equal(attend.s, torch.full((4,), 0.1717).bfloat16())
+    attend.float().reset_parameters()  # the config has the initial value unrounded
+    assert torch.equal(attend.s, torch.full((4,), 0.1717))
 
 
 @every_loader

@@ -59,6 +59,37 @@ def test_trainer_mixin_decays_all_but_scales_and_norms(variant: str, tmp_path: P
     assert unchanged == scales | {name for name in before if "norm" in name}
 
 
+def test_trainer_mixin_gives_scales_their_own_learning_rate(tmp_path: Path) -> None:
+    """The first step of AdamW is at most as large as the learning rate."""
+    model = convert(llama(), "ssmax", s=0.5)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, learning_rate=1e-4,
+        lr_scheduler_type="constant", optim="adamw_torch",
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in ids()]
+    before = model.model.layers[0].self_attn.q_proj.weight.detach().clone()
+    trainer = MyTrainer(model, arguments, train_dataset=rows, attention_lr=0.05)
+    trainer.train()
+    assert sorted(g["lr"] for g in trainer.optimizer.param_groups) == [1e-4, 1e-4, 0.05]
+    for layer in model.model.layers:
+        step = (layer.self_attn.attnzoo.s - 0.5).abs()
+        assert bool(((step > 1e-3) & (step < 0.051)).all())
+    moved = model.model.layers[0].self_attn.q_proj.weight - before
+    assert 0 < moved.abs().max() < 1.1e-4
+
+
+def test_trainer_mixin_with_a_wrong_learning_rate_raises(tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    optimizer = torch.optim.SGD(llama().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="attention_lr must be None with an optimizer, got 0.1"):
+        MyTrainer(llama(), arguments, attention_lr=0.1, optimizers=(optimizer, None))
+    with pytest.raises(ValueError, match="attention_lr must be None, because model has no learned"):
+        MyTrainer(llama(), arguments, attention_lr=0.1).create_optimizer()
+    with pytest.raises(TypeError, match="attention_lr must be a finite number >= 0 or None, got"):
+        MyTrainer(llama(), arguments, attention_lr="fast")
+
+
 class DecaysAll:
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         return [name for name, _ in model.named_parameters()]

@@ -91,14 +91,22 @@ def test_constructor_arguments_are_initial_values() -> None:
     assert "s" in fixed.state_dict()
 
 
-def test_initial_values_are_fp32_whatever_the_default_dtype() -> None:
+def test_parameters_have_the_default_dtype_or_the_one_asked_for() -> None:
     torch.set_default_dtype(torch.bfloat16)  # as transformers does while loading
     try:
         attend = Attention("ssmax", 4)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert attend.s.dtype == torch.float32
+    assert attend.s.dtype == torch.bfloat16
+    attend.float().reset_parameters()  # the initial values are not rounded
     assert attend.s.tolist() == torch.tensor([0.168] * 4).tolist()
+    assert Attention("ssmax", 4, dtype=torch.float64).s.tolist() == [0.168] * 4
+    alpha = Attention("entmax", 4, learn=("alpha",), dtype=torch.float16, device="meta")
+    assert {(p.dtype, p.device.type) for p in alpha.parameters()} == {(torch.float16, "meta")}
+    with pytest.raises(TypeError, match="dtype must be fp16, bf16, fp32 or fp64, got torch.int8"):
+        Attention("ssmax", 4, dtype=torch.int8)
+    with pytest.raises(ValueError, match="ssmax's s must be finite.*torch.float16"):
+        Attention("ssmax", 4, s=1e5, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("raw", [-1e4, -100.0, -50.0, -20.0, 0.0, 20.0, 50.0, 1e4])

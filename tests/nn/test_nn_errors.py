@@ -234,16 +234,23 @@ MODULES: list[Case] = [
     ),
     *(
         (
-            lambda decay=decay: parameter_groups(nn.Linear(2, 2), decay),  # type: ignore[arg-type]
+            lambda name=name, x=x: parameter_groups(nn.Linear(2, 2), **{name: x}),  # type: ignore
             error,
-            f"weight_decay must be a finite number >= 0, got {words}",
+            f"{name} must be a finite number >= 0 or None, got {words}",
         )
-        for decay, error, words in (
+        for name in ("weight_decay", "lr", "attention_lr")
+        for x, error, words in (
             ("x", TypeError, "'x'"),
             (-1, ValueError, "-1"),
             (float("nan"), ValueError, "nan"),
             (10**400, ValueError, "1000"),
+            (True, TypeError, "True"),
         )
+    ),
+    (
+        lambda: parameter_groups(nn.Linear(2, 2), attention_lr=0.1),
+        ValueError,
+        "attention_lr must be None, because model has no learned parameters.*got 0.1",
     ),
 ]
 

@@ -31,6 +31,7 @@ from attnzoo.integrations.transformers.spec import (
     write_spec,
     write_specs,
 )
+from attnzoo.integrations.transformers.wrapped import dtype_of
 from attnzoo.nn import Attention, Wrapper
 
 # Arguments of from_pretrained that select the files, also needed to load the config.
@@ -136,7 +137,7 @@ def attach_configured(model: Any) -> None:
         )
     with torch.device("cpu"):  # initial values are needed even if the model is on meta
         children = {
-            name: child_of(entry)
+            name: child_of(entry, dtype_of(model.get_submodule(name)))
             for name, entry in entries.items()
             if NAME not in model.get_submodule(name)._modules
         }

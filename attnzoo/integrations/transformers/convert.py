@@ -44,6 +44,7 @@ from attnzoo.integrations.transformers.spec import (
 from attnzoo.integrations.transformers.wrapped import (
     check_gate,
     check_query_layer,
+    dtype_of,
     new_child,
     put,
 )
@@ -139,8 +140,8 @@ def convert(
         is the model's own, the others are drawn with the same standard deviation. The matrix is a
         new parameter, so create the optimizer after `convert`.
 
-        Exclude the learned parameters from weight decay with `attnzoo.nn.parameter_groups`. In a
-        model cast to bf16 as a whole the parameters are bf16 too; gains are computed in fp32.
+        Exclude the learned parameters from weight decay with `attnzoo.nn.parameter_groups`. They
+        have the dtype of the attention module's matrices, and are cast to fp32 in each call.
     """
     check_model(model)
     check_not_half(model)
@@ -174,7 +175,7 @@ def convert(
             "given": () if sink is None else (sink,), "head_dim": call.qk_dim, **own,
         }  # fmt: skip
         wrapped = wrapper_entry(wrapper, call)
-        dtype = None if call.hidden is None else call.hidden.dtype
+        dtype = dtype_of(call.module, call.hidden)
         child = children[name] = new_child(variant, call.heads, wrapped, options, dtype)
         keep_entry(child, new_entry(child, call, own, wrapped))
         check_softcap(call, child)

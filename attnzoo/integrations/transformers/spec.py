@@ -102,15 +102,15 @@ def new_entry(
     }
 
 
-def child_of(entry: dict[str, Any]) -> Attention | Wrapper:
-    """The child that an entry describes, with initial values. It keeps the entry."""
+def child_of(entry: dict[str, Any], dtype: torch.dtype) -> Attention | Wrapper:
+    """The child that an entry describes, with initial values in the dtype. It keeps the entry."""
     params: dict[str, Any] = {
         key: _stored(value) if isinstance(value, list) else value
         for key, value in entry["params"].items()
     }
     options = {name: entry[name] for name in OPTIONS if name in entry}
     wrapper = entry.get("wrapper")
-    child = new_child(entry["variant"], entry["num_heads"], wrapper, {**options, **params})
+    child = new_child(entry["variant"], entry["num_heads"], wrapper, {**options, **params}, dtype)
     return keep_entry(child, entry)
 
 
@@ -161,7 +161,7 @@ def present_entry(name: str, child: Any) -> dict[str, Any]:
 def _check_equal(name: str, child: Any, entry: dict[str, Any]) -> None:
     """Raises if a child made from the entry has other settings or fewer tensors."""
     with torch.device("cpu"):
-        new = child_of(entry)
+        new = child_of(entry, torch.float64)
     for mine, other in ((child, new), (inner(child), inner(new))):
         for key, value in vars(other).items():
             if key in FREE or key.startswith("_") or key == "learned":

@@ -12,6 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from attnzoo.core.checks import DTYPES
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.nn import WRAPPERS, Attention, Wrapper, host_attention
 
@@ -24,7 +25,7 @@ def new_child(
     num_heads: int,
     wrapper: Mapping[str, Any] | None,
     options: dict[str, Any],
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
 ) -> Attention | Wrapper:
     """The child of an attention module.
 
@@ -33,19 +34,29 @@ def new_child(
         num_heads: number of query heads of the model without a wrapper.
         wrapper: None, or a mapping with name, arguments, embed_dim, qk_dim, v_dim and layer.
         options: keywords for `Attention`.
-        dtype: dtype of a wrapper's gate; None is torch's default dtype.
+        dtype: dtype of the parameters, from `dtype_of`.
 
     Raises:
         ValueError, TypeError: an argument of the variant or of the wrapper is wrong.
     """
     if wrapper is None:
-        return Attention(variant, num_heads, **options)
+        return Attention(variant, num_heads, dtype=dtype, **options)
     own = {name: value for name, value in options.items() if name not in ("given", "head_dim")}
     return host_attention(
         (wrapper["name"], wrapper["arguments"]), variant, num_heads, wrapper["embed_dim"], own,
         key_dim=wrapper["embed_dim"], qk_dim=wrapper["qk_dim"], v_dim=wrapper["v_dim"],
         layer=wrapper["layer"], dtype=dtype,
     )  # fmt: skip
+
+
+def dtype_of(module: nn.Module, hidden: Tensor | None = None) -> torch.dtype:
+    """The dtype of an attention module's matrices, which its child gets too.
+
+    Sharding (FSDP) needs one dtype. Quantized matrices have none that a parameter can have; then it
+    is the dtype of the hidden states, or else torch's default dtype.
+    """
+    kinds = (p.dtype for p in module.parameters() if p.dim() > 1 and p.dtype in DTYPES)
+    return next(kinds, torch.get_default_dtype() if hidden is None else hidden.dtype)
 
 
 def inner(child: Attention | Wrapper) -> Attention:

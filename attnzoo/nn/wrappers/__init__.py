@@ -54,7 +54,7 @@ def host_attention(
         v_dim: number of features of each value head.
         layer: number of the layer in its model, from 0.
         device: device of the parameters.
-        dtype: dtype of the projections.
+        dtype: dtype of the parameters.
 
     Returns:
         An `Attention`, or the wrapper. Both have ``queries``, the number of queries per head,
@@ -79,8 +79,7 @@ def host_attention(
     check_no_wrapper(variant)
     kind = {"device": device, "dtype": dtype}
     if wrapper is None:
-        new = projecting_attention(variant, num_heads, embed_dim, key_dim, qk_dim, options, **kind)
-        return new.to(device=device)
+        return projecting_attention(variant, num_heads, embed_dim, key_dim, qk_dim, options, **kind)
     name, arguments = named_wrapper(wrapper)
     own = {"key_dim": key_dim, "qk_dim": qk_dim, "v_dim": v_dim, "layer": layer, **kind}
     if twice := [key for key in (*own, *arguments) if key in options]:

@@ -50,7 +50,7 @@ class Wrapper(nn.Module):
         key_dim: number of features of the hidden states of the keys; None is E.
         layer: number of the layer in its model, from 0.
         device: device of the parameters.
-        dtype: dtype of the gate's matrix.
+        dtype: dtype of the parameters.
         **options: ``learn``, ``softcap`` and parameters of the variant, as for `Attention` with
             M·H heads.
 
@@ -105,10 +105,9 @@ class Wrapper(nn.Module):
         kind = {"device": device, "dtype": dtype}
         self._configure(**kind)
         heads = self.maps * num_heads
-        attention = projecting_attention(
+        self.attention = projecting_attention(
             variant, heads, embed_dim, self.key_dim, self.map_dim, options, **kind
         )
-        self.attention = attention.to(device=device)
         self.gate = None
         if self.gates:
             self.gate = HeadProjection(embed_dim, self.gates * num_heads, None, **kind)

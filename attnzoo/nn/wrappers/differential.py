@@ -64,9 +64,8 @@ class Differential(Wrapper):
             )
         self.initial = 0.8 - 0.6 * math.exp(-0.3 * self.layer)
         # λ_q1, λ_k1, λ_q2, λ_k2
-        precise = {"device": kind["device"], "dtype": torch.float32}
-        self.vectors = nn.Parameter(torch.empty(4, self.qk_dim // 2, **precise))
-        self.norm = nn.RMSNorm(self.v_dim, eps=1e-5, **precise)
+        self.vectors = nn.Parameter(torch.empty(4, self.qk_dim // 2, **kind))
+        self.norm = nn.RMSNorm(self.v_dim, eps=1e-5, **kind)
         self._draw()
 
     @property
@@ -107,7 +106,7 @@ class Differential(Wrapper):
         return first - self._factor(score_dtype(x)).view(1, 1, 1, 1) * second
 
     def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
-        dtype = torch.promote_types(out.dtype, self.norm.weight.dtype)
+        dtype = score_dtype(out)
         weight = self.norm.weight.to(dtype)
         normed = rms_norm(out.to(dtype), (self.v_dim,), weight, self.norm.eps)
         return (1 - self.initial) * normed.to(out.dtype)
