@@ -184,15 +184,15 @@ def _load_vectors(
 
 
 @triton.jit
-def _limited(seen, i, j, offset, left, right, TURNED: tl.constexpr, MASKED: tl.constexpr):
-    """Return the keys that causality and window allow, and if MASKED only those in ``seen``.
+def _limited(seen, i, j, offset, left, right, TURNED: tl.constexpr):
+    """Return the keys in ``seen`` that causality and window allow.
 
     Query index + offset is the index of the key at the same position. One limit per row needs fewer
     registers than one per column.
     """
     if right is not None:
         inside = (j <= i + (offset + right)) if TURNED else (j - (offset + right) <= i)
-        seen = seen & inside if MASKED else inside
+        seen = seen & inside
     if left is not None:
         inside = (j >= i + (offset - left)) if TURNED else (j - (offset - left) >= i)
         seen = seen & inside
@@ -271,14 +271,11 @@ def _sum_over_queries(
             size_now, UNIT, DISTANCE, EDGE, MASKED,
         )  # fmt: skip
         if EDGE:
-            # Keys and queries that do not exist need no comparison: their results are not stored,
-            # or 0.
-            seen = _limited(seen, i, j, keys - rest, left, right, TURNED, MASKED)
-            if key_bias is not None or DISTANCE is not None:
-                # φ of a query that does not exist would be ∞ for a large bias, and ∞ · 0 is NaN.
-                s = tl.where(i < rest, s, float("-inf") if VANISHES else 0.0)
+            # Queries that do not exist are loaded as 0, but φ of their scores may be ∞, and ∞ · 0
+            # is NaN. Keys that do not exist need no comparison: their results are not stored.
+            seen = _limited(seen & (i < rest), i, j, keys - rest, left, right, TURNED)
             # Otherwise `activate` sets the weights of hidden keys to 0.
-            if VANISHES and (left is not None or right is not None):
+            if VANISHES:
                 s = tl.where(seen, s, float("-inf"))
         HIDDEN: tl.constexpr = HIDES and not VANISHES
         if NORMALIZER:
