@@ -55,7 +55,7 @@ def operands(form: str, gradient: bool) -> dict[str, Any]:
     q, k, v = qkv(gradient=gradient)
     maps = Maps()
     if form == "threshold":
-        tau, *found = flash_ops.flash_threshold(
+        peak, tau, *found = flash_ops.flash_threshold(
             q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, extras=extras,
             layout=layout,
             form=Form(FUNCTIONS + name, *rest), alpha=1.5,
@@ -65,6 +65,8 @@ def operands(form: str, gradient: bool) -> dict[str, Any]:
         type(group)(*(x if x is None else x.clone().requires_grad_(gradient) for x in group))
         for group in (vectors, extras)
     )
+    if form == "threshold":
+        extras = extras._replace(peak=peak)
     return {
         "q": q, "k": k, "v": v, "vectors": vectors, "extras": extras, "maps": maps,
         "layout": layout, "form": Form(FUNCTIONS + name, *rest), "want_lse": form == "online",

@@ -73,6 +73,7 @@ class Extras(NamedTuple):
     base: Tensor | None = None  # [B, H, Nq]; see `vectors_of`
     factor: Tensor | None = None  # [B, H, Nq]
     decay: Tensor | None = None  # [B, H]
+    peak: Tensor | None = None  # [B, H, Nq]: what a threshold is relative to, see `flash.threshold`
 
 
 def vectors_of(

@@ -138,11 +138,12 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     if form.normalize == "threshold":
         with torch.no_grad():
             alpha = alpha_of(form)
-            tau, *found = ops.flash_threshold(
+            peak, tau, *found = ops.flash_threshold(
                 q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, extras=extras,
                 layout=layout, form=kernel_form, alpha=alpha,
             )  # fmt: skip
-        vectors, maps = vectors._replace(offset=tau), Maps(*found)
+        vectors, extras = vectors._replace(offset=tau), extras._replace(peak=peak)
+        maps = Maps(*found)
     found = ops.flash_forward(
         q=q, k=k, v=v, vectors=vectors, extras=extras, maps=maps, layout=layout,
         form=kernel_form, want_lse=call.return_lse,

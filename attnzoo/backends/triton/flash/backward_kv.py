@@ -41,7 +41,7 @@ def flash_dkdv(
     q, k, v, do, dk, dv,
     dkey_bias,  # fp32 [2, B, H, Nk], initially 0, or None; the gradient is the sum of both parts
     q_descriptor, do_descriptor,  # for TMA, with blocks of BLOCK_M rows; or None
-    gain, tau, per_z, shape, alibi, lse, dlse, delta, key_bias, base,  # vectors or None
+    gain, tau, per_z, shape, alibi, lse, dlse, delta, key_bias, base, peak,  # vectors or None
     decay,  # [B, H] or None
     mask, q_segments, k_segments, ranges,
     blocks, counts,  # from `list_queries`, per tile of MAP_N keys; or None
@@ -96,7 +96,7 @@ def flash_dkdv(
     if decay is not None:
         decay += b * heads + h
     head = (b, h, at, mask_at, bias_at)
-    vectors = (gain, tau, per_z, shape, alibi, lse, dlse, delta, scale, base, inner, decay)
+    vectors = (gain, tau, per_z, shape, alibi, lse, dlse, delta, scale, base, inner, decay, peak)
     where = (mask, mask_h, mask_m, mask_n, k_segments, q_segments, key_bias)
     size = (queries, keys - start, left, right)
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
@@ -161,10 +161,11 @@ def _load_vectors(
     EDGE: tl.constexpr,
 ):  # fmt: skip
     """Return the gain, and what `load_vectors` returns, of the queries row + i."""
-    gain, tau, _, shape, alibi, _, _, _, scale, base, _, _ = vectors
+    gain, tau, _, shape, alibi, _, _, _, scale, base, _, _, peak = vectors
     one = tl.full(i.shape, 1.0, tl.float32)
     factor, gain_i = one * (scale * UNIT), one
-    tau_i, shape_i, slope_i, base_i = one * 0, one * 0, one * 0, one * 0
+    zero = one * 0
+    tau_i, shape_i, slope_i, base_i, peak_i = zero, zero, zero, zero, zero
     if gain is not None:
         gain_i = _load_vector(gain, row, i, rest, 0.0, EDGE)
         factor *= gain_i
@@ -180,7 +181,9 @@ def _load_vectors(
         slope_i = _load_vector(alibi, row, i, rest, 0.0, EDGE) * UNIT
     if base is not None:
         base_i = _load_vector(base, row, i, rest, 0.0, EDGE)
-    return gain_i, (factor, tau_i, shape_i, slope_i, base_i)
+    if peak is not None:
+        peak_i = _load_vector(peak, row, i, rest, 0.0, EDGE)
+    return gain_i, (factor, tau_i, shape_i, slope_i, base_i, peak_i)
 
 
 @triton.jit
@@ -218,7 +221,7 @@ def _sum_over_queries(
     q, q_h, q_n, q_descriptor, d = q_side
     do, do_h, do_n, do_descriptor, d_v = do_side
     b, h, at, mask_at, bias_at = head
-    _, _, per_z, _, alibi, lse, dlse, delta, _, base, inner, decay = vectors
+    _, _, per_z, _, alibi, lse, dlse, delta, _, base, inner, decay, peak = vectors
     mask, mask_h, mask_m, mask_n, k_segments, q_segments, key_bias = where
     queries, keys, left, right = size
     low, first, last, high = span
@@ -264,7 +267,7 @@ def _sum_over_queries(
                 mask_now += begin.to(tl.int64) * mask_m
         size_now = (rest, keys, None, None)
         decay_now = load_decay(decay, turn)
-        terms = (key_bias, bias_at + turn.to(tl.int64) * all_keys, base, inner, decay_now)
+        terms = (key_bias, bias_at + turn.to(tl.int64) * all_keys, base, inner, decay_now, peak)
         s, seen = scores(
             product, i, j, loaded, segment,
             (mask, mask_now, mask_m, mask_n, k_segments, alibi, terms),

@@ -48,7 +48,7 @@ def flash_dq(
     k_descriptor, v_descriptor,  # for TMA, with blocks of BLOCK_N rows; or None
     # Vectors to write, or None. delta is gain · δ, or δ with PLAIN_DELTA. dtau: of τ or of base.
     delta, per_z, dgain, dtau, dshape, dsink, dalibi, dfactor, ddecay,
-    gain, tau, z, shape, sink, alibi, lse, dlse, key_bias, base, factor,  # vectors or None
+    gain, tau, z, shape, sink, alibi, lse, dlse, key_bias, base, peak, factor,  # vectors or None
     decay,  # [B, H] or None
     mask, q_segments, k_segments, ranges, blocks, counts,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
@@ -83,9 +83,12 @@ def flash_dq(
     do_matrix = (do, do_n * ALIGN, queries, None, b, h)
     do_tile = load_block(do_matrix, start, q_side[3], dv, DV, True)  # [BM, DV]
     do_side = (do_tile, do_matrix, start, q_side[3])
-    vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, base, queries, UNIT, TAU_UNIT)
+    vectors = load_vectors(
+        i, at, scale, gain, tau, shape, alibi, base, peak, queries, UNIT, TAU_UNIT
+    )
     segment = load_segments(q_segments, b * queries, i, queries)
-    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
+    decay_h = load_decay(decay, b * heads + h)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, decay_h, peak)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     b_now, h_now = b.to(tl.int32), hk.to(tl.int32)

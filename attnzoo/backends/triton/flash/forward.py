@@ -40,7 +40,7 @@ def flash_forward(
     # query without keys stat is 0 with ONLINE, weight_sum and Z are 1, and lse is −∞.
     q, k, v, o, stat, weight_sum, lse,
     k_descriptor, v_descriptor,  # for TMA, or both None
-    gain, tau, shape, sink, alibi, key_bias, base, factor,  # vectors or None
+    gain, tau, shape, sink, alibi, key_bias, base, peak, factor,  # vectors or None
     decay,  # [B, H] or None
     mask, q_segments, k_segments, ranges,  # ranges: see `segments`
     blocks, counts,  # key blocks with nonzero weights, per tile of MAP_M queries; or None
@@ -72,9 +72,10 @@ def flash_forward(
         k_segments += b * keys
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     # The vectors are [BM, 1] each.
-    vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, base, queries, UNIT, UNIT)
+    vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, base, peak, queries, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
-    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
+    decay_h = load_decay(decay, b * heads + h)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, decay_h, peak)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b, hk)

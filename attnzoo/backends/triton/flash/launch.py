@@ -237,8 +237,8 @@ def describe_backward(
         **_common(q, k, layout), **values(v),
         "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": shape,
         "tau": tau, "per_z": None if z is None else new_vector(q),
-        "key_bias": extras.key_bias, "base": extras.base, "decay": extras.decay,
-        "DISTANCE": form.distance_act, "lse": None if dlse is None else lse, "dlse": dlse,
+        "key_bias": extras.key_bias, "base": extras.base, "peak": extras.peak,
+        "decay": extras.decay, "DISTANCE": form.distance_act, "lse": None if dlse is None else lse, "dlse": dlse,
         "delta": None if form.normalize == "none" else new_vector(q),
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "NORMALIZER": form.normalizer,
@@ -366,20 +366,20 @@ def empty_maps(
 def describe_threshold(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
     alpha: float | None, arch: int,
-) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Return the launches, τ and the block map. Only gain and shape of ``vectors`` are read."""
+) -> tuple[list[Launch], tuple[Tensor, ...]]:  # fmt: skip
+    """Return the launches, the peak, τ and the block map. Only gain and shape of ``vectors`` are read."""
     align = align_of(q, k)
     tile = _new_tile(q, k, v, layout, vectors.shape, extras)
     features = Features(stride_align(q, k), tile, extras=extras)
     config = _config("threshold", arch, q, k, v, layout, features)
     maps = empty_maps(q, k, v, layout, vectors.shape, extras)
-    tau, (blocks, counts, live) = new_vector(q), maps
+    peak, tau, (blocks, counts, live) = new_vector(q), new_vector(q), maps
     ranges, before = ranges_of(layout, config.block_m, arch)
     # Each program writes the map entries of its blocks, so blocks must have the size of map tiles.
     assert (config.block_m, config.block_n) == tile
     args = {
         **_common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,
-        "tau": tau, "blocks": blocks, "counts": counts, "live": live,
+        "peak": peak, "tau": tau, "blocks": blocks, "counts": counts, "live": live,
         "gain": vectors.gain, "shape": vectors.shape, "key_bias": extras.key_bias,
         "base": extras.base, "decay": extras.decay, "ACT": form.act, "ALPHA": alpha,
         "DISTANCE": form.distance_act,
@@ -387,4 +387,4 @@ def describe_threshold(
         "ALIGN": align, "ranges": ranges,
     }  # fmt: skip
     launch = Launch(threshold, programs_of(q, config.block_m), args, config, zeroed=("live",))
-    return [*before, launch], (tau, blocks, counts, live)
+    return [*before, launch], (peak, tau, blocks, counts, live)

@@ -50,8 +50,9 @@ def _(*, q: Tensor) -> Statistics:
 
 
 class Threshold(NamedTuple):
-    """The per-query vector τ, and the fields of `Maps`."""
+    """The largest score of each query, τ relative to it, and the fields of `Maps`."""
 
+    peak: Tensor
     tau: Tensor
     blocks: Tensor
     counts: Tensor
@@ -74,7 +75,7 @@ def _(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, layout: Layout
 ) -> Threshold:
     maps = _modules().flash.empty_maps(q, k, v, layout, vectors.shape, extras)
-    return Threshold(new_vector(q), *maps)
+    return Threshold(new_vector(q), new_vector(q), *maps)
 
 
 class Attended(NamedTuple):
