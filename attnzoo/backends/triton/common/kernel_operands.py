@@ -152,12 +152,17 @@ def like(x: Tensor, dim: int) -> Tensor:
     return x.new_empty(b, h, n, dim)
 
 
-def stands_apart(form: Form, mask: Tensor | None) -> bool:
+def adds_terms(layout: Layout, extras: Extras) -> bool:
+    """True if scores are more than multiples of the products q·k."""
+    added = layout.mask is not None and layout.mask.is_floating_point()
+    return added or not (layout.alibi is extras.key_bias is extras.base is extras.decay is None)
+
+
+def stands_apart(form: Form, layout: Layout, extras: Extras) -> bool:
     """True if the forward saves a maximum m (``stat``) and a sum Z (``weight_sum``).
 
-    A shifted activation needs both. A softmax otherwise saves m + log Z, but a float mask may add
-    −1e9 to all scores of a query. m + log Z would lose all digits of log Z.
+    A shifted activation needs both. A softmax otherwise saves m + log Z, but an added term, such as
+    a float mask of −1e9, may be common to all scores of a query. m + log Z would lose all digits of
+    log Z.
     """
-    if form.shifted:
-        return True
-    return form.normalize == "online" and mask is not None and mask.is_floating_point()
+    return form.shifted or (form.normalize == "online" and adds_terms(layout, extras))

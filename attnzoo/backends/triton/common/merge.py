@@ -49,7 +49,9 @@ def merge_splits(
     rows_here = group * queries
     b, h, i = row // (heads * queries), row // queries % heads, row % queries
     one = tl.zeros([1], tl.int32)
-    vectors = load_vectors(one[:, None], row, 1.0, None, tau, shape, None, None, None, 1, UNIT, UNIT)
+    vectors = load_vectors(
+        one[:, None], row, 1.0, None, tau, shape, None, None, None, 1, UNIT, UNIT
+    )
     start = row // rows_here * splits * rows_here + row % rows_here
     every = tl.arange(0, MOST_SPLITS)[None, :]
     total, base = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)

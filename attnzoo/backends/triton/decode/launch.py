@@ -171,14 +171,18 @@ def describe_threshold(
     q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
     alpha: float | None, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Return the launches, the products, the peak and τ. Only gain and shape of ``vectors`` are read."""
+    """Return the launches, the products, the peak and τ.
+
+    Only gain and shape of ``vectors`` are read.
+    """
     walk, args, products = _products_pass(
         q, k, vectors.gain, extras, form.distance_act, 1.0, layout, arch, processors, None
     )
     peak, tau = new_vector(q), new_vector(q)
     args = {
         **args, "candidates": torch.empty_like(products), "peak": peak, "tau": tau,
-        "shape": vectors.shape, "ACT": form.act, "ALPHA": alpha, "BLOCK": 256 if arch == 0 else SCORES,
+        "shape": vectors.shape, "ACT": form.act, "ALPHA": alpha,
+        "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
     return [*walk, row_launch(kernels.decode_threshold, args, q)], (products, peak, tau)
 

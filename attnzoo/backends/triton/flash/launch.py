@@ -14,6 +14,7 @@ from attnzoo.backends.triton.common.kernel_operands import (
     Extras,
     Form,
     Maps,
+    adds_terms,
     is_peaked,
     like,
     new_vector,
@@ -165,8 +166,7 @@ def _late(q: Tensor, layout: Layout, gain: Tensor | None, extras: Extras, arch: 
     Possible only if scores are multiples of the products. A wide q in fp32 is read in parts from
     memory, where its sign cannot be changed, and a changed q costs many registers.
     """
-    added = layout.mask is not None and layout.mask.is_floating_point()
-    if added or not (layout.alibi is extras.key_bias is extras.base is extras.decay is None):
+    if adds_terms(layout, extras):
         return None
     if gain is None and outer_scale(layout) >= 0:
         return "keep"
@@ -181,7 +181,7 @@ def describe_forward(
     """Return the launches and their results: out, stat, weight_sum and lse, see `flash_forward`."""
     out = like(q, v.shape[3])
     stat = None if form.normalize == "none" else new_vector(q)
-    weight_sum = new_vector(q) if stands_apart(form, layout.mask) else None
+    weight_sum = new_vector(q) if stands_apart(form, layout, extras) else None
     lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
     peaked = is_peaked(form, extras, v)
@@ -238,7 +238,8 @@ def describe_backward(
         "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": shape,
         "tau": tau, "per_z": None if z is None else new_vector(q),
         "key_bias": extras.key_bias, "base": extras.base, "peak": extras.peak,
-        "decay": extras.decay, "DISTANCE": form.distance_act, "lse": None if dlse is None else lse, "dlse": dlse,
+        "decay": extras.decay, "DISTANCE": form.distance_act,
+        "lse": None if dlse is None else lse, "dlse": dlse,
         "delta": None if form.normalize == "none" else new_vector(q),
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "NORMALIZER": form.normalizer,
@@ -367,7 +368,10 @@ def describe_threshold(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
     alpha: float | None, arch: int,
 ) -> tuple[list[Launch], tuple[Tensor, ...]]:  # fmt: skip
-    """Return the launches, the peak, τ and the block map. Only gain and shape of ``vectors`` are read."""
+    """Return the launches, the peak, τ and the block map.
+
+    Only gain and shape of ``vectors`` are read.
+    """
     align = align_of(q, k)
     tile = _new_tile(q, k, v, layout, vectors.shape, extras)
     features = Features(stride_align(q, k), tile, extras=extras)

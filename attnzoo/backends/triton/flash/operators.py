@@ -102,11 +102,13 @@ def flash_forward(
 
 
 @flash_forward.fake
-def _(*, q: Tensor, v: Tensor, layout: Layout, form: Form, want_lse: bool) -> Attended:
+def _(
+    *, q: Tensor, v: Tensor, extras: Extras, layout: Layout, form: Form, want_lse: bool
+) -> Attended:
     return Attended(
         like(q, v.shape[3]),
         None if form.normalize == "none" else new_vector(q),
-        new_vector(q) if stands_apart(form, layout.mask) else None,
+        new_vector(q) if stands_apart(form, layout, extras) else None,
         new_vector(q) if want_lse else None,
     )
 
