@@ -133,10 +133,9 @@ def layout_of(call: Call) -> Layout:
     )
 
 
-def is_peaked(form: Form, extras: Extras, values: Tensor) -> bool:
-    """Whether the kernels divide φ by its running maximum; see `fold`."""
-    unbounded = (form.normalize == "sum" and not form.shifted) or extras.factor is not None
-    return unbounded and values.dtype == torch.float16
+def is_peaked(form: Form, values: Tensor) -> bool:
+    """Whether products have φ and dS relative to their running maxima; see `tile.relative`."""
+    return form.normalize != "online" and values.dtype == torch.float16
 
 
 def new_vector(q: Tensor) -> Tensor:

@@ -20,12 +20,9 @@ OF_MERGE = ("lse", "sink", "factor", "eps")
 @triton.jit
 def store_split(
     part, m_part, z_part, at, index, rows, dv, acc, m, z,
-    ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr, SHIFTED: tl.constexpr,
-    DV: tl.constexpr,
+    ONLINE: tl.constexpr, SUM: tl.constexpr, SHIFTED: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Store the partial result of the rows at + index. m_part and z_part are None if not needed."""
-    if PEAKED:
-        acc *= m[:, None]
     if ONLINE or SHIFTED:
         tl.store(m_part + at + index, m, mask=index < rows)
     if SUM or ONLINE:
@@ -76,6 +73,6 @@ def merge_splits(
         acc += tl.sum(tile, 0)[None, :]
     acc = finish(
         acc, top, total, row, one, 1, vectors, stat, weight_sum, lse, sink, tau, factor,
-        eps, ACT, UNIT, ONLINE, SUM, False, NORMALIZER, SHIFTED,
+        eps, ACT, UNIT, ONLINE, SUM, NORMALIZER, SHIFTED,
     )  # fmt: skip
     store_tile(o + b * o_b + h * o_h + i * o_n, one, 0, 1, dv, DV, acc)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# The smallest normal number. Its reciprocal is finite.
+SMALLEST = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
@@ -16,6 +18,18 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
         # The interpreter multiplies bf16 as raw bits, and accumulates fp16 in fp16.
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def relative(x, acc, peak, AXIS: tl.constexpr):
+    """Return x / p, acc · peak / p and p, the running maximum of |x| along AXIS.
+
+    ``acc`` is a sum of products of x / ``peak``, summed along AXIS. fp16 numbers have 11 bits from
+    6e-5 to 65504 only, and x may be of any size, for example a polynomial of the scores.
+    """
+    p = tl.maximum(peak, tl.max(tl.abs(x), AXIS))
+    acc *= tl.expand_dims(peak / p, AXIS)
+    return x * tl.expand_dims(1.0 / p, AXIS), acc, p
 
 
 @triton.jit

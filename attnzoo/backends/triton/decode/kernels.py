@@ -18,6 +18,7 @@ import triton.language as tl
 from attnzoo.backends.triton.common.fold import finish, walk
 from attnzoo.backends.triton.common.merge import MOST_SPLITS, store_split
 from attnzoo.backends.triton.common.tile import (
+    SMALLEST,
     capped,
     load_block,
     load_decay,
@@ -182,28 +183,28 @@ def decode(
         tiles_kv = (None, v_matrix, None, dv)
     else:
         tiles_kv = ((k, k_n * ALIGN, keys, None, b, hk), v_matrix, d, dv)
-    least: tl.constexpr = float("-inf") if ONLINE else 0.0 if SHIFTED else 1.0
-    m_i = tl.full([BLOCK_M], least, tl.float32)
-    z_i = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf") if ONLINE else 0.0, tl.float32)
+    z_i, peak_phi = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], SMALLEST, tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     low, high = split_blocks(first, last, span, split, splits, ranges, b, BLOCK_N)
-    acc, m_i, z_i = walk(
-        acc, m_i, z_i, low, high, q_side, None, i, tiles_kv, size, vectors, segment, where, None,
+    acc, m_i, z_i, peak_phi = walk(
+        acc, m_i, z_i, peak_phi, low, high, q_side, None, i, tiles_kv, size, vectors, segment,
+        where, None,
         ACT, DISTANCE, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
         D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
+    if PEAKED:
+        acc *= peak_phi[:, None]
     if part is None:
         acc = finish(
             acc, m_i, z_i, at, lane, rows_here, vectors, None, None, lse, sink, tau, factor,
-            eps, ACT, UNIT, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
+            eps, ACT, UNIT, ONLINE, SUM, NORMALIZER, SHIFTED,
         )  # fmt: skip
         o += (b * o_b + h * o_h + i.to(tl.int64) * o_n) * ALIGN
         store_tile(o, lane, 0, rows_here, dv, DV, acc)
     else:
         here = (bh * splits + split) * rows_here
-        store_split(
-            part, m, z, here, lane, rows_here, dv, acc, m_i, z_i, ONLINE, SUM, PEAKED, SHIFTED, DV
-        )
+        store_split(part, m, z, here, lane, rows_here, dv, acc, m_i, z_i, ONLINE, SUM, SHIFTED, DV)
 
 
 @triton.jit(do_not_specialize=RUNTIME)

@@ -209,7 +209,7 @@ def describe_decode(
         "ACT": form.act, "DISTANCE": form.distance_act, "UNIT": form.unit,
         "VANISHES": form.vanishes, "ONLINE": online,
         "NORMALIZER": form.normalizer, "SHIFTED": form.shifted, "eps": form.eps or None,
-        "SUM": sums, "PEAKED": is_peaked(form, extras, v),
+        "SUM": sums, "PEAKED": is_peaked(form, v),
         "ALIGN": align, "CHUNK": PARTIALS, "stat": None, "weight_sum": None,
     }  # fmt: skip
     kernel_args = {name: args[name] for name in kernels.decode.arg_names}

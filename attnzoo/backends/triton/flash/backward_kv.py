@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.tile import (
+    SMALLEST,
     activate,
     activate_both,
     by_distance,
@@ -27,6 +28,7 @@ from attnzoo.backends.triton.common.tile import (
     load_segments,
     place_mask,
     query_blocks,
+    relative,
     scores,
     store_tile,
     times,
@@ -50,7 +52,7 @@ def flash_dkdv(
     scale, inner, heads, group, queries, keys, left, right,
     parts,  # number of parts of each group, which are then the groups; or None
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    NORMALIZER: tl.constexpr, DISTANCE: tl.constexpr,
+    NORMALIZER: tl.constexpr, PEAKED: tl.constexpr, DISTANCE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     MAP_M: tl.constexpr, MAP_N: tl.constexpr, TURNED: tl.constexpr,
@@ -103,6 +105,8 @@ def flash_dkdv(
     low, high = narrowed(low, high, ranges, b * tiles + tile, BLOCK_M)
     acc_k = tl.zeros([BLOCK_D, BLOCK_N] if TURNED else [BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_DV, BLOCK_N] if TURNED else [BLOCK_N, BLOCK_DV], tl.float32)
+    # With PEAKED, these sums are relative to the running maxima of |dS| and |p|.
+    peaks = (tl.full([BLOCK_N], SMALLEST, tl.float32), tl.full([BLOCK_N], SMALLEST, tl.float32))
     PARTS: tl.constexpr = 1 if blocks is None else MAP_M // BLOCK_M
     # Blocks that need masks are in ``span`` or in a list. With SPLIT, the others follow.
     span, steps = (low, high, high, high), (high - low) * group
@@ -117,10 +121,10 @@ def flash_dkdv(
             start, low, high, (queries, keys, left, right), BLOCK_M, BLOCK_N, HAS_MASK
         )
         span, steps = (low, first, last, high), (first - low + high - last) * group
-    acc_k, acc_v = _sum_over_queries(
-        acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
-        blocks, keys, dkey_bias,
-        ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER, DISTANCE,
+    acc_k, acc_v, peaks = _sum_over_queries(
+        acc_k, acc_v, peaks, span, steps, k_side, v_side, q_side, do_side, head, vectors, where,
+        size, blocks, keys, dkey_bias,
+        ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER, PEAKED, DISTANCE,
         D, DV, BLOCK_M, PARTS, PART, TURNED, True, PRECISION,
     )  # fmt: skip
     if SPLIT:
@@ -132,16 +136,19 @@ def flash_dkdv(
             span, steps = (first, last, last, last), (last - first) * group
         if dkey_bias is not None:
             dkey_bias += tl.num_programs(0).to(tl.int64) // tiles * group * keys
-        acc_k, acc_v = _sum_over_queries(
-            acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
-            blocks, keys, dkey_bias,
-            ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER, DISTANCE,
+        acc_k, acc_v, peaks = _sum_over_queries(
+            acc_k, acc_v, peaks, span, steps, k_side, v_side, q_side, do_side, head, vectors,
+            where, size, blocks, keys, dkey_bias,
+            ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER, PEAKED, DISTANCE,
             D, DV, BLOCK_M, PARTS, PART, TURNED, False, PRECISION,
         )  # fmt: skip
     dk += (b * dk_b + hk * dk_h) * ALIGN
     dv += (b * dv_b + hk * dv_h) * ALIGN
     if TURNED:
         acc_k, acc_v = tl.trans(acc_k), tl.trans(acc_v)
+    if PEAKED:
+        acc_k *= peaks[0][:, None]
+        acc_v *= peaks[1][:, None]
     acc_k *= scale if inner is None else scale * inner
     store_tile(dk, j, dk_n * ALIGN, keys, d, D, acc_k)
     store_tile(dv, j, dv_n * ALIGN, keys, d_v, DV, acc_v)
@@ -204,10 +211,10 @@ def _limited(seen, i, j, offset, left, right, TURNED: tl.constexpr):
 
 @triton.jit
 def _sum_over_queries(
-    acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
+    acc_k, acc_v, peaks, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
     blocks, all_keys, dkey_bias,
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    NORMALIZER: tl.constexpr, DISTANCE: tl.constexpr,
+    NORMALIZER: tl.constexpr, PEAKED: tl.constexpr, DISTANCE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
     PART: tl.constexpr, TURNED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -225,6 +232,7 @@ def _sum_over_queries(
     mask, mask_h, mask_m, mask_n, k_segments, q_segments, key_bias = where
     queries, keys, left, right = size
     low, first, last, high = span
+    peak_ds, peak_p = peaks
     MASKED: tl.constexpr = mask is not None or k_segments is not None
     HIDES: tl.constexpr = EDGE or MASKED
     local = tl.arange(0, BLOCK_M)
@@ -312,6 +320,9 @@ def _sum_over_queries(
             ds *= by_distance(DISTANCE, i, j, size_now, decay_now)[0]
         if inner is not None:
             ds *= (1.0 - product) * (1.0 + product)
+        if PEAKED:
+            p, acc_v, peak_p = relative(p, acc_v, peak_p, 0 if TURNED else 1)
+            ds, acc_k, peak_ds = relative(ds, acc_k, peak_ds, 0 if TURNED else 1)
         p, ds = p.to(do_tile.dtype), ds.to(q_tile.dtype)
         if TURNED:
             acc_v = dot(tl.trans(do_tile), p, acc_v, PRECISION)  # [DV, BN]
@@ -338,4 +349,4 @@ def _sum_over_queries(
             total = tl.where(ends, 0.0, total)
         if blocks is None:
             turn = following
-    return acc_k, acc_v
+    return acc_k, acc_v, (peak_ds, peak_p)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.tile import (
+    SMALLEST,
     activate,
     activate_both,
     by_distance,
@@ -32,6 +33,7 @@ from attnzoo.backends.triton.common.tile import (
     load_vectors,
     place_mask,
     query_tile,
+    relative,
     scores,
     store_tile,
     times,
@@ -58,7 +60,7 @@ def flash_dq(
     SHAPE_SLOPE: tl.constexpr,  # function of (x, shape) that returns ∂φ/∂shape, or None
     DISTANCE: tl.constexpr, DISTANCE_SLOPE: tl.constexpr,  # functions of (t, decay), or None
     MEAN: tl.constexpr, PLAIN_DELTA: tl.constexpr,
-    NORMALIZER: tl.constexpr,
+    NORMALIZER: tl.constexpr, PEAKED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MAP_M: tl.constexpr,
     PART: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
@@ -158,26 +160,30 @@ def flash_dq(
     PRODUCTS: tl.constexpr = dgain is not None and (WIDE or inner is not None)
     # acc: Σ dS k, where dS includes the gain by distance. sums: Σ dS, Σ dS |i − j|, Σ dS q·k or
     # Σ dS tanh, Σ φ dP, Σ ∂φ/∂shape (dP/Z − δ/Z), and Σ dS ∂s/∂decay.
+    # With PEAKED, acc is relative to the running maximum of |dS|.
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak_ds = tl.full([BLOCK_M], SMALLEST, tl.float32)
     nothing = tl.zeros([BLOCK_M], tl.float32)
     sums = (nothing, nothing, nothing, nothing, nothing, nothing)
     if SPLIT and blocks is None:
-        acc, sums = _sum_over_keys(
-            acc, sums, low, full, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
-            mean, lse_i, dlse_i, where, None,
+        acc, peak_ds, sums = _sum_over_keys(
+            acc, peak_ds, sums, low, full, q_side, do_side, i, tiles_kv, size, vectors, segment,
+            per_z_i, mean, lse_i, dlse_i, where, None,
             ACT, SHAPE, DISTANCE, DISTANCE_SLOPE, UNIT, VANISHES, TOTAL, DISTANT, PRODUCTS, AMOUNT,
             SEPARATE,
-            NORMALIZER, D, DV, BLOCK_N, PART, False, PRECISION,
+            NORMALIZER, PEAKED, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         low = full
-    acc, sums = _sum_over_keys(
-        acc, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
-        mean, lse_i, dlse_i, where, blocks,
+    acc, peak_ds, sums = _sum_over_keys(
+        acc, peak_ds, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment,
+        per_z_i, mean, lse_i, dlse_i, where, blocks,
         ACT, SHAPE, DISTANCE, DISTANCE_SLOPE, UNIT, VANISHES, TOTAL, DISTANT, PRODUCTS, AMOUNT,
         SEPARATE,
-        NORMALIZER, D, DV, BLOCK_N, PART, True, PRECISION,
+        NORMALIZER, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
     total, dist, products, amount, change, decays = sums
+    if PEAKED:
+        acc *= peak_ds[:, None]
     acc *= scale if inner is None else scale * inner
     if dgain is not None:
         # dgain is computed before acc is multiplied by the gain: q·dq / gain would fail where the
@@ -295,12 +301,12 @@ def _mean_over_keys(
 
 @triton.jit
 def _sum_over_keys(
-    acc, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
+    acc, peak_ds, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
     mean, lse_i, dlse_i, where, blocks,
     ACT: tl.constexpr, SHAPE: tl.constexpr, DISTANCE: tl.constexpr, DISTANCE_SLOPE: tl.constexpr,
     UNIT: tl.constexpr, VANISHES: tl.constexpr,
     TOTAL: tl.constexpr, DISTANT: tl.constexpr, PRODUCTS: tl.constexpr, AMOUNT: tl.constexpr,
-    SEPARATE: tl.constexpr, NORMALIZER: tl.constexpr,
+    SEPARATE: tl.constexpr, NORMALIZER: tl.constexpr, PEAKED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -355,5 +361,7 @@ def _sum_over_keys(
             products += tl.sum(ds * product, 1)
         if where[6][3] is not None:
             ds *= (1.0 - product) * (1.0 + product)
+        if PEAKED:
+            ds, acc, peak_ds = relative(ds, acc, peak_ds, 1)
         acc = dot(ds.to(k_tile.dtype), k_tile, acc, PRECISION)  # [BM, D]
-    return acc, (total, dist, products, amount, change, decays)
+    return acc, peak_ds, (total, dist, products, amount, change, decays)

@@ -184,7 +184,7 @@ def describe_forward(
     weight_sum = new_vector(q) if stands_apart(form, layout, extras) else None
     lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
-    peaked = is_peaked(form, extras, v)
+    peaked = is_peaked(form, v)
     tile = _tile(maps, q, k, v)
     heavy, narrow = vectors.shape is not None, _narrow(layout)
     features = Features(align, tile, heavy, rare=peaked, narrow=narrow, extras=extras)
@@ -233,6 +233,7 @@ def describe_backward(
         tau, z = stat, weight_sum
     elif form.shifted:
         shape, z = stat, weight_sum
+    peaked = is_peaked(form, v)
     shared = {
         **_common(q, k, layout), **values(v),
         "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": shape,
@@ -242,11 +243,10 @@ def describe_backward(
         "lse": None if dlse is None else lse, "dlse": dlse,
         "delta": None if form.normalize == "none" else new_vector(q),
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
-        "NORMALIZER": form.normalizer,
+        "NORMALIZER": form.normalizer, "PEAKED": peaked,
         "TAU_UNIT": 1.0 if online else form.unit,  # the saved stat is already multiplied by unit
     }  # fmt: skip
     align = align_of(q, k, v, out, do, grads["q"], grads["k"], grads["v"])
-    peaked = form.normalize == "sum" and v.dtype == torch.float16
     heavy = vectors.shape is not None or peaked or form.normalizer or extras.factor is not None
     tile = _tile(maps, q, k, v)
     map_args = dict(zip(("MAP_M", "MAP_N"), tile or (0, 0)))
