@@ -54,13 +54,6 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
         return f"does not support a threshold for {name}, which has no alpha (tiled does)"
     if call.return_lse and not form.softmax:
         return "does not support return_lse except for a softmax (tiled does)"
-    half = call.input_dtype == torch.float16
-    if half and form.normalize == "none" and not form.activation.bounded and form.factor is None:
-        # The weights may exceed 65504, the largest fp16 number. A factor such as 1/n keeps them
-        # small.
-        return (
-            f"does not support fp16 for {name}, which is unbounded, without a factor (tiled does)"
-        )
     if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
         return "does not support a gradient through the statistics of the logits (tiled does)"
     learned = isinstance(form.shape, Tensor) and form.shape.requires_grad
