@@ -362,6 +362,8 @@ def _sum_over_keys(
         if where[6][3] is not None:
             ds *= (1.0 - product) * (1.0 + product)
         if PEAKED:
+            # φ' of a query that does not exist may be ∞, and ∞ · 0 has no maximum.
+            ds = tl.where(i < size[0], ds, 0.0)
             ds, acc, peak_ds = relative(ds, acc, peak_ds, 1)
         acc = dot(ds.to(k_tile.dtype), k_tile, acc, PRECISION)  # [BM, D]
     return acc, peak_ds, (total, dist, products, amount, change, decays)
