@@ -15,7 +15,7 @@ A kernel has several entries, chosen by the features of the call:
   "one";
 - "heavy": at most one feature of "one", and an activation that needs many registers: it has a
   per-query ``shape`` (with a list of blocks); or, in the backward, it has a normalizer or a
-  factor, or is normalized, not exp, and in fp16 (dQ: or bf16);
+  factor, or PEAKED is set (see `fold`), or (dQ) it is normalized, not exp, and in 16 bits;
 - "several": at least one of these: a dense mask; two or more features of "one"; a gradient of lse;
   PEAKED (see `fold`);
 - "listed several": the same, with a list of blocks, or with an activation as in "heavy";
@@ -113,7 +113,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "dkdv": (full(64, 64, 4, 2), Config(64, 64, 8, 2), full(64, 16, 8, 2)),
         "dkdv one": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), full(64, 16, 8, 2)),
         "dkdv listed": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), full(64, 16, 8, 2)),
-        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), full(64, 16, 8, 2)),
+        "dkdv heavy": (Config(32, 64, 4, 2), Config(64, 32, 8, 2), full(64, 16, 8, 2)),
         "stats": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
         "threshold": (full(128, 64, 8, 1), Config(128, 64, 8, 1), full(128, 32, 8, 2)),
         "threshold several": (full(128, 64, 8, 1), Config(128, 64, 8, 1), full(128, 32, 8, 2)),
@@ -141,7 +141,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "dkdv": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), turned(128, 32, 8, 1)),
         "dkdv one": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), turned(128, 32, 8, 1)),
         "dkdv listed": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), turned(128, 32, 8, 1)),
-        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), turned(128, 32, 8, 1)),
+        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), turned(128, 16, 8, 1)),
         "stats": (Config(128, 128, 8, 2),) * 3,
         "threshold": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), full(128, 32, 8, 1)),
         "forward several": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
