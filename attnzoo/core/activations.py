@@ -50,7 +50,6 @@ class Activation(Keyed):
             thresholds, and ``unit`` must be 1.
         convex: Whether φ is convex with φ(−∞) = 0 and φ(0) ≥ 1. `tiled` can then solve for a
             threshold by Newton's method. Not needed if ``alpha`` is given.
-        bounded: Whether φ ≤ 1, so that fp16 can hold weights that are not normalized.
         increasing: Whether a larger score never has a smaller φ, so that the largest weights belong
             to the largest scores. Implied by ``exponential``, ``alpha`` and ``convex``.
         positive: Whether φ(s) > 0 for every finite s. Losses of "sum" forms need it, because they
@@ -86,7 +85,6 @@ class Activation(Keyed):
     exponential: bool = False
     alpha: float | Literal["shape"] | None = None
     convex: bool = False
-    bounded: bool = False
     increasing: bool = False
     positive: bool = False
     integral: Callable[[Tensor, Tensor | None], Tensor] | None = None
@@ -98,7 +96,7 @@ class Activation(Keyed):
     def __post_init__(self) -> None:
         what = f"activation {shown(self.name)}"
         for field in (
-            "vanishes", "exponential", "convex", "bounded", "increasing", "positive", "shifted",
+            "vanishes", "exponential", "convex", "increasing", "positive", "shifted",
         ):  # fmt: skip
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(
@@ -174,7 +172,6 @@ SIGMOID = Activation(
     lambda s, phi, shape: phi.addcmul(phi, phi, value=-1),
     triton=TRITON + "sigmoid",
     unit=log2(e),
-    bounded=True,
     positive=True,
     # softplus(s). torch's softplus is inexact above its threshold of 20.
     integral=lambda s, shape: -torch.nn.functional.logsigmoid(-s),

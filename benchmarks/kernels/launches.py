@@ -101,6 +101,7 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
         base=vector if "key-bias" in extras else None,
         factor=vector if "factor" in kind else None,
         decay=vector[..., 0] if "distance" in extras else None,
+        peak=vector if solved else None,
     )
     form = backend.form_of(use.form)
     if "distance" in extras:
@@ -135,7 +136,7 @@ def describe_flash(spec: Specialization) -> Any:
     if spec.kernel == "threshold":
         return launch.describe_threshold(q, q, q, layout, form, vectors, extras, alpha, arch)[0][-1]
     stat = None if normalize == "none" else new_vector(q)
-    weight_sum = new_vector(q) if stands_apart(form, layout.mask) else None
+    weight_sum = new_vector(q) if stands_apart(form, layout, extras) else None
     given = {
         "gain": vectors.gain is not None, "sink": lse,
         "offset": normalize == "none" and vectors.offset is not None,

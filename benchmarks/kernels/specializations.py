@@ -90,7 +90,10 @@ GROUPS = (
     Group(PASSES, "online none threshold", "bf16", (96,)),
     Group(("forward", "dq"), "online none", "bf16", (48, 192)),
     Group(FLASH, "online threshold", "fp32", POWERS),
-    # Kernels of kind "sum" keep a running maximum of φ only in fp16. Only fp16 is compiled.
+    # In fp16, kernels of all kinds but "online" keep running maxima of φ and dS; see `relative`. Of
+    # kind "sum", only fp16 is compiled.
+    Group(PASSES, "none threshold family", "fp16", POWERS),
+    Group(PASSES, "factor shifted", "fp16", (128,)),
     Group(("forward",), "sum", "fp16", POWERS),
     Group(("dq", "dkdv"), "sum", "fp16", (128,)),
     Group(FLASH, "online family", "bf16", POWERS, ("all",)),

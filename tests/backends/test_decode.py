@@ -301,7 +301,7 @@ def test_opcheck() -> None:
         "form": Form(FUNCTIONS + "entmax15", 1.0, True, "threshold"), "alpha": 1.5,
     }  # fmt: skip
     opcheck(decode_ops.decode_threshold, **threshold)
-    products, tau = decode_ops.decode_threshold(**threshold)
+    products, peak, tau = decode_ops.decode_threshold(**threshold)
     for given, vectors, extras, (name, *rest), want_lse in (
         (None, Vectors(gain=VECTOR, sink=VECTOR), EXTRAS, ("exp", 1.4427, True, "online"), True),
         (
@@ -311,7 +311,13 @@ def test_opcheck() -> None:
             ("sigmoid", 1.4427, True, "none"),
             False,
         ),
-        (products, Vectors(VECTOR, tau), EXTRAS, ("entmax15", 1.0, True, "threshold"), False),
+        (
+            products,
+            Vectors(VECTOR, tau),
+            EXTRAS._replace(peak=peak),
+            ("entmax15", 1.0, True, "threshold"),
+            False,
+        ),
     ):
         opcheck(
             decode_ops.decode_forward, q=q, k=k, v=v, products=given, vectors=vectors,

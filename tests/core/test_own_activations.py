@@ -59,7 +59,6 @@ TAME = Activation(
     lambda s, shape: 1 / (1 + s.clamp(max=0) ** 2),
     lambda s, phi, shape: -2 * s.clamp(min=-1e18, max=0) * phi**2,
     triton=MODULE + "tame",
-    bounded=True,
 )
 SHAPE = torch.tensor([1.5, 2.5])[:, None]
 
@@ -135,7 +134,7 @@ FORMS = {
     "convex": Pairwise(RAMP, "threshold"),
     "family": Pairwise(POWER, "threshold", shape=SHAPE[None]),
     "square, select": Pairwise(SQUARE, "select", keep=3),
-    "bounded": Pairwise(TAME, "none", offset=0.3),
+    "none": Pairwise(TAME, "none", offset=0.3),
 }
 TILED = {"exp, select", "exp, threshold", "convex", "family", "square, select"}
 CASES = [marked(name, "tiled") for name in FORMS]
@@ -207,15 +206,6 @@ def test_a_copy_of_an_activation_works_without_the_original() -> None:
     assert torch.equal(*outs)
 
 
-@pytest.mark.interpreter
-def test_fp16_without_normalizer_requires_bounded() -> None:
-    unbounded = Activation("wild", TAME.value, TAME.slope, triton=TAME.triton)
-    register(Pairwise(unbounded, "none", offset=0.3))
-    q, k, v = (rand(1, 2, 9, 8, seed=i).half() for i in range(3))
-    with pytest.raises(ValueError, match="does not support fp16 for wild, which is unbounded"):
-        attnzoo.attention(q, k, v, "mine", backend="flash")
-
-
 @pytest.mark.parametrize("normalize", ["sum", "threshold", "none"])
 def test_lse_is_computed_from_the_form_only_if_the_form_is_a_softmax(normalize: Any) -> None:
     form = Pairwise(EXP, normalize, offset=0.3 if normalize == "none" else None)
@@ -231,7 +221,6 @@ def test_lse_is_computed_from_the_form_only_if_the_form_is_a_softmax(normalize: 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"exponential": 1}, TypeError, "activation 'mine': exponential must be a bool, got 1"),
-    ({"bounded": None}, TypeError, "bounded must be a bool, got None"),
     ({"increasing": 1}, TypeError, "increasing must be a bool, got 1"),
     ({"alpha": 1.0}, ValueError, r"alpha must be a float in \(1, 2\] or None, got 1.0"),
     ({"alpha": "shape"}, ValueError, r"alpha must be a float in \(1, 2\] or None, got 'shape'"),

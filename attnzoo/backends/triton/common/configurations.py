@@ -15,7 +15,7 @@ A kernel has several entries, chosen by the features of the call:
   "one";
 - "heavy": at most one feature of "one", and an activation that needs many registers: it has a
   per-query ``shape`` (with a list of blocks); or, in the backward, it has a normalizer or a
-  factor, or is normalized, not exp, and in fp16 (dQ: or bf16);
+  factor, or PEAKED is set (see `fold`), or (dQ) it is normalized, not exp, and in 16 bits;
 - "several": at least one of these: a dense mask; two or more features of "one"; a gradient of lse;
   PEAKED (see `fold`);
 - "listed several": the same, with a list of blocks, or with an activation as in "heavy";
@@ -113,7 +113,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "dkdv": (full(64, 64, 4, 2), Config(64, 64, 8, 2), full(64, 16, 8, 2)),
         "dkdv one": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), full(64, 16, 8, 2)),
         "dkdv listed": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), full(64, 16, 8, 2)),
-        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), full(64, 16, 8, 2)),
+        "dkdv heavy": (Config(32, 64, 4, 2), Config(64, 32, 8, 2), full(64, 16, 8, 2)),
         "stats": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
         "threshold": (full(128, 64, 8, 1), Config(128, 64, 8, 1), full(128, 32, 8, 2)),
         "threshold several": (full(128, 64, 8, 1), Config(128, 64, 8, 1), full(128, 32, 8, 2)),
@@ -137,16 +137,21 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "dq one": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "dq filled": (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(128, 32, 8, 1)),
         "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 32, 4, 1)),
-        "dq heavy": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(128, 32, 8, 1)),
+        "dq heavy": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 8, 2)),
         "dkdv": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), turned(128, 32, 8, 1)),
         "dkdv one": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), turned(128, 32, 8, 1)),
         "dkdv listed": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), turned(128, 32, 8, 1)),
-        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), turned(128, 32, 8, 1)),
+        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), turned(128, 16, 8, 1)),
         "stats": (Config(128, 128, 8, 2),) * 3,
         "threshold": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), full(128, 32, 8, 1)),
         "forward several": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "dq several": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "dkdv several": (Config(32, 64, 4, 2), turned(128, 32, 8, 2), turned(128, 16, 8, 1)),
+        "dkdv listed several": (
+            Config(32, 64, 4, 2),
+            turned(128, 16, 8, 2),
+            full(64, 16, 8, 2),
+        ),
         "dq distance": (Config(128, 32, 8, 2), Config(128, 32, 8, 2), Config(128, 16, 8, 2)),
         "dq listed several": (
             Config(128, 64, 8, 2),
@@ -161,12 +166,12 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward filled": (Config(128, 128, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
         "dq": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 1)),
         "forward listed": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 4, 1)),
-        "forward heavy": (Config(64, 64, 4, 1), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
+        "forward heavy": (Config(64, 64, 4, 1), Config(64, 64, 4, 2), full(64, 64, 4, 1)),
         "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 32, 4, 1)),
-        "dq heavy": (full(64, 64, 4, 1), Config(64, 64, 4, 2), full(64, 32, 4, 1)),
+        "dq heavy": (full(64, 64, 4, 1), Config(64, 64, 4, 2), Config(64, 64, 8, 1)),
         "dkdv": (full(64, 128, 8, 2), full(64, 128, 8, 2), Config(64, 64, 8, 1)),
         "dkdv listed": (full(64, 64, 4, 2), full(64, 64, 4, 2), turned(64, 16, 4, 1)),
-        "dkdv heavy": (Config(32, 64, 4, 2), full(32, 64, 4, 2), turned(64, 16, 4, 1)),
+        "dkdv heavy": (full(32, 64, 4, 2), full(32, 64, 4, 2), full(64, 32, 8, 1)),
         "stats": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
         "threshold": (full(128, 64, 8, 1), full(128, 64, 8, 1), full(128, 32, 8, 1)),
         "forward several": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
@@ -176,6 +181,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
             full(32, 64, 4, 2),
             turned(64, 32, 8, 1),
         ),
+        "dkdv listed several": (full(32, 64, 4, 2), full(32, 64, 4, 2), full(64, 16, 8, 1)),
         "dq distance": (full(64, 64, 8, 2), full(64, 64, 8, 2), Config(64, 64, 8, 1)),
         "dkdv distance": (turned(64, 64, 8, 2), full(32, 64, 4, 2), turned(64, 32, 8, 1)),
     },
@@ -216,7 +222,7 @@ OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
         "dq one": {256: Config(128, 16, 8, 2)},
         "dq filled": {256: Config(128, 16, 8, 2)},
         "dq listed": {256: Config(64, 32, 8, 2)},
-        "dq heavy": {256: Config(64, 32, 8, 2)},
+        "dq heavy": {128: Config(64, 32, 8, 2)},
         "dq several": {
             64: Config(128, 32, 8, 2),
             128: Config(128, 32, 8, 2),
@@ -228,7 +234,7 @@ OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
             256: Config(64, 32, 8, 2),
         },
         "dq distance": {128: Config(128, 16, 8, 2), 256: full(64, 16, 8, 2)},
-        "dq narrow": {64: Config(32, 64, 8, 2)},
+        "dq narrow": {64: full(16, 64, 8, 1), 256: full(16, 32, 8, 2, 32)},
         "dq unaligned": {128: Config(16, 32, 8, 1)},
         "dkdv": {128: turned(128, 64, 8, 2)},
         "dkdv one": {128: turned(128, 32, 8, 2)},

@@ -8,14 +8,15 @@ divides, once, at the end. Partial results by form:
 - ``SUM`` and ``SHIFTED``: (m, Z, o). m, the running maximum of 0 and the scores, is the shape of φ.
 - Without normalization: o.
 
-``PEAKED`` (normalize = "sum" or a factor, values in fp16): φ and o are divided by m, the running
-maximum of 1 and φ. An unbounded φ, such as a polynomial, may exceed 65504, the largest fp16 number.
+``PEAKED`` (not ``ONLINE``, values in fp16): φ and o are relative to the running maximum of φ, see
+`relative`. After the loop, o is multiplied by this maximum.
 """
 
 import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.tile import (
+    SMALLEST,
     activate,
     activate_both,
     capped,
@@ -23,13 +24,10 @@ from attnzoo.backends.triton.common.tile import (
     hide,
     load_block,
     out_of_unit,
+    relative,
     scores,
     times,
 )
-
-# Instead of a factor 0, where keys are hidden: 0 · (−∞) would be NaN. The smallest normal number,
-# so that |s| · SMALLEST < 1e-8 if |s| < 1e30.
-SMALLEST = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
@@ -60,20 +58,23 @@ def factored(
     """Return (s, factor): the products, −∞ for hidden keys, and the factor from `factor_out`."""
     if HIDES:
         product = hide(product, i, j, segment, where, size, UNIT, EDGE)[0]
+        # Not 0, where keys are hidden: 0 · (−∞) would be NaN. |s| · SMALLEST < 1e-8 if |s| < 1e30.
         factor = tl.where(factor == 0.0, SMALLEST, factor)
     return product, factor
 
 
 @triton.jit
 def walk(
-    acc, m, z, low, high, q_side, factor, i, tiles_kv, size, vectors, segment, where, blocks,
+    acc, m, z, peak, low, high, q_side, factor, i, tiles_kv, size, vectors, segment, where, blocks,
     ACT: tl.constexpr, DISTANCE: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
     ONLINE: tl.constexpr,
     SUM: tl.constexpr, PEAKED: tl.constexpr, NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the partial result (acc, m, z) after the blocks of keys [low, high).
+    """Return the partial result (acc, m, z, peak) after the blocks of keys [low, high).
+
+    With PEAKED, acc is o / peak, and ``peak`` is SMALLEST before the first block.
 
     If ``blocks`` is given, the loop runs over the block indices in its entries [low, high). If k
     and d are None, an earlier pass has stored q kᵀ, and q_side [BM, 1] points to the products with
@@ -134,20 +135,17 @@ def walk(
                 if SUM:
                     z += tl.sum(p, 1)
             if PEAKED:
-                m_new = tl.maximum(m, tl.max(p, 1))
-                acc *= (m / m_new)[:, None]
-                p /= m_new[:, None]
-                m = m_new
+                p, acc, peak = relative(p, acc, peak, 1)
         v_tile = load_block(v, first, local, dv, DV, EDGE)  # [BN, DV]
         acc = dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
-    return acc, m, z
+    return acc, m, z, peak
 
 
 @triton.jit
 def finish(
     acc, m, z, at, index, queries, vectors, stat, weight_sum, lse, sink, tau, factor,
     eps, ACT: tl.constexpr, UNIT: tl.constexpr, ONLINE: tl.constexpr, SUM: tl.constexpr,
-    PEAKED: tl.constexpr, NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
+    NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """Return the output [BM, DV]. Store lse, stat and weight_sum (see `flash_forward`)."""
     inside = index < queries
@@ -179,10 +177,7 @@ def finish(
         if eps is not None:
             z += eps * tl.exp2(-m) if SHIFTED else eps
         z = tl.where(z == 0.0, 1.0, z)
-        if PEAKED:
-            acc *= (m / z)[:, None]
-        else:
-            acc /= z[:, None]
+        acc /= z[:, None]
         if weight_sum is not None:
             tl.store(stat + at + index, m, mask=inside)
             tl.store(weight_sum + at + index, z, mask=inside)
@@ -190,9 +185,6 @@ def finish(
             tl.store(stat + at + index, z, mask=inside)
         if tau is not None:
             acc += vectors[1] - vectors[1]  # Set NaN if τ is NaN: tl.maximum in φ removes NaN.
-    else:
-        if PEAKED:
-            acc *= m[:, None]
-        if factor is not None:
-            acc *= tl.load(factor + at + index, mask=inside, other=0.0)[:, None]
+    elif factor is not None:
+        acc *= tl.load(factor + at + index, mask=inside, other=0.0)[:, None]
     return acc

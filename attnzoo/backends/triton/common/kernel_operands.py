@@ -73,6 +73,7 @@ class Extras(NamedTuple):
     base: Tensor | None = None  # [B, H, Nq]; see `vectors_of`
     factor: Tensor | None = None  # [B, H, Nq]
     decay: Tensor | None = None  # [B, H]
+    peak: Tensor | None = None  # [B, H, Nq]: what a threshold is relative to, see `flash.threshold`
 
 
 def vectors_of(
@@ -132,10 +133,9 @@ def layout_of(call: Call) -> Layout:
     )
 
 
-def is_peaked(form: Form, extras: Extras, values: Tensor) -> bool:
-    """Whether the kernels divide φ by its running maximum; see `fold`."""
-    unbounded = (form.normalize == "sum" and not form.shifted) or extras.factor is not None
-    return unbounded and values.dtype == torch.float16
+def is_peaked(form: Form, values: Tensor) -> bool:
+    """Whether products have φ and dS relative to their running maxima; see `tile.relative`."""
+    return form.normalize != "online" and values.dtype == torch.float16
 
 
 def new_vector(q: Tensor) -> Tensor:
@@ -151,12 +151,17 @@ def like(x: Tensor, dim: int) -> Tensor:
     return x.new_empty(b, h, n, dim)
 
 
-def stands_apart(form: Form, mask: Tensor | None) -> bool:
+def adds_terms(layout: Layout, extras: Extras) -> bool:
+    """True if scores are more than multiples of the products q·k."""
+    added = layout.mask is not None and layout.mask.is_floating_point()
+    return added or not (layout.alibi is extras.key_bias is extras.base is extras.decay is None)
+
+
+def stands_apart(form: Form, layout: Layout, extras: Extras) -> bool:
     """True if the forward saves a maximum m (``stat``) and a sum Z (``weight_sum``).
 
-    A shifted activation needs both. A softmax otherwise saves m + log Z, but a float mask may add
-    −1e9 to all scores of a query. m + log Z would lose all digits of log Z.
+    A shifted activation needs both. A softmax otherwise saves m + log Z, but an added term, such as
+    a float mask of −1e9, may be common to all scores of a query. m + log Z would lose all digits of
+    log Z.
     """
-    if form.shifted:
-        return True
-    return form.normalize == "online" and mask is not None and mask.is_floating_point()
+    return form.shifted or (form.normalize == "online" and adds_terms(layout, extras))

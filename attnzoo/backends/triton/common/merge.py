@@ -20,12 +20,9 @@ OF_MERGE = ("lse", "sink", "factor", "eps")
 @triton.jit
 def store_split(
     part, m_part, z_part, at, index, rows, dv, acc, m, z,
-    ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr, SHIFTED: tl.constexpr,
-    DV: tl.constexpr,
+    ONLINE: tl.constexpr, SUM: tl.constexpr, SHIFTED: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Store the partial result of the rows at + index. m_part and z_part are None if not needed."""
-    if PEAKED:
-        acc *= m[:, None]
     if ONLINE or SHIFTED:
         tl.store(m_part + at + index, m, mask=index < rows)
     if SUM or ONLINE:
@@ -49,7 +46,9 @@ def merge_splits(
     rows_here = group * queries
     b, h, i = row // (heads * queries), row // queries % heads, row % queries
     one = tl.zeros([1], tl.int32)
-    vectors = load_vectors(one[:, None], row, 1.0, None, tau, shape, None, None, 1, UNIT, UNIT)
+    vectors = load_vectors(
+        one[:, None], row, 1.0, None, tau, shape, None, None, None, 1, UNIT, UNIT
+    )
     start = row // rows_here * splits * rows_here + row % rows_here
     every = tl.arange(0, MOST_SPLITS)[None, :]
     total, base = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
@@ -74,6 +73,6 @@ def merge_splits(
         acc += tl.sum(tile, 0)[None, :]
     acc = finish(
         acc, top, total, row, one, 1, vectors, stat, weight_sum, lse, sink, tau, factor,
-        eps, ACT, UNIT, ONLINE, SUM, False, NORMALIZER, SHIFTED,
+        eps, ACT, UNIT, ONLINE, SUM, NORMALIZER, SHIFTED,
     )  # fmt: skip
     store_tile(o + b * o_b + h * o_h + i * o_n, one, 0, 1, dv, DV, acc)

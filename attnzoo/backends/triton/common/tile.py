@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# The smallest normal number. Its reciprocal is finite.
+SMALLEST = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
@@ -16,6 +18,18 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
         # The interpreter multiplies bf16 as raw bits, and accumulates fp16 in fp16.
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def relative(x, acc, peak, AXIS: tl.constexpr):
+    """Return x / p, acc · peak / p and p, the running maximum of |x| along AXIS.
+
+    ``acc`` is a sum of products of x / ``peak``, summed along AXIS. fp16 numbers have 11 bits from
+    6e-5 to 65504 only, and x may be of any size, for example a polynomial of the scores.
+    """
+    p = tl.maximum(peak, tl.max(tl.abs(x), AXIS))
+    acc *= tl.expand_dims(peak / p, AXIS)
+    return x * tl.expand_dims(1.0 / p, AXIS), acc, p
 
 
 @triton.jit
@@ -144,19 +158,19 @@ def query_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK
 
 @triton.jit
 def load_vectors(
-    i, at, scale, gain, tau, shape, alibi, base, queries,
+    i, at, scale, gain, tau, shape, alibi, base, peak, queries,
     UNIT: tl.constexpr, TAU_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Return gain · scale, τ, shape, ALiBi slope and base of the queries i, each shaped as i.
+    """Return gain · scale, τ, shape, ALiBi slope, base and peak of the queries i, shaped as i.
 
     ``at`` is the offset of the head. gain · scale and slope are multiplied by UNIT, τ by TAU_UNIT.
     TAU_UNIT is None for a τ that the forward has saved: it is finite and already in the unit.
-    If τ, shape, alibi or base is None, 0 is returned, and the compiler removes the operations with
-    0.
+    If τ, shape, alibi, base or peak is None, 0 is returned, and the compiler removes the operations
+    with 0.
     """
     factor = tl.full(i.shape, 1.0, tl.float32) * (scale * UNIT)
     tau_i = tl.zeros(i.shape, tl.float32)
-    shape_i, slope, base_i = tau_i, tau_i, tau_i
+    shape_i, slope, base_i, peak_i = tau_i, tau_i, tau_i, tau_i
     if gain is not None:
         factor *= tl.load(gain + at + i, mask=i < queries, other=0.0)
     if tau is not None:
@@ -170,7 +184,9 @@ def load_vectors(
         slope = tl.load(alibi + at + i, mask=i < queries, other=0.0) * UNIT
     if base is not None:
         base_i = tl.load(base + at + i, mask=i < queries, other=0.0)
-    return factor, tau_i, shape_i, slope, base_i
+    if peak is not None:
+        peak_i = tl.load(peak + at + i, mask=i < queries, other=0.0)
+    return factor, tau_i, shape_i, slope, base_i, peak_i
 
 
 @triton.jit
@@ -262,15 +278,20 @@ def scores(
     """Return the scores (−∞ for hidden keys) and a mask of the visible keys.
 
     ``vectors``: from `load_vectors`. ``where``: (mask, mask_at, mask_m, mask_n, k_segments, alibi,
-    terms) with terms = (key_bias, offset of the head in key_bias, base, inner, decay); base is not
-    None if the vectors contain it. The product is from `capped`. DISTANCE: the function for the
-    gain and bias by distance, or None. ``size``: (queries, keys, left, right). With EDGE the tile
-    may extend beyond the matrix or beyond the range of keys that causality and window allow.
+    terms) with terms = (key_bias, offset of the head in key_bias, base, inner, decay, peak); base
+    and peak are not None if the vectors contain them. The product is from `capped`. DISTANCE: the
+    function for the gain and bias by distance, or None. ``size``: (queries, keys, left, right).
+    With EDGE the tile may extend beyond the matrix or beyond the range of keys that causality and
+    window allow. With ``peak`` the scores are relative to it.
     """
     alibi = where[5]
-    key_bias, bias_at, base, _, decay = where[6]
+    key_bias, bias_at, base, _, decay, peak = where[6]
     queries, keys = size[0], size[1]
     s, seen = product * vectors[0], j < keys
+    if peak is not None:
+        # Rounded here, as the peak was. Fused with the subtraction of the peak, it would not give
+        # 0 for the largest score.
+        s = tl.fma(product, vectors[0], 0.0)
     if DISTANCE is not None:
         a, m = by_distance(DISTANCE, i, j, size, decay)
         s = s * a + m * UNIT
@@ -286,6 +307,8 @@ def scores(
         s -= vectors[4] * UNIT
     if HIDES:
         s, seen = hide(s, i, j, segment, where, size, UNIT, EDGE)
+    if peak is not None:
+        s -= vectors[5]
     return s, seen
 
 

@@ -50,7 +50,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     kernel_form = flash.form_of(form)
     if form.normalize == "threshold":
         alpha = flash.alpha_of(form)
-        products, tau = ops.decode_threshold(
+        products, peak, tau = ops.decode_threshold(
             q=q,
             k=k,
             vectors=vectors,
@@ -59,7 +59,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
             form=kernel_form,
             alpha=alpha,
         )
-        vectors = vectors._replace(offset=tau)
+        vectors, extras = vectors._replace(offset=tau), extras._replace(peak=peak)
     return ops.decode_forward(
         q=q, k=k, v=v, products=products, vectors=vectors, extras=extras, layout=layout,
         form=kernel_form, want_lse=call.return_lse,

@@ -18,6 +18,7 @@ import triton.language as tl
 from attnzoo.backends.triton.common.fold import finish, walk
 from attnzoo.backends.triton.common.merge import MOST_SPLITS, store_split
 from attnzoo.backends.triton.common.tile import (
+    SMALLEST,
     capped,
     load_block,
     load_decay,
@@ -30,7 +31,7 @@ from attnzoo.backends.triton.common.tile import (
 )
 from attnzoo.backends.triton.flash.segments import narrowed
 from attnzoo.backends.triton.flash.statistics import add_scores, store_statistics
-from attnzoo.backends.triton.flash.threshold import MAX_STEPS, newton, round_tau
+from attnzoo.backends.triton.flash.threshold import MAX_STEPS, newton, store_threshold
 
 RUNTIME = (
     "q_b q_h q_n k_b k_h k_n v_b v_h v_n o_b o_h o_n mask_b mask_h mask_m mask_n "
@@ -99,12 +100,13 @@ def decode_products(
     q_side = (q_tile, (q, 1, 1 << 62, None, b, b), b * 0, q_at)
     k += (b * k_b + bh % (heads // group) * k_h) * ALIGN
     at = bh * rows_here
-    vectors = load_vectors(r, at, scale, gain, None, None, alibi, base, rows_here, UNIT, UNIT)
+    vectors = load_vectors(r, at, scale, gain, None, None, alibi, base, None, rows_here, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
     mask_at = place_mask(mask, b, h, mask_b, mask_h, 1)
-    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
+    decay_h = load_decay(decay, b * heads + h)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, decay_h, None)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     # [BM, 1]. products + j points to the products with key j.
@@ -143,7 +145,7 @@ def decode(
     q, k, v, products,  # either q and k, or products of an earlier pass; the others are None
     part, m, z,  # fp32 [B·Hkv, splits, rows, DV] and [B·Hkv, splits, rows]; m, z or None
     o, lse, sink, factor,  # for one split, without part, m and z; else None
-    gain, tau, shape, alibi, key_bias, base, decay, mask, q_segments, k_segments, ranges,
+    gain, tau, shape, alibi, key_bias, base, peak, decay, mask, q_segments, k_segments, ranges,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, mask_b, mask_h, mask_m, mask_n,
     scale, inner, eps, heads, group, queries, keys, left, right, first, last, span, splits, width,
     ACT: tl.constexpr, DISTANCE: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
@@ -158,12 +160,13 @@ def decode(
     rows_here = group * queries
     hk = bh % (heads // group)
     at = bh * rows_here
-    vectors = load_vectors(r, at, scale, gain, tau, shape, alibi, base, rows_here, UNIT, UNIT)
+    vectors = load_vectors(r, at, scale, gain, tau, shape, alibi, base, peak, rows_here, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
     mask_at = place_mask(mask, b, h, mask_b, mask_h, 1)
-    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
+    decay_h = load_decay(decay, b * heads + h)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, decay_h, peak)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     if k is None:
@@ -180,28 +183,28 @@ def decode(
         tiles_kv = (None, v_matrix, None, dv)
     else:
         tiles_kv = ((k, k_n * ALIGN, keys, None, b, hk), v_matrix, d, dv)
-    least: tl.constexpr = float("-inf") if ONLINE else 0.0 if SHIFTED else 1.0
-    m_i = tl.full([BLOCK_M], least, tl.float32)
-    z_i = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf") if ONLINE else 0.0, tl.float32)
+    z_i, peak_phi = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], SMALLEST, tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     low, high = split_blocks(first, last, span, split, splits, ranges, b, BLOCK_N)
-    acc, m_i, z_i = walk(
-        acc, m_i, z_i, low, high, q_side, None, i, tiles_kv, size, vectors, segment, where, None,
+    acc, m_i, z_i, peak_phi = walk(
+        acc, m_i, z_i, peak_phi, low, high, q_side, None, i, tiles_kv, size, vectors, segment,
+        where, None,
         ACT, DISTANCE, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
         D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
+    if PEAKED:
+        acc *= peak_phi[:, None]
     if part is None:
         acc = finish(
             acc, m_i, z_i, at, lane, rows_here, vectors, None, None, lse, sink, tau, factor,
-            eps, ACT, UNIT, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
+            eps, ACT, UNIT, ONLINE, SUM, NORMALIZER, SHIFTED,
         )  # fmt: skip
         o += (b * o_b + h * o_h + i.to(tl.int64) * o_n) * ALIGN
         store_tile(o, lane, 0, rows_here, dv, DV, acc)
     else:
         here = (bh * splits + split) * rows_here
-        store_split(
-            part, m, z, here, lane, rows_here, dv, acc, m_i, z_i, ONLINE, SUM, PEAKED, SHIFTED, DV
-        )
+        store_split(part, m, z, here, lane, rows_here, dv, acc, m_i, z_i, ONLINE, SUM, SHIFTED, DV)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -228,7 +231,7 @@ def decode_stats(m, z, t, lse, entropy, group, queries, splits):
 
 @triton.jit(do_not_specialize=RUNTIME)
 def decode_threshold(
-    products, m, candidates, tau,  # candidates: fp32, shaped as products
+    products, m, candidates, peak, tau,  # candidates: fp32, shaped as products
     gain, shape, alibi, key_bias, base, decay, mask, q_segments, k_segments,
     mask_b, mask_h, mask_m, mask_n,
     scale, inner, heads, group, queries, keys, left, right, first, splits, width,
@@ -247,12 +250,13 @@ def decode_threshold(
     b, h = row // (heads * queries), row // queries % heads
     one = tl.zeros([1, 1], tl.int32)
     i = one + (row % queries).to(tl.int32)
-    vectors = load_vectors(one, row, scale, gain, None, shape, alibi, base, 1, 1.0, 1.0)
+    vectors = load_vectors(one, row, scale, gain, None, shape, alibi, base, None, 1, 1.0, 1.0)
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
     mask_at = place_mask(mask, b, h, mask_b, mask_h, 1)
-    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
+    decay_h = load_decay(decay, b * heads + h)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, decay_h, None)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     a = vectors[2] - 1.0  # α − 1, [1, 1]
@@ -292,6 +296,5 @@ def decode_threshold(
         step += 1
         unsolved = (tl.max(is_unsolved.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
     # tl.max ignores NaN, so τ is set to NaN for queries with NaN among their scores.
-    found = round_tau(tl.reshape(base, [1]), t, tl.reshape(a, [1]))
-    found = tl.where(has_nan > 0, float("nan"), found)
-    tl.store(tau + row + tl.arange(0, 1), found)
+    t = tl.where(has_nan > 0, float("nan"), t)
+    store_threshold(peak, tau, row + tl.arange(0, 1), tl.reshape(base, [1]), t, t == t)

@@ -170,17 +170,21 @@ def describe_statistics(
 def describe_threshold(
     q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
     alpha: float | None, arch: int, processors: int,
-) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
-    """Return the launches, the products and τ. Only gain and shape of ``vectors`` are read."""
+) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Return the launches, the products, the peak and τ.
+
+    Only gain and shape of ``vectors`` are read.
+    """
     walk, args, products = _products_pass(
         q, k, vectors.gain, extras, form.distance_act, 1.0, layout, arch, processors, None
     )
-    tau = new_vector(q)
+    peak, tau = new_vector(q), new_vector(q)
     args = {
-        **args, "candidates": torch.empty_like(products), "tau": tau, "shape": vectors.shape,
-        "ACT": form.act, "ALPHA": alpha, "BLOCK": 256 if arch == 0 else SCORES,
+        **args, "candidates": torch.empty_like(products), "peak": peak, "tau": tau,
+        "shape": vectors.shape, "ACT": form.act, "ALPHA": alpha,
+        "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
-    return [*walk, row_launch(kernels.decode_threshold, args, q)], (products, tau)
+    return [*walk, row_launch(kernels.decode_threshold, args, q)], (products, peak, tau)
 
 
 def describe_decode(
@@ -205,7 +209,7 @@ def describe_decode(
         "ACT": form.act, "DISTANCE": form.distance_act, "UNIT": form.unit,
         "VANISHES": form.vanishes, "ONLINE": online,
         "NORMALIZER": form.normalizer, "SHIFTED": form.shifted, "eps": form.eps or None,
-        "SUM": sums, "PEAKED": is_peaked(form, extras, v),
+        "SUM": sums, "PEAKED": is_peaked(form, v),
         "ALIGN": align, "CHUNK": PARTIALS, "stat": None, "weight_sum": None,
     }  # fmt: skip
     kernel_args = {name: args[name] for name in kernels.decode.arg_names}

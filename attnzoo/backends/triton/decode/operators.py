@@ -48,6 +48,7 @@ def _(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
 
 class Threshold(NamedTuple):
     products: Tensor
+    peak: Tensor
     tau: Tensor
 
 
@@ -65,7 +66,7 @@ def decode_threshold(
 def _(*, q: Tensor, k: Tensor, layout: Layout) -> Threshold:
     from attnzoo.backends.triton.decode import launch
 
-    return Threshold(launch.new_products(q, k, layout), new_vector(q))
+    return Threshold(launch.new_products(q, k, layout), new_vector(q), new_vector(q))
 
 
 class Attended(NamedTuple):

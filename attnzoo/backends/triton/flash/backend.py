@@ -54,13 +54,6 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
         return f"does not support a threshold for {name}, which has no alpha (tiled does)"
     if call.return_lse and not form.softmax:
         return "does not support return_lse except for a softmax (tiled does)"
-    half = call.input_dtype == torch.float16
-    if half and form.normalize == "none" and not form.activation.bounded and form.factor is None:
-        # The weights may exceed 65504, the largest fp16 number. A factor such as 1/n keeps them
-        # small.
-        return (
-            f"does not support fp16 for {name}, which is unbounded, without a factor (tiled does)"
-        )
     if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
         return "does not support a gradient through the statistics of the logits (tiled does)"
     learned = isinstance(form.shape, Tensor) and form.shape.requires_grad
@@ -138,11 +131,12 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     if form.normalize == "threshold":
         with torch.no_grad():
             alpha = alpha_of(form)
-            tau, *found = ops.flash_threshold(
+            peak, tau, *found = ops.flash_threshold(
                 q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, extras=extras,
                 layout=layout, form=kernel_form, alpha=alpha,
             )  # fmt: skip
-        vectors, maps = vectors._replace(offset=tau), Maps(*found)
+        vectors, extras = vectors._replace(offset=tau), extras._replace(peak=peak)
+        maps = Maps(*found)
     found = ops.flash_forward(
         q=q, k=k, v=v, vectors=vectors, extras=extras, maps=maps, layout=layout,
         form=kernel_form, want_lse=call.return_lse,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.tile import (
+    SMALLEST,
     activate,
     activate_both,
     by_distance,
@@ -27,6 +28,7 @@ from attnzoo.backends.triton.common.tile import (
     load_segments,
     place_mask,
     query_blocks,
+    relative,
     scores,
     store_tile,
     times,
@@ -41,7 +43,7 @@ def flash_dkdv(
     q, k, v, do, dk, dv,
     dkey_bias,  # fp32 [2, B, H, Nk], initially 0, or None; the gradient is the sum of both parts
     q_descriptor, do_descriptor,  # for TMA, with blocks of BLOCK_M rows; or None
-    gain, tau, per_z, shape, alibi, lse, dlse, delta, key_bias, base,  # vectors or None
+    gain, tau, per_z, shape, alibi, lse, dlse, delta, key_bias, base, peak,  # vectors or None
     decay,  # [B, H] or None
     mask, q_segments, k_segments, ranges,
     blocks, counts,  # from `list_queries`, per tile of MAP_N keys; or None
@@ -50,7 +52,7 @@ def flash_dkdv(
     scale, inner, heads, group, queries, keys, left, right,
     parts,  # number of parts of each group, which are then the groups; or None
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    NORMALIZER: tl.constexpr, DISTANCE: tl.constexpr,
+    NORMALIZER: tl.constexpr, PEAKED: tl.constexpr, DISTANCE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     MAP_M: tl.constexpr, MAP_N: tl.constexpr, TURNED: tl.constexpr,
@@ -96,13 +98,15 @@ def flash_dkdv(
     if decay is not None:
         decay += b * heads + h
     head = (b, h, at, mask_at, bias_at)
-    vectors = (gain, tau, per_z, shape, alibi, lse, dlse, delta, scale, base, inner, decay)
+    vectors = (gain, tau, per_z, shape, alibi, lse, dlse, delta, scale, base, inner, decay, peak)
     where = (mask, mask_h, mask_m, mask_n, k_segments, q_segments, key_bias)
     size = (queries, keys - start, left, right)
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     low, high = narrowed(low, high, ranges, b * tiles + tile, BLOCK_M)
     acc_k = tl.zeros([BLOCK_D, BLOCK_N] if TURNED else [BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_DV, BLOCK_N] if TURNED else [BLOCK_N, BLOCK_DV], tl.float32)
+    # With PEAKED, these sums are relative to the running maxima of |dS| and |p|.
+    peaks = (tl.full([BLOCK_N], SMALLEST, tl.float32), tl.full([BLOCK_N], SMALLEST, tl.float32))
     PARTS: tl.constexpr = 1 if blocks is None else MAP_M // BLOCK_M
     # Blocks that need masks are in ``span`` or in a list. With SPLIT, the others follow.
     span, steps = (low, high, high, high), (high - low) * group
@@ -117,10 +121,10 @@ def flash_dkdv(
             start, low, high, (queries, keys, left, right), BLOCK_M, BLOCK_N, HAS_MASK
         )
         span, steps = (low, first, last, high), (first - low + high - last) * group
-    acc_k, acc_v = _sum_over_queries(
-        acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
-        blocks, keys, dkey_bias,
-        ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER, DISTANCE,
+    acc_k, acc_v, peaks = _sum_over_queries(
+        acc_k, acc_v, peaks, span, steps, k_side, v_side, q_side, do_side, head, vectors, where,
+        size, blocks, keys, dkey_bias,
+        ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER, PEAKED, DISTANCE,
         D, DV, BLOCK_M, PARTS, PART, TURNED, True, PRECISION,
     )  # fmt: skip
     if SPLIT:
@@ -132,16 +136,19 @@ def flash_dkdv(
             span, steps = (first, last, last, last), (last - first) * group
         if dkey_bias is not None:
             dkey_bias += tl.num_programs(0).to(tl.int64) // tiles * group * keys
-        acc_k, acc_v = _sum_over_queries(
-            acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
-            blocks, keys, dkey_bias,
-            ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER, DISTANCE,
+        acc_k, acc_v, peaks = _sum_over_queries(
+            acc_k, acc_v, peaks, span, steps, k_side, v_side, q_side, do_side, head, vectors,
+            where, size, blocks, keys, dkey_bias,
+            ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER, PEAKED, DISTANCE,
             D, DV, BLOCK_M, PARTS, PART, TURNED, False, PRECISION,
         )  # fmt: skip
     dk += (b * dk_b + hk * dk_h) * ALIGN
     dv += (b * dv_b + hk * dv_h) * ALIGN
     if TURNED:
         acc_k, acc_v = tl.trans(acc_k), tl.trans(acc_v)
+    if PEAKED:
+        acc_k *= peaks[0][:, None]
+        acc_v *= peaks[1][:, None]
     acc_k *= scale if inner is None else scale * inner
     store_tile(dk, j, dk_n * ALIGN, keys, d, D, acc_k)
     store_tile(dv, j, dv_n * ALIGN, keys, d_v, DV, acc_v)
@@ -161,10 +168,11 @@ def _load_vectors(
     EDGE: tl.constexpr,
 ):  # fmt: skip
     """Return the gain, and what `load_vectors` returns, of the queries row + i."""
-    gain, tau, _, shape, alibi, _, _, _, scale, base, _, _ = vectors
+    gain, tau, _, shape, alibi, _, _, _, scale, base, _, _, peak = vectors
     one = tl.full(i.shape, 1.0, tl.float32)
     factor, gain_i = one * (scale * UNIT), one
-    tau_i, shape_i, slope_i, base_i = one * 0, one * 0, one * 0, one * 0
+    zero = one * 0
+    tau_i, shape_i, slope_i, base_i, peak_i = zero, zero, zero, zero, zero
     if gain is not None:
         gain_i = _load_vector(gain, row, i, rest, 0.0, EDGE)
         factor *= gain_i
@@ -180,19 +188,21 @@ def _load_vectors(
         slope_i = _load_vector(alibi, row, i, rest, 0.0, EDGE) * UNIT
     if base is not None:
         base_i = _load_vector(base, row, i, rest, 0.0, EDGE)
-    return gain_i, (factor, tau_i, shape_i, slope_i, base_i)
+    if peak is not None:
+        peak_i = _load_vector(peak, row, i, rest, 0.0, EDGE)
+    return gain_i, (factor, tau_i, shape_i, slope_i, base_i, peak_i)
 
 
 @triton.jit
-def _limited(seen, i, j, offset, left, right, TURNED: tl.constexpr, MASKED: tl.constexpr):
-    """Return the keys that causality and window allow, and if MASKED only those in ``seen``.
+def _limited(seen, i, j, offset, left, right, TURNED: tl.constexpr):
+    """Return the keys in ``seen`` that causality and window allow.
 
     Query index + offset is the index of the key at the same position. One limit per row needs fewer
     registers than one per column.
     """
     if right is not None:
         inside = (j <= i + (offset + right)) if TURNED else (j - (offset + right) <= i)
-        seen = seen & inside if MASKED else inside
+        seen = seen & inside
     if left is not None:
         inside = (j >= i + (offset - left)) if TURNED else (j - (offset - left) >= i)
         seen = seen & inside
@@ -201,10 +211,10 @@ def _limited(seen, i, j, offset, left, right, TURNED: tl.constexpr, MASKED: tl.c
 
 @triton.jit
 def _sum_over_queries(
-    acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
+    acc_k, acc_v, peaks, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
     blocks, all_keys, dkey_bias,
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    NORMALIZER: tl.constexpr, DISTANCE: tl.constexpr,
+    NORMALIZER: tl.constexpr, PEAKED: tl.constexpr, DISTANCE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
     PART: tl.constexpr, TURNED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -218,10 +228,11 @@ def _sum_over_queries(
     q, q_h, q_n, q_descriptor, d = q_side
     do, do_h, do_n, do_descriptor, d_v = do_side
     b, h, at, mask_at, bias_at = head
-    _, _, per_z, _, alibi, lse, dlse, delta, _, base, inner, decay = vectors
+    _, _, per_z, _, alibi, lse, dlse, delta, _, base, inner, decay, peak = vectors
     mask, mask_h, mask_m, mask_n, k_segments, q_segments, key_bias = where
     queries, keys, left, right = size
     low, first, last, high = span
+    peak_ds, peak_p = peaks
     MASKED: tl.constexpr = mask is not None or k_segments is not None
     HIDES: tl.constexpr = EDGE or MASKED
     local = tl.arange(0, BLOCK_M)
@@ -264,21 +275,18 @@ def _sum_over_queries(
                 mask_now += begin.to(tl.int64) * mask_m
         size_now = (rest, keys, None, None)
         decay_now = load_decay(decay, turn)
-        terms = (key_bias, bias_at + turn.to(tl.int64) * all_keys, base, inner, decay_now)
+        terms = (key_bias, bias_at + turn.to(tl.int64) * all_keys, base, inner, decay_now, peak)
         s, seen = scores(
             product, i, j, loaded, segment,
             (mask, mask_now, mask_m, mask_n, k_segments, alibi, terms),
             size_now, UNIT, DISTANCE, EDGE, MASKED,
         )  # fmt: skip
         if EDGE:
-            # Keys and queries that do not exist need no comparison: their results are not stored,
-            # or 0.
-            seen = _limited(seen, i, j, keys - rest, left, right, TURNED, MASKED)
-            if key_bias is not None or DISTANCE is not None:
-                # φ of a query that does not exist would be ∞ for a large bias, and ∞ · 0 is NaN.
-                s = tl.where(i < rest, s, float("-inf") if VANISHES else 0.0)
+            # Queries that do not exist are loaded as 0, but φ of their scores may be ∞, and ∞ · 0
+            # is NaN. Keys that do not exist need no comparison: their results are not stored.
+            seen = _limited(seen & (i < rest), i, j, keys - rest, left, right, TURNED)
             # Otherwise `activate` sets the weights of hidden keys to 0.
-            if VANISHES and (left is not None or right is not None):
+            if VANISHES:
                 s = tl.where(seen, s, float("-inf"))
         HIDDEN: tl.constexpr = HIDES and not VANISHES
         if NORMALIZER:
@@ -312,6 +320,9 @@ def _sum_over_queries(
             ds *= by_distance(DISTANCE, i, j, size_now, decay_now)[0]
         if inner is not None:
             ds *= (1.0 - product) * (1.0 + product)
+        if PEAKED:
+            p, acc_v, peak_p = relative(p, acc_v, peak_p, 0 if TURNED else 1)
+            ds, acc_k, peak_ds = relative(ds, acc_k, peak_ds, 0 if TURNED else 1)
         p, ds = p.to(do_tile.dtype), ds.to(q_tile.dtype)
         if TURNED:
             acc_v = dot(tl.trans(do_tile), p, acc_v, PRECISION)  # [DV, BN]
@@ -338,4 +349,4 @@ def _sum_over_queries(
             total = tl.where(ends, 0.0, total)
         if blocks is None:
             turn = following
-    return acc_k, acc_v
+    return acc_k, acc_v, (peak_ds, peak_p)

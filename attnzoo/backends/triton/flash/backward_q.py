@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.tile import (
+    SMALLEST,
     activate,
     activate_both,
     by_distance,
@@ -32,6 +33,7 @@ from attnzoo.backends.triton.common.tile import (
     load_vectors,
     place_mask,
     query_tile,
+    relative,
     scores,
     store_tile,
     times,
@@ -48,7 +50,7 @@ def flash_dq(
     k_descriptor, v_descriptor,  # for TMA, with blocks of BLOCK_N rows; or None
     # Vectors to write, or None. delta is gain · δ, or δ with PLAIN_DELTA. dtau: of τ or of base.
     delta, per_z, dgain, dtau, dshape, dsink, dalibi, dfactor, ddecay,
-    gain, tau, z, shape, sink, alibi, lse, dlse, key_bias, base, factor,  # vectors or None
+    gain, tau, z, shape, sink, alibi, lse, dlse, key_bias, base, peak, factor,  # vectors or None
     decay,  # [B, H] or None
     mask, q_segments, k_segments, ranges, blocks, counts,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
@@ -58,7 +60,7 @@ def flash_dq(
     SHAPE_SLOPE: tl.constexpr,  # function of (x, shape) that returns ∂φ/∂shape, or None
     DISTANCE: tl.constexpr, DISTANCE_SLOPE: tl.constexpr,  # functions of (t, decay), or None
     MEAN: tl.constexpr, PLAIN_DELTA: tl.constexpr,
-    NORMALIZER: tl.constexpr,
+    NORMALIZER: tl.constexpr, PEAKED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MAP_M: tl.constexpr,
     PART: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
@@ -83,9 +85,12 @@ def flash_dq(
     do_matrix = (do, do_n * ALIGN, queries, None, b, h)
     do_tile = load_block(do_matrix, start, q_side[3], dv, DV, True)  # [BM, DV]
     do_side = (do_tile, do_matrix, start, q_side[3])
-    vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, base, queries, UNIT, TAU_UNIT)
+    vectors = load_vectors(
+        i, at, scale, gain, tau, shape, alibi, base, peak, queries, UNIT, TAU_UNIT
+    )
     segment = load_segments(q_segments, b * queries, i, queries)
-    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
+    decay_h = load_decay(decay, b * heads + h)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, decay_h, peak)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     b_now, h_now = b.to(tl.int32), hk.to(tl.int32)
@@ -155,26 +160,30 @@ def flash_dq(
     PRODUCTS: tl.constexpr = dgain is not None and (WIDE or inner is not None)
     # acc: Σ dS k, where dS includes the gain by distance. sums: Σ dS, Σ dS |i − j|, Σ dS q·k or
     # Σ dS tanh, Σ φ dP, Σ ∂φ/∂shape (dP/Z − δ/Z), and Σ dS ∂s/∂decay.
+    # With PEAKED, acc is relative to the running maximum of |dS|.
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak_ds = tl.full([BLOCK_M], SMALLEST, tl.float32)
     nothing = tl.zeros([BLOCK_M], tl.float32)
     sums = (nothing, nothing, nothing, nothing, nothing, nothing)
     if SPLIT and blocks is None:
-        acc, sums = _sum_over_keys(
-            acc, sums, low, full, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
-            mean, lse_i, dlse_i, where, None,
+        acc, peak_ds, sums = _sum_over_keys(
+            acc, peak_ds, sums, low, full, q_side, do_side, i, tiles_kv, size, vectors, segment,
+            per_z_i, mean, lse_i, dlse_i, where, None,
             ACT, SHAPE, DISTANCE, DISTANCE_SLOPE, UNIT, VANISHES, TOTAL, DISTANT, PRODUCTS, AMOUNT,
             SEPARATE,
-            NORMALIZER, D, DV, BLOCK_N, PART, False, PRECISION,
+            NORMALIZER, PEAKED, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         low = full
-    acc, sums = _sum_over_keys(
-        acc, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
-        mean, lse_i, dlse_i, where, blocks,
+    acc, peak_ds, sums = _sum_over_keys(
+        acc, peak_ds, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment,
+        per_z_i, mean, lse_i, dlse_i, where, blocks,
         ACT, SHAPE, DISTANCE, DISTANCE_SLOPE, UNIT, VANISHES, TOTAL, DISTANT, PRODUCTS, AMOUNT,
         SEPARATE,
-        NORMALIZER, D, DV, BLOCK_N, PART, True, PRECISION,
+        NORMALIZER, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
     total, dist, products, amount, change, decays = sums
+    if PEAKED:
+        acc *= peak_ds[:, None]
     acc *= scale if inner is None else scale * inner
     if dgain is not None:
         # dgain is computed before acc is multiplied by the gain: q·dq / gain would fail where the
@@ -292,12 +301,12 @@ def _mean_over_keys(
 
 @triton.jit
 def _sum_over_keys(
-    acc, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
+    acc, peak_ds, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
     mean, lse_i, dlse_i, where, blocks,
     ACT: tl.constexpr, SHAPE: tl.constexpr, DISTANCE: tl.constexpr, DISTANCE_SLOPE: tl.constexpr,
     UNIT: tl.constexpr, VANISHES: tl.constexpr,
     TOTAL: tl.constexpr, DISTANT: tl.constexpr, PRODUCTS: tl.constexpr, AMOUNT: tl.constexpr,
-    SEPARATE: tl.constexpr, NORMALIZER: tl.constexpr,
+    SEPARATE: tl.constexpr, NORMALIZER: tl.constexpr, PEAKED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -352,5 +361,9 @@ def _sum_over_keys(
             products += tl.sum(ds * product, 1)
         if where[6][3] is not None:
             ds *= (1.0 - product) * (1.0 + product)
+        if PEAKED:
+            # φ' of a query that does not exist may be ∞, and ∞ · 0 has no maximum.
+            ds = tl.where(i < size[0], ds, 0.0)
+            ds, acc, peak_ds = relative(ds, acc, peak_ds, 1)
         acc = dot(ds.to(k_tile.dtype), k_tile, acc, PRECISION)  # [BM, D]
-    return acc, (total, dist, products, amount, change, decays)
+    return acc, peak_ds, (total, dist, products, amount, change, decays)

@@ -14,6 +14,7 @@ import triton.language as tl
 from attnzoo.backends.triton.common.fold import factor_out, finish, walk
 from attnzoo.backends.triton.common.merge import store_split
 from attnzoo.backends.triton.common.tile import (
+    SMALLEST,
     key_blocks,
     load_decay,
     load_segments,
@@ -40,7 +41,7 @@ def flash_forward(
     # query without keys stat is 0 with ONLINE, weight_sum and Z are 1, and lse is −∞.
     q, k, v, o, stat, weight_sum, lse,
     k_descriptor, v_descriptor,  # for TMA, or both None
-    gain, tau, shape, sink, alibi, key_bias, base, factor,  # vectors or None
+    gain, tau, shape, sink, alibi, key_bias, base, peak, factor,  # vectors or None
     decay,  # [B, H] or None
     mask, q_segments, k_segments, ranges,  # ranges: see `segments`
     blocks, counts,  # key blocks with nonzero weights, per tile of MAP_M queries; or None
@@ -72,9 +73,10 @@ def flash_forward(
         k_segments += b * keys
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     # The vectors are [BM, 1] each.
-    vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, base, queries, UNIT, UNIT)
+    vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, base, peak, queries, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
-    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
+    decay_h = load_decay(decay, b * heads + h)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, decay_h, peak)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b, hk)
@@ -85,10 +87,9 @@ def flash_forward(
         q_tile, late = factor_out(q_tile, vectors, LATE)
         q_side = (q_tile, q_side[1], start, q_side[3])
 
-    # m is the running maximum of the scores (ONLINE), of 0 and the scores (SHIFTED), or of 1 and φ
-    # (PEAKED).
-    least: tl.constexpr = float("-inf") if ONLINE else 0.0 if SHIFTED else 1.0
-    m = tl.full([BLOCK_M], least, tl.float32)
+    # m is the running maximum of the scores (ONLINE), or of 0 and the scores (SHIFTED).
+    m = tl.full([BLOCK_M], float("-inf") if ONLINE else 0.0, tl.float32)
+    peak_phi = tl.full([BLOCK_M], SMALLEST, tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
@@ -104,27 +105,30 @@ def flash_forward(
         high = tl.minimum(low + span, high)
         full = tl.minimum(tl.maximum(full, low), high)
     if SPLIT and blocks is None:
-        acc, m, z = walk(
-            acc, m, z, low, full, q_side, late, i, tiles_kv, size, vectors, segment, where, None,
+        acc, m, z, peak_phi = walk(
+            acc, m, z, peak_phi, low, full, q_side, late, i, tiles_kv, size, vectors, segment,
+            where, None,
             ACT, DISTANCE, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
             D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         low = full
-    acc, m, z = walk(
-        acc, m, z, low, high, q_side, late, i, tiles_kv, size, vectors, segment, where, blocks,
+    acc, m, z, peak_phi = walk(
+        acc, m, z, peak_phi, low, high, q_side, late, i, tiles_kv, size, vectors, segment,
+        where, blocks,
         ACT, DISTANCE, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
         D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
+    if PEAKED:
+        acc *= peak_phi[:, None]
 
     if splits is not None:
         at = at * splits + split * queries
         store_split(
-            o, stat, weight_sum, at, index, queries, dv, acc, m, z,
-            ONLINE, SUM, PEAKED, SHIFTED, DV,
+            o, stat, weight_sum, at, index, queries, dv, acc, m, z, ONLINE, SUM, SHIFTED, DV
         )  # fmt: skip
     else:
         acc = finish(
             acc, m, z, at, index, queries, vectors, stat, weight_sum, lse, sink, tau, factor,
-            eps, ACT, UNIT, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
+            eps, ACT, UNIT, ONLINE, SUM, NORMALIZER, SHIFTED,
         )  # fmt: skip
         store_tile(o, index, o_n * ALIGN, queries, dv, DV, acc)

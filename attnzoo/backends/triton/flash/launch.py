@@ -14,6 +14,7 @@ from attnzoo.backends.triton.common.kernel_operands import (
     Extras,
     Form,
     Maps,
+    adds_terms,
     is_peaked,
     like,
     new_vector,
@@ -165,8 +166,7 @@ def _late(q: Tensor, layout: Layout, gain: Tensor | None, extras: Extras, arch: 
     Possible only if scores are multiples of the products. A wide q in fp32 is read in parts from
     memory, where its sign cannot be changed, and a changed q costs many registers.
     """
-    added = layout.mask is not None and layout.mask.is_floating_point()
-    if added or not (layout.alibi is extras.key_bias is extras.base is extras.decay is None):
+    if adds_terms(layout, extras):
         return None
     if gain is None and outer_scale(layout) >= 0:
         return "keep"
@@ -181,10 +181,10 @@ def describe_forward(
     """Return the launches and their results: out, stat, weight_sum and lse, see `flash_forward`."""
     out = like(q, v.shape[3])
     stat = None if form.normalize == "none" else new_vector(q)
-    weight_sum = new_vector(q) if stands_apart(form, layout.mask) else None
+    weight_sum = new_vector(q) if stands_apart(form, layout, extras) else None
     lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
-    peaked = is_peaked(form, extras, v)
+    peaked = is_peaked(form, v)
     tile = _tile(maps, q, k, v)
     heavy, narrow = vectors.shape is not None, _narrow(layout)
     features = Features(align, tile, heavy, rare=peaked, narrow=narrow, extras=extras)
@@ -233,19 +233,20 @@ def describe_backward(
         tau, z = stat, weight_sum
     elif form.shifted:
         shape, z = stat, weight_sum
+    peaked = is_peaked(form, v)
     shared = {
         **_common(q, k, layout), **values(v),
         "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": shape,
         "tau": tau, "per_z": None if z is None else new_vector(q),
-        "key_bias": extras.key_bias, "base": extras.base, "decay": extras.decay,
-        "DISTANCE": form.distance_act, "lse": None if dlse is None else lse, "dlse": dlse,
+        "key_bias": extras.key_bias, "base": extras.base, "peak": extras.peak,
+        "decay": extras.decay, "DISTANCE": form.distance_act,
+        "lse": None if dlse is None else lse, "dlse": dlse,
         "delta": None if form.normalize == "none" else new_vector(q),
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
-        "NORMALIZER": form.normalizer,
+        "NORMALIZER": form.normalizer, "PEAKED": peaked,
         "TAU_UNIT": 1.0 if online else form.unit,  # the saved stat is already multiplied by unit
     }  # fmt: skip
     align = align_of(q, k, v, out, do, grads["q"], grads["k"], grads["v"])
-    peaked = form.normalize == "sum" and v.dtype == torch.float16
     heavy = vectors.shape is not None or peaked or form.normalizer or extras.factor is not None
     tile = _tile(maps, q, k, v)
     map_args = dict(zip(("MAP_M", "MAP_N"), tile or (0, 0)))
@@ -366,20 +367,23 @@ def empty_maps(
 def describe_threshold(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
     alpha: float | None, arch: int,
-) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Return the launches, τ and the block map. Only gain and shape of ``vectors`` are read."""
+) -> tuple[list[Launch], tuple[Tensor, ...]]:  # fmt: skip
+    """Return the launches, the peak, τ and the block map.
+
+    Only gain and shape of ``vectors`` are read.
+    """
     align = align_of(q, k)
     tile = _new_tile(q, k, v, layout, vectors.shape, extras)
     features = Features(stride_align(q, k), tile, extras=extras)
     config = _config("threshold", arch, q, k, v, layout, features)
     maps = empty_maps(q, k, v, layout, vectors.shape, extras)
-    tau, (blocks, counts, live) = new_vector(q), maps
+    peak, tau, (blocks, counts, live) = new_vector(q), new_vector(q), maps
     ranges, before = ranges_of(layout, config.block_m, arch)
     # Each program writes the map entries of its blocks, so blocks must have the size of map tiles.
     assert (config.block_m, config.block_n) == tile
     args = {
         **_common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,
-        "tau": tau, "blocks": blocks, "counts": counts, "live": live,
+        "peak": peak, "tau": tau, "blocks": blocks, "counts": counts, "live": live,
         "gain": vectors.gain, "shape": vectors.shape, "key_bias": extras.key_bias,
         "base": extras.base, "decay": extras.decay, "ACT": form.act, "ALPHA": alpha,
         "DISTANCE": form.distance_act,
@@ -387,4 +391,4 @@ def describe_threshold(
         "ALIGN": align, "ranges": ranges,
     }  # fmt: skip
     launch = Launch(threshold, programs_of(q, config.block_m), args, config, zeroed=("live",))
-    return [*before, launch], (tau, blocks, counts, live)
+    return [*before, launch], (peak, tau, blocks, counts, live)

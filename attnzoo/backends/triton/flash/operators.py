@@ -50,8 +50,9 @@ def _(*, q: Tensor) -> Statistics:
 
 
 class Threshold(NamedTuple):
-    """The per-query vector τ, and the fields of `Maps`."""
+    """The largest score of each query, τ relative to it, and the fields of `Maps`."""
 
+    peak: Tensor
     tau: Tensor
     blocks: Tensor
     counts: Tensor
@@ -74,7 +75,7 @@ def _(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, layout: Layout
 ) -> Threshold:
     maps = _modules().flash.empty_maps(q, k, v, layout, vectors.shape, extras)
-    return Threshold(new_vector(q), *maps)
+    return Threshold(new_vector(q), new_vector(q), *maps)
 
 
 class Attended(NamedTuple):
@@ -101,11 +102,13 @@ def flash_forward(
 
 
 @flash_forward.fake
-def _(*, q: Tensor, v: Tensor, layout: Layout, form: Form, want_lse: bool) -> Attended:
+def _(
+    *, q: Tensor, v: Tensor, extras: Extras, layout: Layout, form: Form, want_lse: bool
+) -> Attended:
     return Attended(
         like(q, v.shape[3]),
         None if form.normalize == "none" else new_vector(q),
-        new_vector(q) if stands_apart(form, layout.mask) else None,
+        new_vector(q) if stands_apart(form, layout, extras) else None,
         new_vector(q) if want_lse else None,
     )
 

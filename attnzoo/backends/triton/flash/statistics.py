@@ -53,9 +53,9 @@ def row_stats(
     if k_segments is not None:
         k_segments += b * keys
     d = tl.arange(0, BLOCK_D)
-    vectors = load_vectors(i, at, scale, None, None, None, alibi, None, queries, UNIT, UNIT)
+    vectors = load_vectors(i, at, scale, None, None, None, alibi, None, None, queries, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
-    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, (None, 0, None, inner, None))
+    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, (None, 0, None, inner, None, None))
     size = (queries, keys, left, right)
     k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b, h // group)
     factor = None

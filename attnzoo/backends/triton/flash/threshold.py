@@ -1,8 +1,9 @@
 """Solves Σ_j φ(s_ij − τ_i) = 1 for τ (sparsemax, entmax); lists blocks with nonzero weights.
 
 Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q
-and, in each solver step, the keys that can still have nonzero weight. It writes its block of τ,
-the list of key blocks with nonzero weights, and a flag for each of these blocks.
+and, in each solver step, the keys that can still have nonzero weight. It writes its block of the
+largest scores and of τ relative to them, the list of key blocks with nonzero weights, and a flag
+for each of these blocks.
 
 The solver is Newton's method for Z^{α−1} = 1 with Z = Σφ: τ += (Z − Z^{2−α})/((α−1) Σφ'). τ starts
 at the maximum of each query's scores and increases monotonically. For equal scores one step is
@@ -47,7 +48,7 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def threshold(
-    q, k, tau, blocks, counts,  # blocks: int32 [B·H, tiles of queries, tiles of keys]
+    q, k, peak, tau, blocks, counts,  # blocks: int32 [B·H, tiles of queries, tiles of keys]
     live,  # uint8, shaped as blocks, initially 0: 1 where a tile has nonzero weights
     gain, shape, alibi, key_bias, base, decay, mask, q_segments, k_segments, ranges,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
@@ -73,9 +74,10 @@ def threshold(
     blocks += map_row * tl.cdiv(keys, BLOCK_N)
     live += map_row * tl.cdiv(keys, BLOCK_N)
     k_matrix = (k, k_n * ALIGN, keys, None, b, h // group)
-    vectors = load_vectors(i, at, scale, gain, None, shape, alibi, base, queries, 1.0, 1.0)
+    vectors = load_vectors(i, at, scale, gain, None, shape, alibi, base, None, queries, 1.0, 1.0)
     segment = load_segments(q_segments, b * queries, i, queries)
-    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
+    decay_h = load_decay(decay, b * heads + h)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, decay_h, None)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     if ALPHA is None:
@@ -146,7 +148,7 @@ def threshold(
         unsolved = (tl.max(unsolved_queries.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
     # Here 0 again for a query without keys, even if its gain is NaN.
     base = tl.where(m == float("-inf"), 0.0, m * tl.reshape(late, [BLOCK_M]))
-    tl.store(tau + at + index, round_tau(base, t, a), mask=index < queries)
+    store_threshold(peak, tau, at + index, base, t, index < queries)
     tl.store(counts + map_row, kept)
     tl.debug_barrier()
     for n in range(kept):
@@ -241,14 +243,11 @@ def newton(t, z, slopes, a):
 
 
 @triton.jit
-def round_tau(base, t, a):
-    """Return τ = base + t, rounded down if rounding to nearest would increase τ too much.
+def store_threshold(peak, tau, at, base, t, inside):
+    """Store the largest score and τ relative to it.
 
-    An increase of τ by 1/(α−1) − t would set the largest weight to 0, and so all weights. Rounding
-    of large scores can increase τ by that much. Rounding to nearest is therefore used only if it
-    increases τ by at most half of 1/(α−1) − t. Rounding down increases all weights, and the
-    division by their sum corrects this.
+    Their sum may round to the largest score, and then has no digit of τ. τ is NaN if the largest
+    score is NaN or ∞.
     """
-    found = base + t
-    lost = found - base - t > 0.5 * (1.0 / a - t)
-    return tl.where(lost, found - tl.abs(found) * 1.2e-7, found)
+    tl.store(peak + at, base, mask=inside)
+    tl.store(tau + at, t + (base - base), mask=inside)
