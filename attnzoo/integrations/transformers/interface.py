@@ -19,7 +19,7 @@ from attnzoo.core.variant import Variant
 from attnzoo.functional.attention import attention
 from attnzoo.integrations.transformers import masks
 from attnzoo.integrations.transformers.masks import NAME, Layout
-from attnzoo.integrations.transformers.packed import chunked, packed_segments
+from attnzoo.integrations.transformers.packed import combined, packed_segments
 from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
 
@@ -92,9 +92,8 @@ def attend(
     unused = layout.start, key.shape[2] - layout.stop  # keys before and after those in use
     key, value = key[:, :, layout.start : layout.stop], value[:, :, layout.start : layout.stop]
     segments = layout.segment_ids
-    if segments is None or layout.chunk:
-        documents = packed_segments(module, attention_mask, layout, query, key, kwargs)
-        segments = segments if documents is None else chunked(documents, layout)
+    documents = packed_segments(module, attention_mask, layout, query, key, kwargs)
+    segments = segments if documents is None else combined(documents, layout)
     options: dict[str, Any] = {
         "attn_mask": layout.attn_mask, "is_causal": layout.is_causal, "window": layout.window,
         "segment_ids": segments, "scale": scaling, "dropout_p": dropout,
