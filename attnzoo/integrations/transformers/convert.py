@@ -21,7 +21,7 @@ from attnzoo.integrations.transformers.checks import (
     taken_sink,
     wrapper_entry,
 )
-from attnzoo.integrations.transformers.interface import ObservedCall
+from attnzoo.integrations.transformers.interface import ObservedCall, mark, unmark
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import (
     Batch,
@@ -237,7 +237,9 @@ def _spec(part: Any, prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
     inside = {n.removeprefix(start): e for n, e in entries.items() if n.startswith(start)}
     # Two models may share a config: keep only entries of layers that this model has converted.
     known = own_layers(part)
-    before = getattr(part.config, NAME)["before"] if known else implementations(part)
+    # "attnzoo" before the conversion computes nothing.
+    now = {name: "eager" if x == NAME else x for name, x in implementations(part).items()}
+    before = getattr(part.config, NAME)["before"] if known else now
     # A new dict, because copies of a config share the old one.
     return {"version": VERSION, "before": before, "layers": {**known, **inside}}
 
@@ -289,6 +291,9 @@ def attach(
         removed = put(module, child.to(device).train(module.training))
         if undo is not None:
             undo.append(removed)
+    undo_marks = mark(model)
+    if undo is not None:
+        undo.append(undo_marks)
     set_implementations(model, NAME)
 
 
@@ -326,6 +331,7 @@ def revert(model: ModelT) -> ModelT:
         query_layer(module, None)  # raises before anything is changed
     for module in converted:
         put(module, None)
+    unmark(host.modules())
     set_implementations(host, spec["before"])
     for _, part in parts_of(host):
         for name in (NAME, "attn_implementation"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -23,6 +23,8 @@ from attnzoo.integrations.transformers.packed import combined, packed_segments
 from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
 
+# The attribute of all modules of a converted model, whose other layers compute softmax.
+HOST = "_is_attnzoo_host"
 # Keywords that models pass to other attention functions and that attnzoo does not support.
 UNSUPPORTED = ("sinks", "position_bias", "head_mask", "cache", "indices")
 
@@ -60,6 +62,19 @@ def observe_calls() -> Iterator[list[ObservedCall]]:
         yield calls
     finally:
         _observed.reset(token)
+
+
+def mark(model: nn.Module) -> Callable[[], None]:
+    """Marks all modules as those of a converted model. Returns a function that undoes it."""
+    new = [module for module in model.modules() if HOST not in module.__dict__]
+    for module in new:
+        setattr(module, HOST, True)
+    return lambda: unmark(new)
+
+
+def unmark(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        module.__dict__.pop(HOST, None)
 
 
 def attend(
@@ -101,6 +116,12 @@ def attend(
     }  # fmt: skip
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     calls = None if torch.compiler.is_compiling() else _observed.get()
+    if child is None and calls is None and not getattr(module, HOST, False):
+        raise ValueError(
+            f'attn_implementation="{NAME}" needs a converted model, and {type(module).__name__} is '
+            "not part of one: call attnzoo.integrations.transformers.convert(model, variant), "
+            "which also sets the attention implementation"
+        )
     if calls is not None:
         log_n, rows = _log_n(query, key, value, options)
         heads = query.shape[1] // getattr(child, "queries", 1)
