@@ -256,6 +256,18 @@ def test_loading_with_another_implementation_raises(
     assert torch.allclose(model(ids()).logits, llama()(ids()).logits, atol=1e-6)
 
 
+@every_loader
+def test_loading_without_the_plugin_of_a_variant_names_load_plugin(
+    load: Any, tmp_path: Path
+) -> None:
+    model = convert(llama(), "softmax", layers=[1])
+    model.config.attnzoo["layers"]["model.layers.1.self_attn"]["variant"] = "cube"
+    model.save_pretrained(tmp_path)
+    message = r"layers.1.self_attn' has the variant 'cube', .*: call attnzoo.load_plugin\(file\)"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
 @pytest.mark.slow
 def test_process_without_attnzoo_cannot_load_a_converted_model(tmp_path: Path) -> None:
     """Without an error, the model would silently compute softmax."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnzoo.core.registry import list_variants
 from attnzoo.integrations.transformers.convert import (
     VERSION,
     attach,
@@ -132,6 +133,11 @@ def check_spec(config: Any) -> dict[str, Any]:
                     f"config.{NAME}: layer {name!r} must have {key} of type {kind.__name__}, got "
                     f"{entry!r}"
                 )
+        if entry["variant"] not in list_variants():
+            raise ValueError(
+                f"config.{NAME}: layer {name!r} has the variant {entry['variant']!r}, which is not "
+                "registered: call attnzoo.load_plugin(file) with the file that registers it first"
+            )
         if unknown := sorted(set(entry) - {*ENTRY, *OPTIONS, "wrapper"}):
             raise ValueError(f"config.{NAME}: layer {name!r} has unknown entries: {unknown}")
         wrapper = entry.get("wrapper")

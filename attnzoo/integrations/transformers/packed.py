@@ -194,7 +194,7 @@ def preprocess_mask_arguments(
     If attnzoo makes the mask, the attention mask that it returns shows the documents.
     """
     attnzoo = config._attn_implementation == NAME
-    result = _preprocess(
+    result: Any = _preprocess(
         config, inputs_embeds, attention_mask, past_key_values,
         None if attnzoo else position_ids, *args, **kwargs,
     )  # fmt: skip
