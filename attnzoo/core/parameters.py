@@ -36,6 +36,13 @@ VECTORS = {
     "decay": "1",
 }  # fmt: skip
 
+# What users mean by arguments of torch.nn.MultiheadAttention that attention does not have.
+MEANT = {
+    "key_padding_mask": "; pass attn_mask=~key_padding_mask[:, None, None, :], True = attend",
+    "need_weights": "; attention_weights returns the weights",
+    "average_attn_weights": "; attention_weights returns the weights of each head",
+}
+
 
 def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:
     """All parameters of the variant for this call, validated, with defaults filled in."""
@@ -57,7 +64,7 @@ def check_names(variant: Variant, given: Iterable[str], others: Iterable[str] = 
     for name in given:
         if name not in known:
             allowed = ", ".join(known) if known else "none"
-            nearest = did_you_mean(name, [*known, *others])
+            nearest = MEANT.get(name) or did_you_mean(name, [*known, *others])
             raise TypeError(
                 f"variant {variant.name!r} has no parameter {name!r}; it has: {allowed}{nearest}"
             )

@@ -169,6 +169,9 @@ class Variant:
         aliases: What papers call it. An error about such a name suggests the variant.
         output_defaults: Defaults of parameters in an output layer (`attnzoo.losses`), where they
             differ from those in attention.
+        output_bias: ``output_bias(classes)`` -> initial value of the bias per class of an output
+            layer with this number of classes. Output layers that have no such bias by default
+            (`attnzoo.nn.AdaptiveSoftmax`, that of `attnzoo.nn.Transformer`) then have it. None: 0.
 
     Notes:
         ``forms``, ``unsupported`` and ``has_state`` must depend on their arguments only, and no
@@ -196,6 +199,7 @@ class Variant:
     use: str = ""
     aliases: tuple[str, ...] = ()
     output_defaults: dict[str, Any] | None = None
+    output_bias: Callable[[int], float] | None = None
 
     @property
     def in_eval(self) -> dict[str, Any]:

@@ -215,3 +215,24 @@ def test_laser_rejects_what_fp16_cannot_hold() -> None:
 
 def test_every_wrapper_is_tested() -> None:
     assert {name for name, _ in MADE.values()} == {*WRAPPERS}
+
+
+@pytest.mark.parametrize("name", ["differential", "differential_v2", "mixture"])
+def test_compiles_as_one_graph_for_all_lengths(name: str) -> None:
+    """einops splits and joins heads in the graph, also of symbolic sizes."""
+    attend, graphs = WRAPPERS[name]("ssmax", 2, 16), []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> Any:
+        return attend(q, k, v, is_causal=True, backend="eager", **attend.projected(x, x))
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=count)
+    for length in (9, 12, 17):
+        x = rand(2, length, 16).float()
+        q, k, v = (rand(2, n, length, 8, seed=n).float() for n in (2 * attend.queries, 2, 2))
+        assert torch.allclose(compiled(q, k, v, x), run(q, k, v, x), atol=1e-6)
+    assert len(graphs) == 1
+    torch.compiler.reset()

@@ -22,6 +22,7 @@ from attnzoo.integrations.transformers.masks import NAME, Layout
 from attnzoo.integrations.transformers.packed import combined, packed_segments
 from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
+from attnzoo.nn.checks import check_cross_attention
 
 # The attribute of all modules of a converted model, whose other layers compute softmax.
 HOST = "_is_attnzoo_host"
@@ -67,14 +68,23 @@ def observe_calls() -> Iterator[list[ObservedCall]]:
 def mark(model: nn.Module) -> Callable[[], None]:
     """Marks all modules as those of a converted model. Returns a function that undoes it."""
     new = [module for module in model.modules() if HOST not in module.__dict__]
-    for module in new:
-        setattr(module, HOST, True)
-    return lambda: unmark(new)
+    _set_mark(new, True)
+    return lambda: _set_mark(new, False)
 
 
-def unmark(modules: Iterable[nn.Module]) -> None:
+def unmark(model: nn.Module) -> Callable[[], None]:
+    """Removes all marks. Returns a function that undoes it."""
+    marked = [module for module in model.modules() if HOST in module.__dict__]
+    _set_mark(marked, False)
+    return lambda: _set_mark(marked, True)
+
+
+def _set_mark(modules: Iterable[nn.Module], marked: bool) -> None:
     for module in modules:
-        module.__dict__.pop(HOST, None)
+        if marked:
+            setattr(module, HOST, True)
+        else:
+            delattr(module, HOST)
 
 
 def attend(
@@ -116,7 +126,7 @@ def attend(
     }  # fmt: skip
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     calls = None if torch.compiler.is_compiling() else _observed.get()
-    if child is None and calls is None and not getattr(module, HOST, False):
+    if child is None and calls is None and not _is_in_host(module):
         raise ValueError(
             f'attn_implementation="{NAME}" needs a converted model, and {type(module).__name__} is '
             "not part of one: call attnzoo.integrations.transformers.convert(model, variant), "
@@ -146,6 +156,12 @@ def attend(
         return result.transpose(1, 2).contiguous(), None
     out, weights = result
     return out.transpose(1, 2).contiguous(), nn.functional.pad(weights, unused)
+
+
+def _is_in_host(module: nn.Module) -> bool:
+    """Whether a layer belongs to a converted model, also one that was put there later."""
+    spec = getattr(getattr(module, "config", None), NAME, None)
+    return getattr(module, HOST, False) or spec is not None
 
 
 def _sharding(child: nn.Module | None) -> Any:
@@ -184,11 +200,7 @@ def _for_shards(
 def _check_positions(variant: Variant, module: nn.Module, crossed: bool, windowed: bool) -> None:
     """Raise ValueError if the variant needs positions that are not known in this call."""
     layer = type(module).__name__
-    if crossed:
-        raise ValueError(
-            f"{variant.name} does not support the cross-attention of {layer}: positions of queries "
-            "among the keys of another sequence are undefined"
-        )
+    check_cross_attention(variant, layer, crossed)
     if variant.absolute and windowed:  # caches drop keys, and a dense mask looks like padding
         raise ValueError(
             f"{variant.name} does not support the sliding window or chunks of {layer}: the "
