@@ -161,6 +161,10 @@ def _check_fields(variant: Variant) -> None:
         _check_type(f"{what}: {field}", getattr(variant, field), str)
     for field in ("normalized", "has_logits", "positional", "absolute", "inference_only"):
         _check_type(f"{what}: {field}", getattr(variant, field), bool)
+    if not isinstance(variant.aliases, tuple) or not all(
+        isinstance(alias, str) for alias in variant.aliases
+    ):
+        raise TypeError(f"{what}: aliases must be a tuple of str, got {shown(variant.aliases)}")
     given = [param.name for param in variant.params]
     if not set(variant.output_defaults or {}) <= set(given):
         raise ValueError(
@@ -231,14 +235,33 @@ def get_variant(name: str) -> Variant:
     if name not in _VARIANTS:
         known = list_variants()
         # A list of all names would hide a suggestion.
-        if hint := did_you_mean(name, known):
-            hint += " attnzoo.list_variants() has all names"
-        hint = hint or "; known: " + ", ".join(known)
+        if alias := _called(name):
+            hint = f"; did you mean {alias!r}? attnzoo.list_variants() has all names"
+        else:
+            if hint := did_you_mean(name, known):
+                hint += " attnzoo.list_variants() has all names"
+            hint = hint or "; known: " + ", ".join(known)
+            hint += "; attnzoo.load_plugin(file) registers the variants of a file"
         # Tables of the evals print a variant with its parameters in brackets.
         if "(" in name:
             hint += "; parameters are separate arguments, not part of the name"
         raise ValueError(f"unknown variant {shown(name)}{hint}")
     return _VARIANTS[name]
+
+
+def _called(alias: str) -> str | None:
+    """The variant that has this name in a paper."""
+    wanted = _letters(alias)
+    for name, variant in sorted(_VARIANTS.items()):
+        if any(_letters(one) == wanted for one in (name, *variant.aliases)):
+            return name
+    return None
+
+
+def _letters(name: str) -> str:
+    """A name without case, spaces and punctuation, and without "attention" at its end."""
+    letters = "".join(letter for letter in name.lower() if letter.isalnum())
+    return letters.removesuffix("attention")
 
 
 def list_variants() -> list[str]:

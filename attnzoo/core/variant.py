@@ -166,6 +166,7 @@ class Variant:
             so, `linear_attention` supports it, and decoding can use a state of constant size. A
             tensor that each call passes is None here.
         use: When to use it, for tables: one or two short sentences, 100 characters at most.
+        aliases: What papers call it. An error about such a name suggests the variant.
         output_defaults: Defaults of parameters in an output layer (`attnzoo.losses`), where they
             differ from those in attention.
         output_bias: ``output_bias(classes)`` -> initial value of the bias per class of an output
@@ -196,6 +197,7 @@ class Variant:
     inference_only: bool = False
     has_state: Callable[..., bool] = no_state
     use: str = ""
+    aliases: tuple[str, ...] = ()
     output_defaults: dict[str, Any] | None = None
     output_bias: Callable[[int], float] | None = None
 

@@ -81,6 +81,7 @@ VARIANT = Variant(
         "It raised one model's loss by 0.9 to 1.2 nats per token."
     ),
     paper="Veličković et al. 2024, arXiv:2410.01104",
+    aliases=("adaptive softmax", "entropy temperature", "polynomial temperature"),
     weights=weights,
     params=(Param("differentiable", False, kind="bool", doc="whether gradients flow through β"),),
     forms=forms,

@@ -68,6 +68,7 @@ VARIANT = Variant(
     formula="entmax_1.5((δ + β(log n)^γ)·z)",
     use="Train from scratch. Weights can be exactly 0. The gain is learned and can grow with n.",
     paper="Vasylenko et al. 2025, arXiv:2506.16640",
+    aliases=("adaptive scalable entmax", "as-entmax"),
     weights=weights,
     params=(
         Param(

@@ -72,6 +72,7 @@ VARIANT = Variant(
     formula="ReLU(q)·ReLU(k)·cos(π(i−j)/2M) / Σ",
     use="Use for constant cost per decoded token. It was weaker than softmax in most tasks here.",
     paper="Qin et al. 2022, arXiv:2202.08791",
+    aliases=("cos reweighting",),
     weights=weights,
     params=(
         Param(

@@ -48,6 +48,7 @@ VARIANT = Variant(
     formula="ψ(q)·ψ(k) / Σ, ψ = elu + 1",
     use="Use for constant cost per decoded token, with D features. It is less sharp than softmax.",
     paper="Katharopoulos et al. 2020, arXiv:2006.16236",
+    aliases=("linear transformer", "linear attention", "elu plus one"),
     weights=weights,
     forms=forms,
     has_logits=False,

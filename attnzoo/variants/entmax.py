@@ -120,6 +120,7 @@ VARIANT = Variant(
         "Train from scratch for weights that are exactly 0. A threshold is computed for each query."
     ),
     paper="Peters et al. 2019, arXiv:1905.05702",
+    aliases=("alpha entmax", "entmax15", "adaptively sparse transformer"),
     weights=weights,
     params=(
         Param(

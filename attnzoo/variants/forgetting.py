@@ -72,6 +72,7 @@ VARIANT = Variant(
     formula="softmax(z + c_i − c_j), c = cumsum(log f)",
     use="Use for a learned, data-dependent decay in place of a position encoding; causal only.",
     paper="Lin et al. 2025, arXiv:2503.02130",
+    aliases=("forgetting transformer", "forgetting attention", "fox", "forget gate"),
     weights=weights,
     params=(
         Param(

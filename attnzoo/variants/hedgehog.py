@@ -73,6 +73,7 @@ VARIANT = Variant(
     formula="ψ(W_q q)·ψ(W_k k) / Σ, ψ(x) = [softmax(x), softmax(−x)]",
     use="Use for constant cost per decoded token, with 2·D features, in a model that you train.",
     paper="Zhang et al. 2024, arXiv:2402.04347",
+    aliases=("learned feature map",),
     weights=weights,
     forms=forms,
     params=(matrix("query_map", "queries"), matrix("key_map", "keys")),

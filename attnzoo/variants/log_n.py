@@ -53,6 +53,7 @@ VARIANT = Variant(
     formula="softmax(log n / log train_length · z)",
     use="Extend a trained softmax model; clip=True keeps softmax up to train_length keys.",
     paper="Chiang & Cholak 2022, arXiv:2202.12172; Su 2021",
+    aliases=("log-length scaling", "logn scaling", "entropy invariance"),
     weights=weights,
     params=(
         Param(

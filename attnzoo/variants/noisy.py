@@ -37,6 +37,7 @@ VARIANT = Variant(
     formula="softmax(z + σε)",
     use="Train with a std that falls to 0. Modules in evaluation mode compute softmax.",
     paper="after Chen et al. 2017, arXiv:1708.03769",
+    aliases=("noisy softmax", "gaussian noise"),
     weights=weights,
     forms=forms,
     params=(

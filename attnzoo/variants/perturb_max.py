@@ -91,6 +91,7 @@ VARIANT = Variant(
     formula="P(z_j + σ·ε_j is the largest)",
     use="Study weights other than softmax: normal noise gives leading keys more weight.",
     paper="Hazan & Jaakkola 2012, arXiv:1206.6410",
+    aliases=("perturb and map", "gumbel max"),
     weights=weights,
     forms=forms,
     params=(

@@ -57,6 +57,7 @@ VARIANT = Variant(
     formula="softmax((1 + β·log(1 + ⌊(p + 1) / train_length⌋))·z)",
     use="Sharpen attention slightly at positions beyond the train length, as Llama 4 does.",
     paper="Llama 4, Meta 2025",
+    aliases=("llama 4 scaling", "attention temperature tuning", "temperature tuning"),
     weights=weights,
     params=(
         Param("beta", 0.1, doc="growth of the gain; a number, or one per head (H,)"),

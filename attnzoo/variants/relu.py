@@ -47,6 +47,7 @@ VARIANT = Variant(
     formula="ReLU(z)^p / n",
     use="Use for elementwise weights that can be 0. Train from scratch.",
     paper="Wortsman et al. 2023, arXiv:2309.08586",
+    aliases=("relu attention", "rectified attention"),
     weights=weights,
     params=(
         Param(

@@ -34,6 +34,7 @@ VARIANT = Variant(
     formula="ReLU(z)² / Σ",
     use="Use for weights that can be 0 and do not depend on the scale of the logits.",
     paper="Hua et al. 2022, arXiv:2202.10447",
+    aliases=("squared relu", "relu squared", "gated attention unit"),
     weights=weights,
     forms=forms,
     normalized=False,

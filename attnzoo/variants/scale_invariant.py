@@ -44,6 +44,7 @@ VARIANT = Variant(
     formula="softmax(a_t z + m_t), t = |i − j|",
     use="Use in place of a position encoding, where near and distant keys should count alike.",
     paper="Anson et al. 2025, arXiv:2505.17083",
+    aliases=("scale-invariant attention",),
     weights=weights,
     params=(
         Param(

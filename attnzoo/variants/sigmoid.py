@@ -46,6 +46,7 @@ VARIANT = Variant(
     formula="σ(z + bias), bias = −log n",
     use="Use to let a query attend to no key, or fully to many keys. Train from scratch.",
     paper="Ramapuram et al. 2024, arXiv:2409.04431",
+    aliases=("sigmoid attention", "flash sigmoid"),
     weights=weights,
     params=(
         Param(

@@ -46,6 +46,16 @@ VARIANT = Variant(
     formula="exp(z) / (e^b + Σ exp(z))",
     use="Use to let a query attend to nothing. Train from scratch, or from softmax with b = −10.",
     paper="Miller 2023; OpenAI 2025 (gpt-oss), arXiv:2508.10925",
+    aliases=(
+        "attention sink",
+        "off by one",
+        "softmax1",
+        "softmax one",
+        "quiet attention",
+        "quiet softmax",
+        "learned sink",
+        "gpt-oss",
+    ),
     weights=weights,
     params=(
         Param(

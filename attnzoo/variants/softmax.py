@@ -34,6 +34,7 @@ VARIANT = Variant(
     formula="softmax(z)",
     use="The baseline: compare every other variant with it.",
     paper="Vaswani et al. 2017, arXiv:1706.03762",
+    aliases=("scaled dot product", "sdpa", "vanilla"),
     weights=weights,
     forms=forms,
     scores=scores,

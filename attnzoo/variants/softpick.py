@@ -48,6 +48,7 @@ VARIANT = Variant(
     formula="ReLU(e^z − 1) / (Σ|e^z − 1| + ε)",
     use="Use for weights that can be 0 without a sink. Train from scratch.",
     paper="Zuhri et al. 2025, arXiv:2504.20966",
+    aliases=("rectified softmax",),
     weights=weights,
     params=(
         Param(

@@ -50,6 +50,7 @@ VARIANT = Variant(
     formula="[z − τ]_+, Σ = 1",
     use="Train from scratch for fewer nonzero weights than with entmax at its default α = 1.5.",
     paper="Martins & Astudillo 2016, arXiv:1602.02068",
+    aliases=("simplex projection",),
     weights=weights,
     forms=forms,
 )

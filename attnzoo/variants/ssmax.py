@@ -49,6 +49,7 @@ VARIANT = Variant(
     formula="softmax((s·log n + b)·z)",
     use="Train from scratch for longer contexts. It beat softmax in some tasks here, not in all.",
     paper="Nakanishi 2025, arXiv:2501.19399",
+    aliases=("scalable softmax",),
     weights=weights,
     params=(
         Param(

@@ -46,6 +46,7 @@ VARIANT = Variant(
     formula="σ(z_ij)·Π_{j<l<i} (1 − σ(z_il))",
     use="Use in place of a position encoding where recent keys should come first; causal only.",
     paper="Tan et al. 2024, arXiv:2410.17980",
+    aliases=("stick-breaking attention", "sb attention", "sba"),
     weights=weights,
     unsupported=unsupported,
     normalized=False,

@@ -75,6 +75,7 @@ VARIANT = Variant(
         "It is less sharp than softmax."
     ),
     paper="Arora et al. 2024 (Based), arXiv:2402.18668",
+    aliases=("based", "taylor softmax"),
     weights=weights,
     params=(
         Param(

@@ -54,6 +54,7 @@ VARIANT = Variant(
     formula="softmax over the largest z with total weight p",
     use="Give each query as many keys as hold the share p of its softmax weight.",
     paper="Holtzman et al. 2020, arXiv:1904.09751 (nucleus)",
+    aliases=("nucleus", "nucleus sampling"),
     weights=weights,
     params=(
         Param(

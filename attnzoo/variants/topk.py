@@ -45,6 +45,7 @@ VARIANT = Variant(
     formula="softmax over the k largest z",
     use="Limit each query to top_k keys; all other weights are exactly 0.",
     paper="Sun et al. 2021, arXiv:2112.12433",
+    aliases=("sparse softmax", "top-k attention"),
     weights=weights,
     params=(
         Param(

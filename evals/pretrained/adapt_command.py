@@ -44,9 +44,12 @@ from evals.pretrained.study import (
     Study,
     drawn_from,
     opened,
+    outlined,
+    points_of,
 )
 from evals.pretrained.substitution import (
     Substitution,
+    check_substitution,
     is_converted,
     parse_layers,
     substituted,
@@ -270,7 +273,7 @@ def _estimate(study: Study, specs: Sequence[Adapted]) -> None:
 
 
 def plan(given: argparse.Namespace) -> AdaptStudy:
-    """Check the options, load the model once and draw all contexts, so that errors come first."""
+    """Check the options and draw all contexts before the model is loaded, then try the variants."""
     for option, path in (("--out", given.out), ("--save", given.save)):
         if path is not None:
             check_folder(option, path)
@@ -306,12 +309,21 @@ def plan(given: argparse.Namespace) -> AdaptStudy:
                          )  # fmt: skip
     recipe = Recipe(task.hashes[0], given.train_length, given.steps, given.batch,
                     given.learning_rate, 0, given.lora, rate if given.lora else 0.0)  # fmt: skip
-    loaded = opened(task.source)
-    if is_converted(loaded.model):
+    trained = [Adapted(start.call, start.layers, recipe, learn) for start, learn in starts]
+    check_unique("--variants", list(map(str, trained)))
+    plain = outlined(task.source)
+    if is_converted(plain.model):
         raise UsageError(f"--model {task.source}: attnzoo has already converted this model")
-    loaded.check_length("--train-length", given.train_length)
-    loaded.check_length("--lengths", max(given.lengths))
-    Sequences(loaded, training_tokens(task), recipe)  # raises if the text is too short
+    plain.check_length("--train-length", given.train_length)
+    plain.check_length("--lengths", max(given.lengths))
+    Sequences(plain, training_tokens(task), recipe)  # raises if the text is too short
+    drawn = drawn_from(task)
+    for point in points_of(samples):
+        drawn.draw(*point)
+    for start, learn in starts:
+        tokens = training_tokens(task)
+        check_substitution(start, plain.model.config, tokens, learn=learn or None)
+    loaded = opened(task.source)
     fingerprint = loaded.fingerprint()
     specs: dict[str, Substitution] = {}
     for start, learn in starts:
@@ -324,12 +336,8 @@ def plan(given: argparse.Namespace) -> AdaptStudy:
                           "plugin": plugins.get(start.call.name), **adapted.identity()}
                          )  # fmt: skip
             adapted = replace(adapted, file=given.out / FOLDER / f"{key}.safetensors")
-            check_unique("--variants", [str(adapted)] * (1 + (str(adapted) in specs)))
             specs[str(adapted)] = adapted
     study = AdaptStudy(task, [None, *specs.values()], samples, plugins, fingerprint, loaded.limit)
-    drawn = drawn_from(task)
-    for point in study.points():
-        drawn.draw(*point)
     _try(study)
     return study
 

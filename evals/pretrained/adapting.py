@@ -27,7 +27,7 @@ from evals.harness.training import fit
 from evals.pretrained import contexts, lora
 from evals.pretrained.loading import Loaded, read_text
 from evals.pretrained.reading import surprisal
-from evals.pretrained.study import Task, opened
+from evals.pretrained.study import Task, outlined
 from evals.pretrained.substitution import Substitution, apply
 from evals.task import Schedule
 from evals.tasks import draws
@@ -163,7 +163,7 @@ class HeldOut(Task):
 @cache
 def training_tokens(task: HeldOut) -> Tensor:
     """The tokens (N,) of the training text."""
-    return opened(task.source).tokens(task.training_text())
+    return outlined(task.source).tokens(task.training_text())
 
 
 class Sequences:

@@ -33,9 +33,12 @@ from evals.pretrained.study import (
     drawn_from,
     measured,
     opened,
+    outlined,
+    points_of,
 )
 from evals.pretrained.substitution import (
     Substitution,
+    check_substitution,
     parse_layers,
     parse_substitution,
     substituted,
@@ -200,6 +203,7 @@ def _free_memory() -> None:
     """Drop the model of this process."""
     opened.cache_clear()
     drawn_from.cache_clear()
+    outlined.cache_clear()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -209,7 +213,7 @@ def _free_memory() -> None:
 
 
 def plan(given: argparse.Namespace) -> Study:
-    """Check the options, load the model once and draw all contexts, so that errors come first."""
+    """Check the options and draw all contexts before the model is loaded, then try the variants."""
     check_folder("--out", given.out)
     plugins = load_plugins(given.plugin)
     check_measures(given.measures)
@@ -232,14 +236,16 @@ def plan(given: argparse.Namespace) -> Study:
     if given.greedy and "retrieval" not in measures:
         raise UsageError("--greedy needs the measure retrieval in --measures")
     task = Task(source, given.text, measures, given.greedy, given.seed, given.batch).planned()
+    outlined(source).check_length("--lengths", max(samples))
+    texts_of = drawn_from(task)
+    for point in points_of(samples):
+        texts_of.draw(*point)
+    for spec in specs:
+        check_substitution(spec, outlined(source).model.config, texts_of.tokens)
     loaded = opened(source)
     study = Study(
         task, [None, *specs], samples, plugins, loaded.fingerprint(), loaded.limit
     )  # fmt: skip
-    loaded.check_length("--lengths", max(samples))
-    texts_of = drawn_from(task)
-    for point in study.points():
-        texts_of.draw(*point)
     short = texts_of.draw(*study.points()[-1]).tokens[None, :16].to(given.device)
     for spec in specs:
         with substituted(loaded.model, spec, texts_of.tokens) as model, torch.inference_mode():

@@ -45,7 +45,7 @@ _POSITIONS = re.compile(r"^(?!.*rel).*(wpe|position)")
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A model in evaluation mode, and its tokenizer."""
+    """A model in evaluation mode, and its tokenizer. The parameters of an outline are on meta."""
 
     model: Any
     tokenizer: Any
@@ -141,12 +141,13 @@ def read_text(file: Path, option: str = "--text") -> str:
         raise UsageError(f"{option} {file}: {error}") from error
 
 
-def load(source: Source) -> Loaded:
-    """Load a causal language model and its tokenizer.
+def outline(source: Source) -> Loaded:
+    """The tokenizer of a causal language model, and the model without its weights.
+
+    Options are checked with it, because the weights of a model take long to load.
 
     Raises:
-        UsageError: transformers is missing, there is no such model or no tokenizer, or the model is
-            not causal.
+        UsageError: transformers is missing, or there is no such model or no tokenizer.
     """
     try:
         import transformers
@@ -169,6 +170,25 @@ def load(source: Source) -> Loaded:
         )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.model, **options)
+        config = transformers.AutoConfig.from_pretrained(source.model, **options)
+        with torch.device("meta"):
+            model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(f"--model {source}: {_first_line(error)}") from error
+    return Loaded(model.eval(), tokenizer)
+
+
+def load(source: Source) -> Loaded:
+    """Load a causal language model and its tokenizer.
+
+    Raises:
+        UsageError: as for `outline`, or the model is not causal.
+    """
+    tokenizer = outline(source).tokenizer
+    import transformers
+
+    options = {} if source.gguf is None else {"gguf_file": source.gguf}
+    try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source.model, dtype=DTYPES[source.dtype], **options
         )

@@ -32,6 +32,7 @@ from commandline.files import check_folder, write_whole
 from commandline.variants import parse_specs, split_list
 from evals.harness.plan import check_registered, check_unique
 from evals.measures.sparsity import sparsity
+from evals.pretrained.substitution import Substitution, check_substitution
 from evals.reporting.plots import png
 
 NAME = "sharpness"
@@ -93,8 +94,9 @@ def add_parser(commands: Any) -> None:
 def check(name: str, file: Path) -> None:
     """Raise UsageError unless `main` can load this model and measure it on the text in ``file``."""
     _convert()
-    tokens, model = read(name, file)
-    if (most := longest(model.config, len(tokens))) < SHORTEST:
+    tokens, config = read(name, file)
+    load(name)
+    if (most := longest(config, len(tokens))) < SHORTEST:
         raise UsageError(
             f"--model {name} and --text {file} must both allow {SHORTEST} tokens or more, "
             f"got {most}"
@@ -119,13 +121,16 @@ def main(given: argparse.Namespace) -> int:
         check_registered("--variants", spec)
     if given.samples < 1:
         raise UsageError(f"--samples must be an int >= 1, got {given.samples}")
-    tokens, model = read(given.model, given.text)
-    lengths = given.lengths or usual_lengths(longest(model.config, len(tokens)))
-    allowed = longest(model.config, len(tokens))
+    tokens, config = read(given.model, given.text)
+    allowed = longest(config, len(tokens))
+    lengths = given.lengths or usual_lengths(allowed)
     if not lengths or not 2 <= min(lengths) <= max(lengths) <= allowed:
         raise UsageError(
             f"--lengths must be from 2 to {allowed} for this model and text, got {lengths}"
         )
+    for spec in specs:
+        check_substitution(Substitution(spec.test), config, tokens)
+    model = load(given.model)
     rows: list[Row] = []
     similar: dict[tuple[str, int], float] = {}
     own: dict[int, Tensor] = {}
@@ -165,7 +170,7 @@ def main(given: argparse.Namespace) -> int:
 
 
 def read(name: str, file: Path) -> tuple[Tensor, Any]:
-    """Load a model and its tokenizer; returns the tokens of the text in ``file``, and the model."""
+    """The tokens of the text in ``file``, and the config of the model."""
     import transformers
 
     if not file.is_file():
@@ -178,7 +183,7 @@ def read(name: str, file: Path) -> tuple[Tensor, Any]:
         )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model = transformers.AutoModel.from_pretrained(name).eval()
+        config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {name}: {str(error).strip().splitlines()[0]}") from error
     try:
@@ -186,7 +191,16 @@ def read(name: str, file: Path) -> tuple[Tensor, Any]:
     except UnicodeDecodeError as error:
         raise UsageError(f"--text {file}: {error}") from error
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids), model
+    return torch.tensor(ids), config
+
+
+def load(name: str) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoModel.from_pretrained(name).eval()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model {name}: {str(error).strip().splitlines()[0]}") from error
 
 
 def longest(config: Any, tokens: int) -> int:

@@ -26,7 +26,7 @@ from evals.harness.plan import key_of, origin
 from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.metrics import Outcome
 from evals.pretrained import contexts, heads, positions, retrieval
-from evals.pretrained.loading import Loaded, Source, load, read_text
+from evals.pretrained.loading import Loaded, Source, load, outline, read_text
 from evals.pretrained.reading import Reader, only
 from evals.pretrained.substitution import Substitution, is_converted, substituted
 from evals.results.pretrained import BASELINE
@@ -104,9 +104,15 @@ def opened(source: Source) -> Loaded:
 
 
 @cache
+def outlined(source: Source) -> Loaded:
+    """The model without its weights, made once in each process."""
+    return outline(source)
+
+
+@cache
 def drawn_from(task: Task) -> contexts.Contexts:
     """The contexts of a task, made once in each process."""
-    return contexts.Contexts(opened(task.source), task.read(), task.planted, task.seed)
+    return contexts.Contexts(outlined(task.source), task.read(), task.planted, task.seed)
 
 
 @torch.inference_mode()
@@ -244,6 +250,12 @@ def _batches(points: Sequence[Point], size: int) -> Iterator[list[Point]]:
             yield mine[start : start + size]
 
 
+def points_of(samples: Mapping[int, int]) -> list[Point]:
+    """The points of one variant for these numbers of samples of each length."""
+    ordered = sorted(samples.items(), reverse=True)
+    return [(length, sample) for length, count in ordered for sample in range(count)]
+
+
 @dataclass(frozen=True)
 class Study:
     """A planned command.
@@ -261,8 +273,7 @@ class Study:
 
     def points(self) -> list[Point]:
         """All points of one variant, the longest first."""
-        ordered = sorted(self.samples.items(), reverse=True)
-        return [(length, sample) for length, count in ordered for sample in range(count)]
+        return points_of(self.samples)
 
     def key(self, spec: Substitution | None, point: Point) -> str:
         variant = None if spec is None else spec.identity()

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import attnzoo
@@ -112,6 +113,44 @@ def is_converted(model: nn.Module) -> bool:
     return any(isinstance(module, attnzoo.nn.Attention) for module in model.modules())
 
 
+def check_substitution(
+    substitution: Substitution, config: Any, tokens: Tensor, **options: Any
+) -> None:
+    """Check what does not depend on the weights of the model with this config.
+
+    Raises:
+        UsageError: the model has no such layer, an argument has a wrong name or value, or there are
+            too few tokens to calibrate on.
+    """
+    _check_calibration(substitution, tokens)
+    config, layers = config.get_text_config(), substitution.layers
+    count = getattr(config, "num_hidden_layers", None)
+    if layers and isinstance(count, int) and layers[-1] >= count:
+        raise UsageError(f"--layers must be from 0 to {count - 1} for this model, got {layers[-1]}")
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int):  # a list of different numbers in some models
+        apply(_small_model(heads), Substitution(substitution.call), tokens % 2, **options)
+
+
+def _small_model(heads: int) -> Any:
+    """A model with weights in which `convert` checks the arguments of a substitution."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 4 * heads, "intermediate_size": 4, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=2, num_attention_heads=heads, pad_token_id=None, **sizes)
+    with torch.random.fork_rng(devices=()):
+        return LlamaForCausalLM(config)
+
+
+def _check_calibration(substitution: Substitution, tokens: Tensor) -> None:
+    count = substitution.call.params.get("calibrate")
+    if count is not None and len(tokens) < count:
+        raise UsageError(
+            f"{substitution}: calibrate must be at most {len(tokens)}, the tokens of the text, got "
+            f"{count}"
+        )
+
+
 def apply(model: Any, substitution: Substitution, tokens: Tensor, **options: Any) -> Any:
     """Substitute the variant in place; returns the model.
 
@@ -127,13 +166,9 @@ def apply(model: Any, substitution: Substitution, tokens: Tensor, **options: Any
     """
     from attnzoo.integrations.transformers import convert
 
+    _check_calibration(substitution, tokens)
     params = substitution.call.params
     if (count := params.get("calibrate")) is not None:
-        if len(tokens) < count:
-            raise UsageError(
-                f"{substitution}: calibrate must be at most {len(tokens)}, the tokens of the "
-                f"text, got {count}"
-            )
         params["calibrate"] = tokens[:count][None].to(model.device)
     layers: Sequence[int] | None = substitution.layers
     try:

@@ -155,6 +155,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"name": ""}, ValueError, "variant name must be an identifier, got ''"),
     ({"name": "class"}, ValueError, "variant name must be an identifier, got 'class'"),
     ({"formula": None}, TypeError, "'mine': formula must be a str, got None"),
+    ({"aliases": "mine too"}, TypeError, "'mine': aliases must be a tuple of str, got 'mine too'"),
     ({"use": None}, TypeError, "'mine': use must be a str, got None"),
     ({"paper": 2024}, TypeError, "'mine': paper must be a str, got 2024"),
     ({"normalized": "no"}, TypeError, "'mine': normalized must be a bool, got 'no'"),

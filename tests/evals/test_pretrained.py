@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -274,8 +275,16 @@ def test_dry_run_estimates_and_writes_nothing(
         (("--variants", "entmax(calibrate=8)"), "'entmax' cannot be calibrated"),
         (("--variants", "ssmax(calibrate=1)"), "calibrate must be an int >= 2, got 1"),
         (("--variants", "ssmax(calibrate=99999)"), "calibrate must be at most 11"),
+        (
+            ("--variants", "entmax(alpha=0.5)"),
+            "--variants entmax(alpha=0.5): entmax's alpha must be ",
+        ),
+        (
+            ("--variants", "entmax(p=2)"),
+            "entmax(p=2): variant 'entmax' has no parameter",
+        ),
         (("--variants", "softmax,softmax"), "--variants must not repeat an entry"),
-        (("--layers", "0,2"), "layers must be from -2 to 1, got 2"),
+        (("--layers", "0,2"), "layers must be from 0 to 1 for this model, got 2"),
         (("--layers", "1-0"), "--layers must be all, or numbers such as 0-9,20, got '1-0'"),
         (("--layers", "0-1,1"), "--layers must name each layer once"),
         (("--measures", "los"), "--measures must be among loss, retrieval, "),
@@ -298,8 +307,11 @@ def test_wrong_options_are_errors_and_write_nothing(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(folder, tmp_path / "out", *options) == 2
-    assert message in capsys.readouterr().err
+    """The errors come before the weights are loaded, which takes long."""
+    weights = shutil.ignore_patterns("*.safetensors")
+    bare = shutil.copytree(folder, tmp_path / "bare", ignore=weights)
+    assert run(bare, tmp_path / "out", *options) == 2
+    assert message in capsys.readouterr().err.replace(str(bare), str(folder))
     assert not (tmp_path / "out").exists()
 
 
@@ -316,7 +328,8 @@ def test_models_that_cannot_be_measured(
     byte_tokenizer().save_pretrained(empty)
     assert f"--model {empty}: " in error(empty)
     sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 64,
-             "num_hidden_layers": 1, "num_attention_heads": 4}  # fmt: skip
+             "num_hidden_layers": 1, "num_attention_heads": 4,
+             "max_position_embeddings": 8192}  # fmt: skip
     bert = transformers.BertLMHeadModel(transformers.BertConfig(initializer_range=0.5, **sizes))
     save_small_lm(tmp_path / "bert", bert)
     assert "--model must be a causal language model, got " in error(tmp_path / "bert")

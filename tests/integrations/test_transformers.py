@@ -345,6 +345,8 @@ def test_a_model_and_its_sub_model_can_be_converted_and_reverted_separately() ->
 
 def test_unknown_keywords_of_transformers_are_ignored() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
-    out, weights = attend(torch.nn.Identity(), q, k, v, None, something_new=3)
+    module = torch.nn.Identity()
+    module.add_module("attnzoo", attnzoo.nn.Attention("softmax", 2))
+    out, weights = attend(module, q, k, v, None, something_new=3)
     assert (out.shape, weights) == ((1, 5, 2, 8), None)
     assert torch.allclose(out.transpose(1, 2), attnzoo.attention(q, k, v, is_causal=True))

@@ -259,6 +259,18 @@ def test_loading_with_another_implementation_raises(
     assert torch.allclose(model(ids()).logits, llama()(ids()).logits, atol=1e-6)
 
 
+@every_loader
+def test_loading_without_the_plugin_of_a_variant_names_load_plugin(
+    load: Any, tmp_path: Path
+) -> None:
+    convert(llama(), "softmax", layers=[1]).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"variant": "softmax"', '"variant": "cube"'))
+    message = r"layers.1.self_attn' has the variant 'cube', .*: call attnzoo.load_plugin\(file\)"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
 @pytest.mark.slow
 def test_process_without_attnzoo_cannot_load_a_converted_model(tmp_path: Path) -> None:
     """Without an error, the model would silently compute softmax."""

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -23,7 +22,7 @@ from transformers.masking_utils import (
 
 import attnzoo
 from attnzoo.integrations.transformers import masks
-from attnzoo.integrations.transformers.masks import is_causal, make_mask, read_mask
+from attnzoo.integrations.transformers.masks import is_causal, make_mask, read_mask, with_documents
 from helpers.hf_models import left_padding, quiet
 
 pytestmark = quiet
@@ -50,19 +49,11 @@ def test_masks_that_say_nothing_about_single_keys_hold_no_values() -> None:
 
 
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]]).expand(2, -1)
-DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5]).expand(2, -1)
-
-
-def packed(function: Any) -> Any:
-    """What this version of transformers makes of a mask function in a packed batch."""
-    combine = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-    if combine is not None:
-        return combine(function, POSITIONS, DOCUMENTS)
-    return and_masks(function, packed_sequence_mask_function(DOCUMENTS))
+DOCUMENTS = torch.tensor([[0] * 7 + [7] * 5]).expand(2, -1)  # the index of their first tokens
 
 
 def in_each_document(function: Any) -> Any:
-    """The same as transformers 5.23 makes it: each document as if it were alone."""
+    """Each document as if it were alone."""
 
     def alone(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return function(batch, head, POSITIONS[batch, query], POSITIONS[batch, key])
@@ -80,20 +71,18 @@ def functions() -> dict[str, tuple[Any, Any]]:
         "all": bidirectional_mask_function,
         "chunk": chunked_causal_mask_function(3, none),
     }
-    bases["chunk after padding"] = chunked_causal_mask_function(3, left)
-    in_packs = {f"packed {n}": (packed(f), in_each_document(f)) for n, f in bases.items()}
-    return {**{name: (f, f) for name, f in bases.items()}, **in_packs}
+    in_packs = {f"packed {name}": (f, in_each_document(f)) for name, f in bases.items()}
+    after = chunked_causal_mask_function(3, left)
+    return {n: (f, f) for n, f in {**bases, "chunk after padding": after}.items()} | in_packs
 
 
 @pytest.mark.parametrize("name", functions())
 def test_every_recognized_mask_shows_the_same_keys_as_the_dense_one(name: str) -> None:
     function, expected = functions()[name]
-    paddings = (
-        [None] if "packed" in name else [None, left_padding().bool(), left_padding().flip(1).bool()]
-    )
-    for padding in paddings:
+    for padding in (None, left_padding().bool(), left_padding().flip(1).bool()):
         dense = masks._dense(2, 12, 12, 0, 0, expected, padding)
-        made = make_mask(2, 12, 12, mask_function=function, attention_mask=padding)
+        shown = with_documents(DOCUMENTS, padding) if "packed" in name else padding
+        made = make_mask(2, 12, 12, mask_function=function, attention_mask=shown)
         if made is None:
             assert (name, padding) == ("all", None)
         else:

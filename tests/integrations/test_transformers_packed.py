@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithFlattening, ModernBertConfig, ModernBertModel
+from transformers import (
+    DataCollatorWithFlattening,
+    ModernBertConfig,
+    ModernBertModel,
+)
 from transformers.masking_utils import create_chunked_causal_mask
 
 import attnzoo
@@ -32,6 +36,7 @@ from helpers.hf_models import (
 )
 
 pytestmark = quiet
+
 PACKED = {"llama": (large_llama, "softmax"), "gemma2": (gemma2, "softmax"),
           "gpt_oss": (gpt_oss, "sink")}  # fmt: skip
 LAYOUTS = {"mistral": (mistral, "softmax"), "llama4": (llama4, "softmax")}

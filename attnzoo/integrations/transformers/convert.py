@@ -22,7 +22,7 @@ from attnzoo.integrations.transformers.checks import (
     warn_of_training,
     wrapper_entry,
 )
-from attnzoo.integrations.transformers.interface import ObservedCall
+from attnzoo.integrations.transformers.interface import ObservedCall, mark, unmark
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import (
     Batch,
@@ -227,6 +227,7 @@ def attach(
         for part in child.modules():
             part._is_hf_initialized = device.type != "meta"  # pyright: ignore
         undo.append(put(module, child.to(device).train(module.training)))
+    undo.append(mark(model))
 
 
 def revert(model: ModelT) -> ModelT:
@@ -263,6 +264,7 @@ def revert(model: ModelT) -> ModelT:
     with undone(undo):
         for module in converted:
             undo.append(put(module, None))
+        undo.append(unmark(host))
         # Transformers loads the code of an implementation, if that is needed.
         host.set_attn_implementation({"": spec["before"].get("", "eager")})
         set_implementations(host, spec["before"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -19,11 +19,13 @@ from attnzoo.core.variant import Variant
 from attnzoo.functional.attention import attention
 from attnzoo.integrations.transformers import masks
 from attnzoo.integrations.transformers.masks import NAME, Layout
-from attnzoo.integrations.transformers.packed import chunked, packed_segments
+from attnzoo.integrations.transformers.packed import combined, packed_segments
 from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
 from attnzoo.nn.checks import check_cross_attention
 
+# The attribute of all modules of a converted model, whose other layers compute softmax.
+HOST = "_is_attnzoo_host"
 # Keywords that models pass to other attention functions and that attnzoo does not support.
 UNSUPPORTED = ("sinks", "position_bias", "head_mask", "cache", "indices")
 
@@ -63,6 +65,28 @@ def observe_calls() -> Iterator[list[ObservedCall]]:
         _observed.reset(token)
 
 
+def mark(model: nn.Module) -> Callable[[], None]:
+    """Marks all modules as those of a converted model. Returns a function that undoes it."""
+    new = [module for module in model.modules() if HOST not in module.__dict__]
+    _set_mark(new, True)
+    return lambda: _set_mark(new, False)
+
+
+def unmark(model: nn.Module) -> Callable[[], None]:
+    """Removes all marks. Returns a function that undoes it."""
+    marked = [module for module in model.modules() if HOST in module.__dict__]
+    _set_mark(marked, False)
+    return lambda: _set_mark(marked, True)
+
+
+def _set_mark(modules: Iterable[nn.Module], marked: bool) -> None:
+    for module in modules:
+        if marked:
+            setattr(module, HOST, True)
+        else:
+            delattr(module, HOST)
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -93,9 +117,8 @@ def attend(
     unused = layout.start, key.shape[2] - layout.stop  # keys before and after those in use
     key, value = key[:, :, layout.start : layout.stop], value[:, :, layout.start : layout.stop]
     segments = layout.segment_ids
-    if segments is None or layout.chunk:
-        documents = packed_segments(module, attention_mask, layout, query, key, kwargs)
-        segments = segments if documents is None else chunked(documents, layout)
+    documents = packed_segments(module, attention_mask, layout, query, key, kwargs)
+    segments = segments if documents is None else combined(documents, layout)
     options: dict[str, Any] = {
         "attn_mask": layout.attn_mask, "is_causal": layout.is_causal, "window": layout.window,
         "segment_ids": segments, "scale": scaling, "dropout_p": dropout,
@@ -103,6 +126,12 @@ def attend(
     }  # fmt: skip
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     calls = None if torch.compiler.is_compiling() else _observed.get()
+    if child is None and calls is None and not _is_in_host(module):
+        raise ValueError(
+            f'attn_implementation="{NAME}" needs a converted model, and {type(module).__name__} is '
+            "not part of one: call attnzoo.integrations.transformers.convert(model, variant), "
+            "which also sets the attention implementation"
+        )
     if calls is not None:
         log_n, rows = _log_n(query, key, value, options)
         heads = query.shape[1] // getattr(child, "queries", 1)
@@ -127,6 +156,12 @@ def attend(
         return result.transpose(1, 2).contiguous(), None
     out, weights = result
     return out.transpose(1, 2).contiguous(), nn.functional.pad(weights, unused)
+
+
+def _is_in_host(module: nn.Module) -> bool:
+    """Whether a layer belongs to a converted model, also one that was put there later."""
+    spec = getattr(getattr(module, "config", None), NAME, None)
+    return getattr(module, HOST, False) or spec is not None
 
 
 def _sharding(child: nn.Module | None) -> Any:

@@ -9,11 +9,11 @@ returns what they need; `read_mask` turns this into arguments of `attnzoo.attent
 - int32 (B, W + 1, kind, keys in use): the segment of each key. The queries are the last keys.
 - uint8 (keys in use, W + 1, kind, 0): neither of them.
 
-W is the window, 0 for none, and ``kind`` is one of the constants below; for chunks of the whole row
-W is their size. Both are sizes, because sizes are known without reading a GPU, and they cost no
-memory, because the tensor is expanded. Transformers itself makes no masks of these dtypes. All
-other masks are dense and include causality: those of a mask function that is not recognized, and in
-`torch.compile` those of windows, chunks, packed batches and static caches.
+W is the window, 0 for none, and ``kind`` is one of the constants below; for chunks W is their size.
+Both are sizes, because sizes are known without reading a GPU, and they cost no memory, because the
+tensor is expanded. Transformers itself makes no masks of these dtypes. All other masks are dense
+and include causality: those of a mask function that is not recognized, and in `torch.compile` those
+of windows and static caches.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    packed_sequence_mask_function,
     prepare_padding_mask,
     sdpa_mask,
 )
@@ -36,12 +37,12 @@ from attnzoo.core.arguments import Segments, Window
 from attnzoo.core.checks import is_int
 from attnzoo.core.registry import get_variant
 from attnzoo.nn.masks import as_bool
-from attnzoo.nn.segments import restarted
 
 NAME = "attnzoo"
 PADDING = torch.iinfo(torch.int32).max  # the segment of padding after the segments
+ORIGIN = 2**30  # see `with_documents`
 # Kinds of masks. All but the last two are causal.
-CAUSAL, CHUNKS, PADDED_CHUNKS, TO_BOTH_SIDES, BIDIRECTIONAL = range(1, 6)
+CAUSAL, CHUNKS, TO_BOTH_SIDES, BIDIRECTIONAL = range(1, 5)
 
 
 class Pattern(NamedTuple):
@@ -51,8 +52,7 @@ class Pattern(NamedTuple):
     window: int = 0  # 0: none
     both_sides: bool = False  # the window
     chunk: tuple[int, Tensor] | None = None  # size, left padding (B,)
-    documents: Tensor | None = None  # of a packed batch, (B, N)
-    positions: Tensor | None = None  # in the documents, (B, N)
+    documents: Tensor | None = None  # of a packed batch, (B, N): the index of their first tokens
 
 
 class Layout(NamedTuple):
@@ -64,8 +64,7 @@ class Layout(NamedTuple):
     segment_ids: Segments
     start: int
     stop: int
-    chunk: int = 0  # size of the chunks, if segment_ids are chunks of the whole row
-    padded: bool = False  # whether some of segment_ids are PADDING
+    chunk: int = 0  # size of the chunks, if segment_ids are chunks
 
 
 def make_mask(
@@ -79,13 +78,18 @@ def make_mask(
     **kwargs: Any,
 ) -> Tensor | None:
     """transformers' mask function: returns what the module's docstring lists, else a dense mask."""
-    pattern = find_pattern(mask_function)
+    documents, attention_mask = _read_documents(attention_mask, kv_length)
+    pattern = find_pattern(mask_function) or _chunks_in_graph(attention_mask, kwargs)
+    if pattern is not None:
+        pattern = pattern._replace(documents=documents)
     # A static cache keeps its length in a tensor, whose value a compiled graph cannot read.
     unknown = isinstance(q_offset, Tensor) and torch.compiler.is_compiling()
     end = None if unknown else int(q_offset) + q_length - kv_offset
     if pattern is None or not _is_expressible(pattern, q_length, kv_length, end, kwargs):
         if (pattern is None or pattern.causal) and end != kv_length:
             _check_not_positional(kwargs.get("config"))
+        if documents is not None:
+            mask_function = and_masks(mask_function, packed_sequence_mask_function(documents))
         return _dense(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             **kwargs,
@@ -103,11 +107,11 @@ def make_mask(
             last = torch.arange(used, device=device)[None] >= (used - window if window else 0)
             seen, window = last if seen is None else seen & last, 0
     if segments is not None:
-        if seen is not None:  # padding gets a segment of its own, and the segments stay sorted
-            padded = torch.where(segments < 0, segments, PADDING)
-            segments = torch.where(seen, segments, padded)
-        if pattern.chunk is not None and pattern.documents is None:
-            window, kind = pattern.chunk[0], CHUNKS if seen is None else PADDED_CHUNKS
+        if seen is not None:  # padding gets segments of its own, and the segments stay sorted
+            padding = torch.where(seen.cumsum(-1) == 0, -1, PADDING)
+            segments = torch.where(seen, segments, padding)
+        if pattern.chunk is not None:
+            window, kind = pattern.chunk[0], CHUNKS
         values = segments.to(torch.int32)
     elif seen is not None:
         values = seen.to(torch.uint8)
@@ -130,8 +134,6 @@ def _is_expressible(
     one_sided = pattern.chunk is not None or (pattern.window and not pattern.both_sides)
     if (pattern.causal and pattern.both_sides) or (one_sided and not pattern.causal):
         return False
-    if pattern.documents is not None:
-        return pattern.documents.shape[-1] == keys
     if pattern.causal:
         if end is None or not queries <= end <= keys:
             return False
@@ -174,7 +176,7 @@ def read_mask(mask: Tensor | None, flag: bool, queries: int, keys: int) -> Layou
     if mask.dtype not in (torch.uint8, torch.int32):
         return Layout(_other_mask(mask), False, None, None, 0, keys)
     window, kind, stop = mask.shape[1] - 1, mask.shape[2], mask.shape[3] or mask.shape[0]
-    chunk = window if kind in (CHUNKS, PADDED_CHUNKS) else 0
+    chunk = window if kind == CHUNKS else 0
     window = 0 if chunk else window
     if window and kind == TO_BOTH_SIDES:
         bounds: Window = (window, window)
@@ -193,7 +195,7 @@ def read_mask(mask: Tensor | None, flag: bool, queries: int, keys: int) -> Layou
         return Layout(values.view(torch.bool), causal, bounds, None, start, stop)
     ids = values[:, 0, 0]
     segments = ids if queries == stop - start else (ids[:, stop - start - queries :], ids)
-    return Layout(None, causal, bounds, segments, start, stop, chunk, kind == PADDED_CHUNKS)
+    return Layout(None, causal, bounds, segments, start, stop, chunk)
 
 
 def _other_mask(mask: Tensor) -> Tensor:
@@ -228,12 +230,30 @@ def find_pattern(function: Callable[..., Any]) -> Pattern | None:
         return Pattern(window=size, both_sides=kind == "window to both sides")
     if kind == "chunk" and _is_size(size := held.get("chunk_size")) and "left_padding" in held:
         return Pattern(chunk=(size, held["left_padding"]))
-    if kind == "documents" and "packed_sequence_mask" in held:
-        return Pattern(documents=held["packed_sequence_mask"])
-    if kind == "positions" and {"mask_function", "position_ids"} <= set(held):
-        inner = find_pattern(held["mask_function"])
-        return None if inner is None else inner._replace(positions=held["position_ids"])
     return None
+
+
+def _chunks_in_graph(mask: Tensor | None, options: dict[str, Any]) -> Pattern | None:
+    """The pattern of chunks in a graph of `torch.compile`, where the mask function is not readable.
+
+    Transformers does not allow skipping a mask, or uses vmap, if it adds other functions to it.
+    """
+    config = options.get("config")
+    size = getattr(config, "attention_chunk_size", None)
+    if (
+        not torch.compiler.is_compiling()
+        or not _is_size(size)
+        or options.get("local_size") != size
+        or getattr(config, "sliding_window", None) == size
+        or options.get("use_vmap")
+        or options.get("allow_is_causal_skip") is False
+    ):
+        return None
+    if mask is None:
+        left_padding = torch.zeros(1, dtype=torch.long, device=options.get("device"))
+    else:
+        left_padding = (mask.cumsum(-1) == 0).sum(-1)
+    return Pattern(causal=True, chunk=(size, left_padding))
 
 
 def _all_of(functions: Any) -> Pattern | None:
@@ -276,35 +296,46 @@ def _code_of(factory: str, *args: Any) -> Any:
 
 
 _ANY = torch.zeros(1, 1, dtype=torch.long)
-# Before 5.23, transformers has no such function: its mask of a packed batch does not hold the
-# positions in the documents, and its chunks do not start anew with each document.
-_REMAPPED = _code_of("remap_positions_for_packed_sequence", causal_mask_function, _ANY)
 _KINDS = {
     and_masks().__code__: "and",
     _code_of("sliding_window_overlay", 1): "window",
     _code_of("sliding_window_bidirectional_overlay", 1): "window to both sides",
     _code_of("chunked_overlay", 1, _ANY): "chunk",
-    _code_of("packed_sequence_mask_function", _ANY): "documents",
-    _REMAPPED: "positions",
 }
 _KINDS.pop(None, None)
 
 
 def _segments(pattern: Pattern, first: int, used: int) -> Tensor | None:
     """The segment of each key, (B, keys) or (1, keys); None if there is only one."""
+    documents = None if pattern.documents is None else pattern.documents[:, :used]
     if pattern.chunk is None:
-        return pattern.documents
+        return None if documents is None else documents.clamp_min(0)
     size, left_padding = pattern.chunk
     at = torch.arange(first, first + used, device=left_padding.device)
-    if pattern.documents is not None:
-        if pattern.positions is not None:
-            at = pattern.positions
-        elif _REMAPPED is None:
-            at = restarted(pattern.documents)
-        return chunks_of(pattern.documents, at - left_padding[:, None], size)
+    if documents is not None:
+        return chunks_of(documents, at - documents, size)
     if first + used <= size:
         return None
     return (at - left_padding[:, None]) // size
+
+
+def with_documents(starts: Tensor, visible: Tensor | None) -> Tensor:
+    """An attention mask that shows the documents of a packed batch to `make_mask`, int32 (B, N).
+
+    0 is a hidden token. Any other number is the index of the first token of the document, which is
+    negative for a document whose first part is missing, plus a constant that makes it positive.
+    Transformers itself passes bool masks on.
+    """
+    numbers = (starts + (ORIGIN + 1)).to(torch.int32)
+    return numbers if visible is None else numbers.masked_fill(~visible, 0)
+
+
+def _read_documents(mask: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor | None]:
+    """The documents of visible tokens (B, keys), and the mask without them."""
+    if mask is None or mask.dtype != torch.int32:
+        return None, mask
+    mask = torch.nn.functional.pad(mask, (0, keys - mask.shape[-1]))
+    return mask - (ORIGIN + 1), mask != 0
 
 
 def chunks_of(documents: Tensor, positions: Tensor, size: int) -> Tensor:

@@ -12,12 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from attnzoo.core.arguments import Segments
 from attnzoo.core.checks import check_dense, runs_eagerly
 from attnzoo.core.varlen_arguments import check_ends
-from attnzoo.integrations.transformers.masks import PADDING, Layout, chunks_of
+from attnzoo.integrations.transformers.masks import (
+    NAME,
+    ORIGIN,
+    PADDING,
+    Layout,
+    chunks_of,
+    with_documents,
+)
 from attnzoo.nn.segments import restarted
+
+_preprocess = masking_utils._preprocess_mask_arguments
 
 
 class _Found:
@@ -63,32 +73,37 @@ def packed_segments(
             return own
         return own, _from_lengths("k", other, (batch, layout.stop))[:, layout.start :]
     positions = kwargs.get("position_ids")
-    # A mask that holds values shows padding, for which position ids restart too, or chunks.
-    empty = mask is None or mask.numel() == 0 or (layout.chunk and not layout.padded)
+    padding = mask is not None and mask.dtype == torch.uint8 and mask.numel() > 0
     if (
-        not (empty and layout.is_causal and queries == keys)
+        not (mask is None or mask.numel() == 0 or padding)
+        or not (layout.is_causal and queries == keys)
         or not isinstance(positions, Tensor)
         or positions.shape[-1] != queries
     ):
         return None
     if positions.dim() != 2 or positions.shape[0] not in (1, batch) or not _readable(positions):
         return None
-    return _once(module, positions, (batch, queries), _from_positions)
+    steps = _once(module, positions, (batch, queries), _from_positions)
+    if steps is None or layout.attn_mask is None:
+        return steps[0] if steps is not None and steps[1] else None
+    return document_starts(positions.expand(batch, -1), layout.attn_mask[:, 0, 0])[0]
 
 
-def chunked(documents: Segments, layout: Layout) -> Segments:
-    """The chunks of each document of a packed batch; the documents if the layout has no chunks."""
-    if not layout.chunk or documents is None:
+def combined(documents: Segments, layout: Layout) -> Segments:
+    """The documents that cu_seq_lens shows, with the chunks and the padding of the layout."""
+    if documents is None or (layout.segment_ids is None and not layout.chunk):
         return documents
     queries, keys = (documents, documents) if isinstance(documents, Tensor) else documents
     if queries.shape != keys.shape:
         raise ValueError(
-            "cu_seq_lens_k must be those of cu_seq_lens_q for a model with chunked attention, got "
-            f"{queries.shape[1]} queries and {keys.shape[1]} keys"
+            "cu_seq_lens_k must be those of cu_seq_lens_q for a model with chunked attention or "
+            f"position_ids that restart, got {queries.shape[1]} queries and {keys.shape[1]} keys"
         )
-    found = chunks_of(queries, restarted(queries), layout.chunk)
-    others = found if keys is queries else chunks_of(keys, restarted(keys), layout.chunk)
-    if layout.padded:
+    found, others = queries, keys
+    if layout.chunk:
+        found = chunks_of(queries, restarted(queries), layout.chunk)
+        others = found if keys is queries else chunks_of(keys, restarted(keys), layout.chunk)
+    if layout.segment_ids is not None:
         assert isinstance(layout.segment_ids, Tensor)  # as many queries as keys
         padding = (layout.segment_ids < 0) | (layout.segment_ids == PADDING)
         others = torch.where(padding, PADDING, others)
@@ -122,21 +137,101 @@ def _from_lengths(side: str, cumulative: Tensor, shape: tuple[int, int]) -> Tens
     return torch.bucketize(tokens, cumulative[1:], right=True, out_int32=True).view(shape)
 
 
-def _from_positions(positions: Tensor, shape: tuple[int, int]) -> Tensor | None:
-    """Segment ids (B, N) if all steps other than 1 go back to a start, else None.
-
-    A start is the first position, or 0, as the first document of a row may be the end of one.
-    """
-    later = positions[:, 1:]
-    new = later != positions[:, :-1] + 1
-    restarts = ~new | (later == positions[:, :1]) | (later == 0)
-    if not bool(new.any() & restarts.all()):
+def _from_positions(positions: Tensor, shape: tuple[int, int]) -> tuple[Tensor, bool] | None:
+    """`document_starts` without padding; None if all steps are 1."""
+    if bool((positions.diff() == 1).all()):
         return None
-    ids = torch.nn.functional.pad(new.cumsum(-1, dtype=torch.int32), (1, 0))
-    return ids.expand(shape)
+    starts, packed = document_starts(positions.expand(shape), None)
+    return starts, bool(packed)
+
+
+def document_starts(
+    positions: Tensor, visible: Tensor | None, *, jumps: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The index of the first token of each token's document, and whether any row is packed.
+
+    A row is packed if its positions go back to a start, and all its steps are such or of 1. A
+    start is the first position, or 0, as the first document of a row may be the end of one. The
+    positions of hidden tokens do not matter, and those of later tokens may count them or not.
+
+    Args:
+        positions: (B, N).
+        visible: (B, N), or None for all.
+        jumps: whether all steps other than 1 start a document.
+
+    Returns:
+        int64 (B, N), which does not decrease, and a bool tensor of one element. The first document
+        of a packed row starts before the row if its first position is not 0.
+    """
+    at = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    visible = torch.ones_like(at, dtype=torch.bool) if visible is None else visible
+    last = at.masked_fill(~visible, -1).cummax(-1).values  # the last visible token so far
+    before = nn.functional.pad(last[:, :-1], (1, 0), value=-1)
+    gap, step = at - before, positions - positions.gather(-1, before.clamp_min(0))
+    first = positions.gather(-1, visible.int().argmax(-1, keepdim=True))
+    new = visible & (before >= 0) & (step != 1) & (step != gap)
+    if not jumps:
+        # A position below ``gap`` is of a document that starts after the last visible token.
+        restarts = (positions < gap) | (positions == first)
+        new = new & (restarts | ~new).all(-1, keepdim=True)
+    starts = at.masked_fill(~(new | (visible & (before < 0))), -ORIGIN)
+    missing = positions[:, :1] * new.any(-1, keepdim=True)  # tokens of the first document
+    starts = torch.cat([starts[:, :1] - missing, starts[:, 1:]], dim=-1)
+    return starts.cummax(-1).values, new.any()
+
+
+def preprocess_mask_arguments(
+    config: Any,
+    inputs_embeds: Tensor,
+    attention_mask: Any,
+    past_key_values: Any,
+    position_ids: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, ...]:
+    """Replaces a function of transformers, which finds packed batches only without mask and cache.
+
+    If attnzoo makes the mask, the attention mask that it returns shows the documents.
+    """
+    attnzoo = config._attn_implementation == NAME
+    result: Any = _preprocess(
+        config, inputs_embeds, attention_mask, past_key_values,
+        None if attnzoo else position_ids, *args, **kwargs,
+    )  # fmt: skip
+    is_done, mask, _, queries, _, offset, _ = result
+    batch = inputs_embeds.shape[0]
+    if (
+        not attnzoo
+        or is_done
+        or queries == 1
+        or not isinstance(position_ids, Tensor)
+        or position_ids.shape not in ((1, queries), (batch, queries))
+    ):
+        return result
+    positions = position_ids.to(inputs_embeds.device).expand(batch, -1)
+    readable = _readable(positions)
+    if not readable and (isinstance(offset, Tensor) or offset):
+        return result
+    offset = int(offset)
+    visible = None if mask is None else mask[:, offset : offset + queries]
+    jumps = mask is None and past_key_values is None  # as in transformers
+    starts, packed = document_starts(positions, visible, jumps=jumps)
+    if readable and not bool(packed):
+        return result
+    if offset:
+        if bool((positions[:, 1:] == 0).any()):
+            raise ValueError(
+                "position_ids must not restart in a call that continues a cache, which holds "
+                f"{offset} tokens, got {positions.tolist()}"
+            )
+        return result
+    return is_done, with_documents(starts, visible), *result[2:]
 
 
 def _readable(positions: Tensor) -> bool:
     """Whether values may be read: not in a trace and not in the capture of a CUDA graph."""
     capturing = positions.is_cuda and torch.cuda.is_current_stream_capturing()
     return runs_eagerly() and not capturing
+
+
+masking_utils._preprocess_mask_arguments = preprocess_mask_arguments

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.core.checks import plain
-from attnzoo.core.registry import get_variant
+from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.integrations.transformers.interface import ObservedCall
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import implementations, parts_of
@@ -54,6 +54,11 @@ def check_spec(config: Any) -> dict[str, Any]:
                     f"config.{NAME}: layer {name!r} must have {key} of type {kind.__name__}, got "
                     f"{entry!r}"
                 )
+        if entry["variant"] not in list_variants():
+            raise ValueError(
+                f"config.{NAME}: layer {name!r} has the variant {entry['variant']!r}, which is not "
+                "registered: call attnzoo.load_plugin(file) with the file that registers it first"
+            )
         if unknown := sorted(set(entry) - {*ENTRY, *OPTIONS, "wrapper"}):
             raise ValueError(f"config.{NAME}: layer {name!r} has unknown entries: {unknown}")
         wrapper = entry.get("wrapper")
@@ -211,7 +216,11 @@ def plain_names(model: Any) -> dict[str, nn.Module]:
 
 def former_implementations(model: Any) -> dict[int, dict[str, str | None]]:
     """The attention implementations of each part of a model, by the id of its config."""
-    return {id(part.config): implementations(part) for _, part in parts_of(model)}
+    return {
+        # A model that was made with the name "attnzoo" computes nothing without a conversion.
+        id(part.config): {k: "eager" if x == NAME else x for k, x in implementations(part).items()}
+        for _, part in parts_of(model)
+    }
 
 
 def write_specs(model: Any, before: Mapping[int, dict[str, str | None]] | None = None) -> None:
