@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
 
+_KEYS = torch._C._TorchDispatchModeKey
+RECORDING = (_KEYS.PROXY, _KEYS.FUNCTIONAL, _KEYS.FAKE)  # modes that trace
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -57,6 +59,14 @@ def is_traced() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
     )
+
+
+def is_recorded() -> bool:
+    """Whether operations may run again on other values, so that Python must not read values.
+
+    Modes that only watch operations, such as a counter or selective checkpointing, do not matter.
+    """
+    return is_traced() or any(torch._C._get_dispatch_mode(key) for key in RECORDING)
 
 
 def runs_eagerly() -> bool:

@@ -8,7 +8,7 @@ from attnzoo.backends import BACKENDS
 from attnzoo.backends.selection import candidates, check_backend
 from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.call import in_full_precision
-from attnzoo.core.checks import runs_eagerly
+from attnzoo.core.checks import is_recorded
 from attnzoo.core.varlen_arguments import Packed, TokenParams, check_packed, with_batch
 from attnzoo.functional import packed
 from attnzoo.functional.attention import attention
@@ -202,7 +202,7 @@ def _attend(
         options |= {name: own.values[name][..., :0] for name in own.of_keys}
         result = attention(q, k[:, :, :0], v[:, :, :0], variant, backend=backend, **options)
         out, lse = (result, None) if isinstance(result, Tensor) else result
-    elif given.lengths is not None and runs_eagerly():
+    elif given.lengths is not None and not is_recorded():
         ready = prepare(q, k, v, variant, options)
         with in_full_precision(q.device):
             out, lse = packed.run(ready, _runs(*given.lengths), backend)

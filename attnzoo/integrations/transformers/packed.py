@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.core.arguments import Segments
-from attnzoo.core.checks import check_dense, runs_eagerly
+from attnzoo.core.checks import check_dense, is_recorded, runs_eagerly
 from attnzoo.core.varlen_arguments import check_ends
 from attnzoo.integrations.transformers.masks import PADDING, Layout, chunks_of
 from attnzoo.nn.segments import restarted
@@ -139,4 +139,4 @@ def _from_positions(positions: Tensor, shape: tuple[int, int]) -> Tensor | None:
 def _readable(positions: Tensor) -> bool:
     """Whether values may be read: not in a trace and not in the capture of a CUDA graph."""
     capturing = positions.is_cuda and torch.cuda.is_current_stream_capturing()
-    return runs_eagerly() and not capturing
+    return not is_recorded() and not capturing
