@@ -58,7 +58,7 @@ from attnzoo.core.checks import runs_eagerly
 
 NO_DOUBLE = (
     "attnzoo: this backend supports first derivatives only; for second derivatives, pass "
-    "backend='eager'"
+    "backend='eager', or call modules in `with attnzoo.use_backend('eager'):`"
 )
 
 # Types of operands and outputs, and their names in a torch schema.

@@ -15,6 +15,7 @@ from attnzoo.functional.attention import attention
 from attnzoo.functional.packed import Runs, Segment
 from attnzoo.functional.padded import padded_attention, sequences
 from attnzoo.functional.prepare import prepare
+from attnzoo.functional.use_backend import named_backend
 
 
 @overload
@@ -168,6 +169,7 @@ def varlen_attention(
     """
     ends, longest = (cu_seq_q, cu_seq_k), (max_q, max_k)
     given = check_packed((query, key, value), ends, longest, enable_gqa)
+    backend = named_backend(backend)
     check_backend(backend)
     for name in ARGUMENTS.intersection(params):
         raise TypeError(
