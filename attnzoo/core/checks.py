@@ -61,6 +61,27 @@ def is_traced() -> bool:
     )
 
 
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds: in a graph with symbolic sizes, for all of them.
+
+    Unlike ``bool(condition)``, this does not restrict the graph to the sizes of one answer.
+    """
+    if torch.compiler.is_compiling() or isinstance(condition, torch.SymBool):
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(condition)
+    return condition
+
+
+def is_symbolic(*sizes: int) -> bool:
+    """Whether a size stands for several sizes, in the graph of a compiler or an export."""
+    if not torch.compiler.is_compiling() and not any(isinstance(x, torch.SymInt) for x in sizes):
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not all(has_static_value(x) for x in sizes)
+
+
 def is_recorded() -> bool:
     """Whether operations may run again on other values, so that Python must not read values.
 
