@@ -2,8 +2,8 @@
 
 Products ψ(q)·ψ(k) are computed directly within a chunk. Keys of earlier chunks contribute through
 the state: Σ ψ(k) vᵀ, with Σ ψ(k) as an extra column. If gradients are needed, each chunk is
-checkpointed, so that only the states between chunks are kept. In a graph with symbolic lengths, which
-cannot have a loop over chunks, all chunks are computed at once, and all states kept.
+checkpointed, so that only the states between chunks are kept. In a graph with symbolic lengths,
+which cannot have a loop over chunks, all chunks are computed at once, and all states kept.
 
 On a CPU, `run` uses fp64 for forms whose sums may lose digits to cancellation (`Linear.cancels`). A
 state returned to the caller is fp32, or fp64 for fp64 inputs.
@@ -208,7 +208,8 @@ def _values(v: Tensor, at: Tensor, call: Call) -> Tensor:
 
 
 def _run(call: Call, step: Any, *inputs: Any) -> Any:
-    if call.needs_grad:
+    # The compiler cannot trace a checkpoint with sizes of symbolic tensors.
+    if call.needs_grad and not is_symbolic(call.queries, call.keys):
         # Features draw no random numbers: those of queries and keys would not match.
         return checkpoint(step, *inputs, use_reentrant=False, preserve_rng_state=False)
     return step(*inputs)

@@ -12,7 +12,7 @@ from attnzoo.backends.linear import LinearState
 from attnzoo.backends.selection import preference
 from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.call import Call, in_full_precision
-from attnzoo.core.checks import check_dense, is_int, shown
+from attnzoo.core.checks import check_dense, is_int, is_known, shown
 from attnzoo.core.forms import Linear, NoForm
 from attnzoo.functional.prepare import check_supported, prepare
 from attnzoo.functional.use_backend import named_backend
@@ -117,7 +117,7 @@ def scan_for(form: Linear, call: Call, name: str | None = None) -> Backend:
                 f"{reason}; use 'linear', or caches of keys (kind='keys')"
             )
         return backend
-    if call.keys < MIN_TOKENS:
+    if is_known(call.keys < MIN_TOKENS):
         return BACKENDS["linear"]
     able = (b for b, _ in preference((form,), call) if b.scan and not b.unsupported(form, call))
     return next(able)

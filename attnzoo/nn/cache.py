@@ -149,7 +149,9 @@ class KVCache:
 
     def _allocate(self, x: Tensor) -> Tensor:
         with torch.inference_mode(False):  # see reorder
-            shape = *x.shape[:2], self.max_length, *x.shape[3:]
+            # With room for one more token, views of the tokens so far are never contiguous. The
+            # compiler would make another graph for the views of a full cache.
+            shape = *x.shape[:2], self.max_length + 1, *x.shape[3:]
             return torch.empty(shape, dtype=x.dtype, device=x.device)
 
     def __repr__(self) -> str:
