@@ -47,7 +47,8 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
        to `FEW_FEATURES` features, and after `linear` with more.
     2. On a GPU, `decode`, which supports few queries only. It comes before `sdpa` for any number of
        keys, because each token of a decoding adds a key: torch may run cuDNN, which builds a plan
-       for each new shape, and this takes longer than the attention of one token.
+       for each new shape, and this takes longer than the attention of one token. If the number of
+       queries is symbolic, it comes after `sdpa` and `flash`.
     3. `sdpa`, torch's fused softmax. On a GPU it comes after `flash` if the gain comes from
        statistics of the logits, which `flash` computes in a kernel.
     4. On a GPU, `flash`.
@@ -55,19 +56,20 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
     6. `eager`, if no other backend supports the call.
 
     On a CPU up to `FEW_SCORES` scores: `sdpa`, then `eager`. Up to `FEWEST_SCORES` scores with a
-    gain from statistics: `eager`, then `sdpa`.
+    gain from statistics: `eager`, then `sdpa`. For symbolic lengths see `has_few_scores`.
     """
     linear_first = any(isinstance(f, Linear) and linear_is_cheaper(f, call) for f in forms)
     statistics = any(isinstance(f, Pairwise) and isinstance(f.gain, FromStatistics) for f in forms)
-    few = has_few_scores(forms, call)
     if call.device.type == "cuda":
-        order = ["decode", "flash", "sdpa"] if statistics else ["decode", "sdpa", "flash"]
+        order = ["flash", "sdpa"] if statistics else ["sdpa", "flash"]
+        # In a graph, `decode` would limit a symbolic number of queries to few.
+        order = [*order, "decode"] if is_symbolic(call.queries) else ["decode", *order]
         sizes = [f.size(call.head_dim) for f in forms if isinstance(f, Linear)]
         scans = ["flash_linear", "linear"]
         scans = scans if max(sizes, default=0) <= FEW_FEATURES else scans[::-1]
         order = [*scans, *order, "tiled"] if linear_first else [*order, "tiled", *scans]
         order += ["eager"]
-    elif few:
+    elif has_few_scores(forms, call):
         order = ["linear", "tiled", "decode", "flash", "flash_linear"]
         eager_first = statistics and is_known(scores_of(call) <= FEWEST_SCORES)
         order = (["eager", "sdpa"] if eager_first else ["sdpa", "eager"]) + order
