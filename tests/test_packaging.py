@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -55,6 +56,15 @@ def test_all_dependencies_are_pinned() -> None:
     names = {canonical(re.split(r"[\[<>=!~; ]", entry)[0]) for entry in requirements()}
     assert names <= pins().keys()
     assert pins()["torch"] == "2.13.0"
+
+
+def test_the_extra_for_transformers_has_what_its_trainer_needs() -> None:
+    """Transformers lists it in its extra "torch"."""
+    entries = importlib.metadata.requires("transformers") or []
+    needed = {re.split(r"[\[<>=!~; ]", x)[0] for x in entries if 'extra == "torch"' in x}
+    extra = PROJECT["optional-dependencies"]["hf"]
+    assert "accelerate" in needed
+    assert needed - {"torch"} <= {re.split(r"[<>=]", x)[0] for x in extra}
 
 
 @pytest.mark.parametrize("name", ["torch", "triton", "transformers"])

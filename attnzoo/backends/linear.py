@@ -208,8 +208,9 @@ def _values(v: Tensor, at: Tensor, call: Call) -> Tensor:
 
 
 def _run(call: Call, step: Any, *inputs: Any) -> Any:
-    # The compiler cannot trace a checkpoint with sizes of symbolic tensors.
-    if call.needs_grad and not is_symbolic(call.queries, call.keys):
+    # torch.compile (2.13) cannot trace a checkpoint with dynamic shapes. It chooses by itself what
+    # a backward pass recomputes.
+    if call.needs_grad and not torch.compiler.is_compiling():
         # Features draw no random numbers: those of queries and keys would not match.
         return checkpoint(step, *inputs, use_reentrant=False, preserve_rng_state=False)
     return step(*inputs)

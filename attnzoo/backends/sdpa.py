@@ -1,24 +1,24 @@
 """Runs softmax, with an optional gain per query, through torch's fused attention kernels.
 
-q is multiplied by the gain in the dtype of the scores, then rounded once to the dtype of q. A gain
-that is a number is a factor of the scale instead. A call is supported only if torch's fused kernels
-compute it exactly. Torch never gets a mask together with ``is_causal``. This module sets outputs of
-queries without visible keys to 0.
+q is multiplied by the gain. In 16 bits the product would be rounded, which adds an error to each
+score that grows with the score. With a gain, 16-bit inputs are therefore converted to fp32: on a
+CPU, torch's kernel computes fp32 about as fast. A gain that is a number is a factor of the scale
+instead. A call is supported only if torch's fused kernels compute it exactly. Torch never gets a
+mask together with ``is_causal``. This module sets outputs of queries without visible keys to 0.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnzoo.backends.base import Backend, unsupported_extras
 from attnzoo.backends.tiled.statistics import with_gain
 from attnzoo.core.call import Call
-from attnzoo.core.checks import is_known, is_readable, is_traced
+from attnzoo.core.checks import is_known, is_readable
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.core.visibility import visible_entries
 
@@ -41,6 +41,8 @@ def unsupported(form: Form, call: Call) -> str | None:
         return "does not support a sink (tiled does)"
     if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
         return "does not support a gradient through the statistics of the logits (tiled does)"
+    if call.device.type == "cuda" and (reason := _unsupported_on_gpu(form, call)) is not None:
+        return reason
     return _unsupported_call(call)
 
 
@@ -62,19 +64,20 @@ def _unsupported_call(call: Call) -> str | None:
         return "does not support dropout on a CPU (tiled does)"
     if call.value_dim != call.head_dim:
         return "does not support a value dimension other than D (tiled does)"
-    if call.device.type == "cuda" and (reason := _unsupported_on_gpu(call)) is not None:
-        return reason
     if not (call.batch and call.heads and call.queries and call.keys):
         return "does not support empty tensors (tiled does)"
     return None
 
 
-def _unsupported_on_gpu(call: Call) -> str | None:
+def _unsupported_on_gpu(form: Pairwise, call: Call) -> str | None:
     """Return why torch's fused kernels do not run the call on a GPU, or None.
 
-    Torch would raise an error for a mask in another dtype, and store all scores for the others.
+    Torch would compute a gain in 16 bits inexactly or, in fp32, slowly. It would raise an error for
+    a mask in another dtype, and store all scores for the others.
     """
     wide, mask = call.input_dtype == torch.float32, call.mask
+    if call.input_dtype.itemsize == 2 and isinstance(form.gain, (Tensor, FromStatistics)):
+        return "does not support a gain per query in 16 bits on a GPU (flash does)"
     if call.input_dtype == torch.float64:
         return "does not support fp64 on a GPU (tiled does)"
     if call.group > 1 and (mask is not None or wide):
@@ -90,7 +93,7 @@ def _unsupported_on_gpu(call: Call) -> str | None:
     return None
 
 
-def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
+def _mask(call: Call, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Return the mask for torch, and a mask of the queries without visible keys.
 
     Torch never gets a query without keys: in the first mask such queries see all keys. Both masks
@@ -105,46 +108,23 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
     empty = ~visible_entries(call.mask).any(-1, keepdim=True)  # [B|1, H|1, Nq|1, 1]
     if call.mask.dtype == torch.bool:
         return call.mask | empty, empty
-    mask = call.mask.masked_fill(empty, 0.0)
+    # Torch accepts a float mask in fp32 or in the ``dtype`` of q.
+    mask = call.mask.to(torch.promote_types(call.mask.dtype, dtype)).masked_fill(empty, 0.0)
     peak = mask.amax(-1, keepdim=True)
     return mask - peak.masked_fill(peak > -FAR, 0.0), empty
 
 
-def _times(x: Tensor, gain: Tensor) -> Tensor:
-    """x · gain in the dtype of the gain, rounded once to the dtype of x."""
-    if x.dtype == gain.dtype or is_traced() or is_legacy_batchedtensor(x):
-        return (x.to(gain.dtype) * gain).to(x.dtype)
-    if torch.is_grad_enabled() and (x.requires_grad or gain.requires_grad):
-        return _Times.apply(x, gain)
-    # With ``out``, both conversions are part of the multiplication: one kernel instead of three.
-    return torch.mul(x, gain, out=torch.empty_like(x))
-
-
-class _Times(torch.autograd.Function):
-    """`_times` with gradients, because torch does not differentiate operations with ``out``."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        x, gain = tensors
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, gain)
-        return _times(x, gain)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (grad,), (x, gain) = gradients, ctx.saved_tensors
-        dx = _times(grad, gain) if ctx.needs_input_grad[0] else None
-        dgain = None if x is None else (grad.to(gain.dtype) * x).sum_to_size(gain.shape)
-        return dx, dgain
-
-
-def _positive_scale(q: Tensor, scale: float, call: Call) -> tuple[Tensor, float]:
+def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """Return a changed q and a positive scale that give the same scores as q and ``scale``.
 
     Torch's fused CPU kernel adds −∞ to the scores of causally hidden keys before it scales. A
     negative scale would turn −∞ into +∞. A scale that is 0 or underflows to 0 would give NaN.
     """
-    if abs(scale) < torch.finfo(call.dtype).tiny:
-        return (scale * q.to(call.dtype)).to(call.input_dtype), 1.0
+    if scale == 0:
+        return q * 0.0, 1.0
+    if abs(scale) < torch.finfo(torch.float32).tiny:
+        scale, exponent = math.frexp(scale)
+        q = q * 2.0**exponent  # exact, unless q is so small that the scores are 0
     return (-q if scale < 0 else q), abs(scale)
 
 
@@ -191,14 +171,15 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     gain, scale = with_gain(form, q, k, call, "sdpa").gain, call.scale
     assert not isinstance(gain, FromStatistics)
     if isinstance(gain, Tensor):
-        q = _times(q, gain.unsqueeze(-1).to(call.dtype))
+        q, k, v = (x.to(call.dtype) for x in (q, k, v))
+        q = q * gain.unsqueeze(-1)
     else:
         scale *= gain
-    q, scale = _positive_scale(q, scale, call)
+    q, scale = _positive_scale(q, scale)
     q, k, spoiled = _remove_nan(q, k, call)
     # Torch's fused CPU kernel falls back to dense math if the last dimension is strided.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    mask, empty = _mask(call)
+    mask, empty = _mask(call, q.dtype)
     # A single query sees all keys. is_causal is set in branches, because under torch.compile a
     # comparison may be a symbolic bool, which torch does not accept here.
     is_causal = grouped = False

@@ -117,6 +117,22 @@ def check_bool(what: str, x: Any) -> bool:
     return x
 
 
+def check_device_and_dtype(device: Any, dtype: Any) -> None:
+    """Raise unless parameters can be made with this device and dtype; both may be None."""
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype must be fp16, bf16, fp32 or fp64, got {shown(dtype)}")
+    if device is None:
+        return
+    if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):
+        raise TypeError(f"device must be a torch.device, a str or an int, got {shown(device)}")
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device must be the name of a device, such as 'cpu' or 'cuda:0', got {shown(device)}"
+        ) from None
+
+
 def check_probability(what: str, x: Any) -> float:
     # A probability of 1 is excluded, because dropout would remove all weights.
     x = plain(x)

@@ -52,6 +52,10 @@ class FromStatistics:
     gain: Callable[[Statistics], Tensor]
     differentiable: bool
 
+    def of(self, statistics: Statistics) -> Tensor:
+        """The gain in the dtype of the statistics."""
+        return self.gain(statistics).to(statistics.lse.dtype)
+
 
 def _check_vector(field: str, vector: Any, other: str) -> None:
     """Raise unless the vector is a tensor, or a number that is not NaN."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,13 @@ VECTORS = {
     "decay": "1",
 }  # fmt: skip
 
+# What users mean by arguments of torch.nn.MultiheadAttention that attention does not have.
+MEANT = {
+    "key_padding_mask": "; pass attn_mask=~key_padding_mask[:, None, None, :], True = attend",
+    "need_weights": "; attention_weights returns the weights",
+    "average_attn_weights": "; attention_weights returns the weights of each head",
+}
+
 
 def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:
     """All parameters of the variant for this call, validated, with defaults filled in."""
@@ -57,7 +65,7 @@ def check_names(variant: Variant, given: Iterable[str], others: Iterable[str] = 
     for name in given:
         if name not in known:
             allowed = ", ".join(known) if known else "none"
-            nearest = did_you_mean(name, [*known, *others])
+            nearest = MEANT.get(name) or did_you_mean(name, [*known, *others])
             raise TypeError(
                 f"variant {variant.name!r} has no parameter {name!r}; it has: {allowed}{nearest}"
             )
@@ -154,8 +162,22 @@ def as_vector(what: str, param: Param, value: Tensor, call: Call) -> Tensor:
     return value if param.kind == "tensor" or value.dim() == 3 else value.view(1, -1, 1)
 
 
-def check_vectors(what: str, form: Pairwise, call: Call) -> None:
-    """Raise unless all tensors of a form are vectors that fit the call."""
+def vectors_in(dtype: torch.dtype, form: Pairwise) -> Pairwise:
+    """The form with its vectors in the dtype of the scores.
+
+    Torch multiplies a 16-bit tensor by a number in 16 bits, and kernels read one dtype only.
+    """
+    vectors = {name: getattr(form, name) for name in VECTORS}
+    other = {
+        name: x.to(dtype)
+        for name, x in vectors.items()
+        if isinstance(x, Tensor) and x.dtype != dtype
+    }
+    return replace(form, **other) if other else form
+
+
+def checked_vectors(what: str, form: Pairwise, call: Call) -> Pairwise:
+    """The result of `vectors_in`. Raise unless all tensors of a form are vectors of the call."""
     for name, last in VECTORS.items():
         vector = getattr(form, name)
         if not isinstance(vector, Tensor):
@@ -170,6 +192,7 @@ def check_vectors(what: str, form: Pairwise, call: Call) -> None:
                 f"{what}: {name} must be a float or a float tensor that broadcasts to "
                 f"(B, H, {last}) = {full}, got {tuple(vector.shape)} {vector.dtype}"
             )
+    return vectors_in(call.dtype, form)
 
 
 def check_entries(what: str, param: Param, value: Tensor, dtype: torch.dtype | None = None) -> None:

@@ -175,6 +175,8 @@ def _check_fields(variant: Variant) -> None:
         _check_function(f"{what}: scores", variant.scores, dense, given)
     if variant.calibrate is not None:
         _check_function(f"{what}: calibrate", variant.calibrate, ("log_n",), ())
+    if variant.output_bias is not None:
+        _check_function(f"{what}: output_bias", variant.output_bias, ("classes",), ())
     if variant.example is not None:
         _check_function(f"{what}: example", variant.example, ("length",), ())
 

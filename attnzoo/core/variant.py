@@ -168,6 +168,9 @@ class Variant:
         use: When to use it, for tables: one or two short sentences, 100 characters at most.
         output_defaults: Defaults of parameters in an output layer (`attnzoo.losses`), where they
             differ from those in attention.
+        output_bias: ``output_bias(classes)`` -> initial value of the bias per class of an output
+            layer with this number of classes. Output layers that have no such bias by default
+            (`attnzoo.nn.AdaptiveSoftmax`, that of `attnzoo.nn.Transformer`) then have it. None: 0.
 
     Notes:
         ``forms``, ``unsupported`` and ``has_state`` must depend on their arguments only, and no
@@ -194,6 +197,7 @@ class Variant:
     has_state: Callable[..., bool] = no_state
     use: str = ""
     output_defaults: dict[str, Any] | None = None
+    output_bias: Callable[[int], float] | None = None
 
     @property
     def in_eval(self) -> dict[str, Any]:

@@ -9,8 +9,24 @@ import torch
 from torch import Tensor
 
 from attnzoo.core.arguments import check_heads, check_tensors
-from attnzoo.core.checks import check_dense, is_int, is_readable, plain, shown
+from attnzoo.core.checks import (
+    check_bool,
+    check_dense,
+    has_values,
+    is_int,
+    is_readable,
+    plain,
+    shown,
+)
 from attnzoo.core.registry import get_variant
+
+NO_LIMIT = 2**30  # more than any distance between tokens
+# Arguments of torch's function that only None is accepted for, and what to do instead.
+NOT_SUPPORTED = {
+    "seqused_k": "; pass the keys that take part, and their ends as cu_seq_k",
+    "block_table": "; pass the keys in the order of their sequences",
+    "num_splits": "",
+}
 
 
 class Packed(NamedTuple):
@@ -55,7 +71,7 @@ class TokenParams(NamedTuple):
 def check_packed(
     tensors: tuple[Tensor, Tensor, Tensor],
     ends: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
+    longest: tuple[Any, Any],
     enable_gqa: bool,
 ) -> Packed:
     """Validate (query, key, value), (cu_seq_q, cu_seq_k) and (max_q, max_k)."""
@@ -128,8 +144,14 @@ def check_longest(
 ) -> int:
     """Validate max_q or max_k; ``lengths`` is None if they cannot be read."""
     value = plain(value)
-    if not is_int(value):
-        raise TypeError(f"{name} must be an int, got {shown(value)}")
+    if (
+        isinstance(value, Tensor)
+        and value.shape == ()
+        and value.dtype in (torch.int32, torch.int64)
+    ):
+        value = int(value) if has_values(value) else tokens
+    if not isinstance(value, int) or not is_int(value):
+        raise TypeError(f"{name} must be an int or a tensor () of ints, got {shown(value)}")
     if value < 0:
         raise ValueError(f"{name} must be at least 0, got {shown(value)}")
     if lengths is None and sequences * value < tokens:
@@ -143,6 +165,48 @@ def check_longest(
             f"{value}"
         )
     return value
+
+
+def check_torch_arguments(params: dict[str, Any]) -> None:
+    """Remove the arguments of torch's function that are None; raise if one has another value."""
+    for name, instead in NOT_SUPPORTED.items():
+        if (value := params.pop(name, None)) is not None:
+            raise TypeError(
+                f"{name} must be None, because varlen_attention does not support it, got "
+                f"{shown(value)}{instead}"
+            )
+
+
+def wants_lse(aux: Any) -> bool:
+    """Whether torch's ``return_aux`` asks for lse."""
+    if aux is None:
+        return False
+    if not isinstance(lse := getattr(aux, "lse", None), bool):
+        raise TypeError(f"return_aux must be an AuxRequest of torch or None, got {shown(aux)}")
+    return lse
+
+
+def with_window_size(
+    size: Any, is_causal: Any, window: Any
+) -> tuple[Any, int | tuple[int, int] | None]:
+    """``is_causal`` and ``window`` of a call that has torch's ``window_size`` as well."""
+    pair = [plain(x) for x in size] if isinstance(size, (tuple, list)) else []
+    if len(pair) != 2 or not all(is_int(x) and x >= -1 for x in pair):
+        raise ValueError(
+            "window_size must be a pair (left, right) of ints >= 0, or -1 for no limit, got "
+            f"{shown(size)}"
+        )
+    check_bool("is_causal", is_causal)
+    left, right = pair
+    if left == right == -1:
+        return is_causal, window
+    if window is not None:
+        raise ValueError(
+            f"window must be None with window_size={(left, right)}, got {shown(window)}"
+        )
+    if is_causal or right == 0:
+        return True, None if left == -1 else left + 1
+    return False, (NO_LIMIT if left == -1 else left, NO_LIMIT if right == -1 else right)
 
 
 def with_batch(variant: str, params: dict[str, Any], query: Tensor, key: Tensor) -> TokenParams:

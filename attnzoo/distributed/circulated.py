@@ -90,7 +90,7 @@ def _by_ring(given: Inputs, readies: list[Prepared], forms: list[Form]) -> Resul
         with torch.set_grad_enabled(torch.is_grad_enabled() and gain.differentiable):
             found = ring_statistics(ring, q, k, [_bare(mine) for mine in rows])
         rows = [
-            Rows(part, _formed(call, replace(form, gain=form.gain.gain(each))))
+            Rows(part, _formed(call, replace(form, gain=form.gain.of(each))))
             for part, call, form, each in zip(parts, calls, pairwise, found, strict=True)
             if isinstance(form.gain, FromStatistics)
         ]

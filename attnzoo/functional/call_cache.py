@@ -19,7 +19,7 @@ from attnzoo.core.arguments import layout_tensors
 from attnzoo.core.call import Call
 from attnzoo.core.checks import runs_eagerly
 from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
-from attnzoo.core.parameters import VECTORS, as_vector
+from attnzoo.core.parameters import VECTORS, as_vector, vectors_in
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Param, Variant
 from attnzoo.functional.prepare import Prepared, definition_of
@@ -63,6 +63,7 @@ class Entry(NamedTuple):
         # call does. In activation checkpointing, the forward may be uncached and the recomputation
         # cached. Both must save the same number of tensors.
         forms = self.variant.forms(call, **params)
+        forms = tuple([vectors_in(call.dtype, f) if isinstance(f, Pairwise) else f for f in forms])
         if tuple(map(_outline, forms)) != self.outlines:
             return None
         if self.form_index < 0:

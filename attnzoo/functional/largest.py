@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.core.device import is_cpu
+from attnzoo.core.checks import is_readable
 
 BLOCK = 64
 # Blocks are used if at most this share of them is needed. Otherwise rows are compared whole.
@@ -113,7 +113,7 @@ def largest(rows: Blocks, k: int) -> tuple[Tensor, Tensor]:
     found = rows.candidates(wanted)
     top, order = _top(found.values, wanted)
     values, indices = top[:, :k], found.index(order[:, :k])
-    if not is_cpu(x.device):
+    if not is_readable(x):
         return values, indices
     # `torch.topk` does not specify which of equal entries it takes, nor in which order.
     if wanted > k and bool((tied := top[:, k] == values[:, k - 1]).any()):
@@ -127,12 +127,12 @@ def largest(rows: Blocks, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and indices of the k largest entries; on a GPU in the order of `largest`.
+    """Values and indices of the k largest entries, in the order of `largest` if x is not readable.
 
     If the blocks are in this order, the first k contain the k largest entries of the row in this
-    order. So a GPU need not tell the host whether entries are equal.
+    order. So the host need not know whether entries are equal.
     """
-    if is_cpu(x.device):
+    if is_readable(x):
         return x.topk(k, dim=-1)
     values, indices = x.sort(dim=-1, descending=True, stable=True)
     return values[:, :k], indices[:, :k]

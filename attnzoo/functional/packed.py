@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from attnzoo.backends import BACKENDS
@@ -170,8 +171,7 @@ def _even(runs: Runs) -> int | None:
 
 
 def _fold(x: Tensor, count: int) -> Tensor:
-    """(B, H, S·n, D) as (B·S, H, n, D)."""
-    return x.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
+    return rearrange(x, "b h (s n) d -> (b s) h n d", s=count)
 
 
 def _cut(x: Tensor, lengths: list[list[int]], dim: int) -> Cut:
@@ -256,13 +256,15 @@ def run(ready: Prepared, runs: Runs, backend: str | None) -> tuple[Tensor, Tenso
         forms = (*part.forms, part.definition)
         chosen, form = choose(part.variant.name, forms, part.call, backend)
         out, lse = chosen.run(part.q, part.k, part.v, part.call, form)
-        out = out.to(call.input_dtype).transpose(1, 2)  # [S, n, H, Dv]
+        out = out.to(call.input_dtype)  # [S, H, n, Dv]
         if len(segments) == sum(map(len, runs.queries)) and (even := _even(runs)):
-            out = out.unflatten(0, (-1, even)).flatten(1, 2).transpose(1, 2)
+            out = rearrange(out, "(b s) h n d -> b h (s n) d", s=even)
             if lse is not None:
-                lse = lse.transpose(1, 2).unflatten(0, (-1, even)).flatten(1, 2).transpose(1, 2)
+                lse = rearrange(lse, "(b s) h n -> b h (s n)", s=even)
             return out, lse
-        pieces = zip(segments, out.unbind(0), [None] * len(segments) if lse is None else lse)
+        pieces = zip(
+            segments, out.transpose(1, 2).unbind(0), [None] * len(segments) if lse is None else lse
+        )
         for (row, i, _), own, own_lse in pieces:
             outs[row][i], lses[row][i] = own, own_lse
     out = _join(outs, runs, ready.q.new_zeros(1, call.heads, call.value_dim))

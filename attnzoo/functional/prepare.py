@@ -13,7 +13,7 @@ from attnzoo.core.arguments import ARGUMENTS, check_call
 from attnzoo.core.call import WITHOUT_AUTOCAST, Call, in_full_precision
 from attnzoo.core.checks import shown
 from attnzoo.core.forms import Definition, Form, Linear, NoForm, Pairwise
-from attnzoo.core.parameters import bind, check_vectors
+from attnzoo.core.parameters import bind, checked_vectors
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Variant
 
@@ -43,10 +43,10 @@ class Prepared(NamedTuple):
             raise TypeError(
                 f"{what} must be a tuple of Pairwise, Linear or NoForm, got {shown(forms)}"
             )
-        for form in forms:
-            if isinstance(form, Pairwise):
-                check_vectors(what, form, self.call)
-        return forms
+        return tuple(
+            checked_vectors(what, form, self.call) if isinstance(form, Pairwise) else form
+            for form in forms
+        )
 
 
 def definition_of(variant: Variant, params: dict[str, Any]) -> Definition:

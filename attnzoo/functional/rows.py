@@ -18,7 +18,7 @@ from attnzoo.backends import eager
 from attnzoo.core.call import Call, score_dtype
 from attnzoo.core.checks import DTYPES, check_dense, is_int, plain, shown
 from attnzoo.core.forms import Pairwise
-from attnzoo.core.parameters import bind, check_vectors
+from attnzoo.core.parameters import bind, checked_vectors
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Variant
 from attnzoo.core.visibility import cut
@@ -84,8 +84,7 @@ class BoundVariant(NamedTuple):
         """The variant's first pairwise form for this call, without `Pairwise.extras`."""
         for form in self.variant.forms(call, **self.params):
             if isinstance(form, Pairwise) and not form.extras:
-                check_vectors(f"forms of variant {self.variant.name!r}", form, call)
-                return form
+                return checked_vectors(f"forms of variant {self.variant.name!r}", form, call)
         return None
 
     def extras(self, call: RowCall) -> list[str]:

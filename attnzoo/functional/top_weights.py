@@ -6,6 +6,7 @@ only a sum over the row or a threshold is needed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import e, log2
 
 import torch
@@ -15,7 +16,7 @@ from attnzoo.backends.tiled.threshold import solve_threshold
 from attnzoo.core.device import is_cpu
 from attnzoo.core.forms import FromStatistics, Pairwise
 from attnzoo.functional.largest import Blocks, largest
-from attnzoo.functional.rows import BoundVariant, row_call
+from attnzoo.functional.rows import BoundVariant, RowCall, row_call
 
 # Number of scores for which a definition is computed at once, on a CPU and on a GPU.
 EXACT, EXACT_ON_GPU = 2**17, 2**24
@@ -45,6 +46,8 @@ def top_weights(
     if form is None or not _in_order_of_scores(form):
         return _from_definition(bound, x, mask, k, dtype)
     gain = _column(form.gain)
+    if torch.compiler.is_compiling():
+        return _in_a_graph(bound, call, x, mask, gain, k)
     if not bool((gain > 0).all() if isinstance(gain, Tensor) else gain > 0):
         # The order changes with the sign, and 0 · −∞ would be NaN.
         x, own, gain = x.mul_(gain) if own else x * gain, True, 1.0
@@ -74,6 +77,13 @@ def top_weights(
     return values[:, :k], indices[:, :k]
 
 
+def parts(count: int, step: int) -> Iterator[slice]:
+    """The rows of each step. In a graph there is one step, because their number may be unknown."""
+    if torch.compiler.is_compiling():
+        return iter((slice(0, count),))
+    return (slice(at, min(at + step, count)) for at in range(0, count, step))
+
+
 def _in_order_of_scores(form: Pairwise) -> bool:
     """Whether the functions below can compute the largest weights of this form."""
     phi = form.activation
@@ -84,13 +94,27 @@ def _in_order_of_scores(form: Pairwise) -> bool:
     return form.normalize == "threshold" or phi.exponential
 
 
+def _in_a_graph(
+    bound: BoundVariant, call: RowCall, x: Tensor, mask: Tensor | None, gain: Column, k: int
+) -> tuple[Tensor, Tensor]:
+    """All weights, and those of the largest scores. The host, which reads no value, cannot choose
+    fewer.
+    """
+    weights = bound.weights(call)
+    if isinstance(gain, Tensor) or gain <= 0:  # the order changes with the sign
+        x = x * gain
+    if mask is not None:
+        x = x.masked_fill(~mask, float("-inf"))
+    indices = largest(Blocks(x), k)[1]
+    return weights.gather(-1, indices), indices
+
+
 def _from_definition(
     bound: BoundVariant, x: Tensor, mask: Tensor | None, k: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     most = EXACT if is_cpu(x.device) else EXACT_ON_GPU
-    step, found = max(1, most // x.shape[-1]), []
-    for start in range(0, len(x), step):
-        part = slice(start, min(start + step, len(x)))
+    found = []
+    for part in parts(len(x), max(1, most // x.shape[-1])):
         seen = mask if mask is None or len(mask) == 1 else mask[part]
         weights = bound.part(part).weights(row_call(x[part], seen, dtype))
         found.append(largest(Blocks(weights), k))

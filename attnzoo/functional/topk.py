@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from attnzoo.core.checks import (
 )
 from attnzoo.core.device import is_cpu
 from attnzoo.functional.rows import as_rows
-from attnzoo.functional.top_weights import top_weights
+from attnzoo.functional.top_weights import parts, top_weights
 
 # Number of scores per step: GIVEN on a CPU, COPIED on a CPU if scores are cast or masked first, and
 # ON_GPU on a GPU, which needs larger steps.
@@ -87,7 +86,7 @@ def topk_probabilities(
     Notes:
         No gradients are computed. The result is exact: the k largest entries lie in the k blocks of
         64 entries with the largest maxima, and a threshold that is found from some entries is
-        checked against all others.
+        checked against all others. A graph of `torch.compile` computes all probabilities at once.
     """
     check_dense("scores", scores)
     with in_full_precision(scores.device):
@@ -110,10 +109,6 @@ def topk_probabilities(
 def rows_per_step(held: int, size: int, device: torch.device) -> int:
     """Number of rows in one step."""
     return max(1, (held if is_cpu(device) else ON_GPU) // size)
-
-
-def parts(count: int, step: int) -> Iterator[slice]:
-    return (slice(at, min(at + step, count)) for at in range(0, count, step))
 
 
 def joined(found: list[tuple[Tensor, Tensor]], k: int, like: Tensor) -> tuple[Tensor, Tensor]:

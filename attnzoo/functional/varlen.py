@@ -1,6 +1,8 @@
 """varlen_attention(): attention within each of several sequences that lie one after the other."""
 
-from typing import Any, Literal, overload
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
@@ -9,13 +11,24 @@ from attnzoo.backends.selection import candidates, check_backend
 from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import is_recorded
-from attnzoo.core.varlen_arguments import Packed, TokenParams, check_packed, with_batch
+from attnzoo.core.varlen_arguments import (
+    Packed,
+    TokenParams,
+    check_packed,
+    check_torch_arguments,
+    wants_lse,
+    with_batch,
+    with_window_size,
+)
 from attnzoo.functional import packed
 from attnzoo.functional.attention import attention
 from attnzoo.functional.packed import Runs, Segment
 from attnzoo.functional.padded import padded_attention, sequences
 from attnzoo.functional.prepare import prepare
 from attnzoo.functional.use_backend import named_backend
+
+if TYPE_CHECKING:
+    from torch.nn.attention.varlen import AuxRequest
 
 
 @overload
@@ -25,12 +38,13 @@ def varlen_attention(
     value: Tensor,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
+    max_q: int | Tensor,
+    max_k: int | Tensor,
     variant: str = "softmax",
     *,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
+    window_size: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     enable_gqa: bool = False,
     softcap: float | None = None,
@@ -38,6 +52,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: Literal[False] = False,
+    return_aux: None = None,
     **params: Tensor | float | None,
 ) -> Tensor: ...
 @overload
@@ -47,12 +62,13 @@ def varlen_attention(
     value: Tensor,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
+    max_q: int | Tensor,
+    max_k: int | Tensor,
     variant: str = "softmax",
     *,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
+    window_size: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     enable_gqa: bool = False,
     softcap: float | None = None,
@@ -60,6 +76,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: Literal[True],
+    return_aux: None = None,
     **params: Tensor | float | None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -69,12 +86,13 @@ def varlen_attention(
     value: Tensor,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
+    max_q: int | Tensor,
+    max_k: int | Tensor,
     variant: str = "softmax",
     *,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
+    window_size: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     enable_gqa: bool = False,
     softcap: float | None = None,
@@ -82,6 +100,31 @@ def varlen_attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: bool,
+    return_aux: None = None,
+    **params: Tensor | float | None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int | Tensor,
+    max_k: int | Tensor,
+    variant: str = "softmax",
+    *,
+    is_causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+    return_lse: bool = False,
+    return_aux: AuxRequest | None,
     **params: Tensor | float | None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
@@ -90,12 +133,13 @@ def varlen_attention(
     value: Tensor,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
+    max_q: int | Tensor,
+    max_k: int | Tensor,
     variant: str = "softmax",
     *,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
+    window_size: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     enable_gqa: bool = False,
     softcap: float | None = None,
@@ -103,14 +147,16 @@ def varlen_attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: bool = False,
+    return_aux: AuxRequest | None = None,
     **params: Tensor | float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of several packed sequences: out_i = Σ_j w_ij v_j.
 
     Sequence s has the queries ``cu_seq_q[s]`` … ``cu_seq_q[s + 1] − 1`` and the keys
     ``cu_seq_k[s]`` … ``cu_seq_k[s + 1] − 1``. The results are those of `attention` on each
-    sequence: n_i counts its keys, and its positions start anew. The first seven arguments are those
-    of `torch.nn.attention.varlen.varlen_attn`.
+    sequence: n_i counts its keys, and its positions start anew. The first seven arguments,
+    ``window_size``, ``scale``, ``enable_gqa`` and ``return_aux`` are those of
+    `torch.nn.attention.varlen.varlen_attn`.
 
     Args:
         query: Queries (Tq, H, D) of all sequences, in fp16, bf16, fp32 or fp64.
@@ -119,12 +165,15 @@ def varlen_attention(
         cu_seq_q: Int32 or int64 (S + 1,): 0, then the sums of the lengths of the first 1, 2, …, S
             sequences, so that the last entry is Tq. A length may be 0.
         cu_seq_k: The same for the keys; the last entry is Tk.
-        max_q: The largest number of queries in a sequence, or more.
-        max_k: The largest number of keys in a sequence, or more.
+        max_q: The largest number of queries in a sequence, or more; an int or a tensor () of ints.
+        max_k: The largest number of keys in a sequence, or more; likewise.
         variant: A name from `list_variants`.
         is_causal: A query sees the keys up to its own position. The last query of a sequence has
             the position of its last key.
         window: As for `attention`, from a query's position in its sequence.
+        window_size: A pair (left, right), as in torch: how many keys a query sees before and after
+            its own position, with -1 for no limit. (-1, 0) is the same as ``is_causal``, and
+            (W, 0) as ``is_causal`` with ``window`` W + 1. Excludes ``window``.
         scale: Factor of q·k. None is D^-½.
         enable_gqa: Allow H to be a multiple of Hkv.
         softcap: As for `attention`.
@@ -132,6 +181,7 @@ def varlen_attention(
         dropout_p: As for `attention`.
         backend: As for `attention`.
         return_lse: As for `attention`.
+        return_aux: As in torch: ``AuxRequest(lse=True)`` is the same as ``return_lse``.
         **params: Parameters of the variant, as for `attention`; a tensor with one value per query
             or per key is (H, Tq) or (H, Tk).
 
@@ -158,19 +208,23 @@ def varlen_attention(
         True
 
     Notes:
-        In place of ``window_size`` there are ``is_causal`` and ``window``, and in place of
-        ``return_aux`` there is ``return_lse``.
+        Torch's ``seqused_k``, ``block_table`` and ``num_splits`` must be None: paged keys are not
+        supported.
 
         On a CPU, sequences of equal lengths run as one batch, and others in one call each. Where
         the values of ``cu_seq_q`` and ``cu_seq_k`` cannot be read without waiting for a device (on
         a GPU, and under `torch.compile`), they are not checked. Sequences are then padded to
         ``max_q`` and ``max_k``, unless ``cu_seq_q`` and ``cu_seq_k`` are the same tensor and the
-        backend reads the bounds of the sequences itself.
+        backend reads the bounds of the sequences itself. Tensors as ``max_q`` and ``max_k`` are
+        read; a graph of `torch.compile` cannot read them, and pads to the number of all tokens.
     """
+    return_lse = return_lse or wants_lse(return_aux)
     ends, longest = (cu_seq_q, cu_seq_k), (max_q, max_k)
     given = check_packed((query, key, value), ends, longest, enable_gqa)
     backend = named_backend(backend)
     check_backend(backend)
+    check_torch_arguments(params)
+    is_causal, window = with_window_size(window_size, is_causal, window)
     for name in ARGUMENTS.intersection(params):
         raise TypeError(
             f"varlen_attention does not accept {name}; cu_seq_q and cu_seq_k give the sequences, "

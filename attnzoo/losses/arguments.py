@@ -133,7 +133,7 @@ def check_target(
             f"{int(flat[at])} at {_place(at, lead)}"
         )
     if mask is not None and is_readable(mask):
-        row = torch.arange(len(flat)) if len(mask) > 1 else torch.zeros_like(flat)
+        row = torch.zeros_like(flat) if len(mask) == 1 else torch.arange(len(flat))
         masked = counted & ~mask[row, flat.clamp(0, classes - 1)]
         if bool(masked.any()):
             at = int(masked.nonzero()[0])

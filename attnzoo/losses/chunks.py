@@ -168,7 +168,7 @@ def _usable_classes(layer: Layer) -> Tensor | None:
     A product with 0 would pass on NaN.
     """
     weight, mask = layer.weight, layer.class_mask
-    if weight is None or mask is None or len(mask) > 1:
+    if weight is None or mask is None or len(mask) != 1:
         return None
     finite = [(weight[c].isfinite().all(1) | mask[0, c]).all() for c in _classes(weight)]
     return None if bool(torch.stack(finite).all()) else mask[0].nonzero()[:, 0]

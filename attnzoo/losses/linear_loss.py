@@ -109,13 +109,14 @@ def linear_loss(
             its target. With smoothing, each term of the target distribution is multiplied by the
             factor of its class, as in torch.
         label_smoothing: ε in [0, 1]. The target distribution is 1 − ε at the target, plus ε/K at
-            each of the K classes that take part.
+            each of the K classes that take part. The losses of sparsemax, entmax and asentmax then
+            have a constant that makes their minimum 0; see the notes.
         lse_penalty: λ >= 0; adds λ·lse² to the loss of each token, not multiplied by ``weight``.
             lse is the log-sum-exp of the scores.
         ignore_index: Tokens with this target have loss 0 and no gradient.
         reduction: "none" returns one loss per token, "sum" their sum. "mean" divides the sum by the
-            number of tokens that are not ignored (NaN if it is 0), or by the sum of ``weight`` at
-            their targets.
+            number of tokens that are not ignored, or by the sum of ``weight`` at their targets. If
+            the divisor is 0, the mean is NaN, as in torch.
         return_stats: Also return `LossStats`.
         **params: Parameters of the variant: a number, a tensor () or (1,), or one value per token
             (*) where the variant accepts one per query. `Variant.output_defaults` lists defaults
@@ -151,6 +152,10 @@ def linear_loss(
         targets, masks and class weights, but not hidden states and parameters. If each rank has
         other tokens instead, divide a sum by the number of tokens of all ranks. See
         `attnzoo.distributed`.
+
+        With class weights u and smoothing ε, a_j = u_j·((1 − ε)[j = y] + ε/K), with sum m. The
+        constant of a Fenchel-Young loss is m·Ω(a/m), Ω(p) = (Σ p^α − 1)/(α(α − 1)), 0 for ε = 0 or
+        m = 0.
 
         Scores are fp32, also under autocast and for 16-bit inputs. First derivatives only.
         Targets are class indices. They are checked on a CPU, but not on a GPU or under

@@ -67,7 +67,8 @@ def linear_topk(
 
     Notes:
         No gradients are computed. Logits are fp32 (fp64 for fp64 inputs), also under autocast,
-        which casts ``input`` and ``linear_weight`` to its dtype.
+        which casts ``input`` and ``linear_weight`` to its dtype. A graph of `torch.compile`
+        computes all of them at once.
     """
     check_plain(input=input, linear_weight=linear_weight, linear_bias=linear_bias)
     check_dense("linear_weight", linear_weight)
@@ -87,7 +88,8 @@ def linear_topk(
         count = len(layer.input)
         # At most 1/16 of the tokens at a time, or 16 tokens if that is more.
         step = min(rows_per_step(LOGITS, classes, input.device), max(16, count // 16))
-        buffer = input.new_empty(min(step, count), classes, dtype=score_dtype(input))
+        step = count if torch.compiler.is_compiling() else min(step, count)
+        buffer = input.new_empty(step, classes, dtype=score_dtype(input))
         found = []
         for part in parts(count, step):
             z = chunk_logits(layer, part, buffer[: part.stop - part.start])

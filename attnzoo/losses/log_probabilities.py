@@ -104,6 +104,7 @@ def _log_weights(z: Tensor, found: BoundForm, params: dict[str, Any]) -> Tensor:
     # Unlike log(softmax), this is accurate where w underflows. The difference of two large numbers
     # would lose digits.
     peak = s.detach().amax(-1, keepdim=True)
+    peak = peak.masked_fill(peak == NEG_INF, 0.0)
     s = s - peak
     lse = s.logsumexp(-1, keepdim=True)
     if sink is not None:

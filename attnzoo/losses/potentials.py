@@ -59,11 +59,14 @@ class Potential(NamedTuple):
 def peaks(
     s: Tensor, how: Normalizer, sink: Tensor | None, shard: ClassShard = WHOLE
 ) -> Tensor | None:
-    """The largest score or sink of each row, (rows,); None if A(s) is computed from s itself."""
+    """The largest score of each row, (rows,); None if A(s) is computed from s itself.
+
+    The sink if all scores are −∞.
+    """
     if how.normalize == "none" or (how.normalize == "sum" and not how.activation.exponential):
         return None
     peak = shard.max(s.amax(-1))
-    return peak if sink is None else torch.maximum(peak, sink)
+    return peak if sink is None else torch.where(peak == NEG_INF, sink, peak)
 
 
 def potential(
@@ -94,14 +97,17 @@ def potential(
 
 
 def _exponential(s: Tensor, sink: Tensor | None, shard: ClassShard) -> Potential:
-    """For rows of which the largest score, or ``sink``, is 0."""
+    """For rows whose largest score is 0. ``sink`` is relative to it and may be above."""
     z = shard.sum(s.exp_().sum(-1))
     lse = z.log()
     if sink is None:
         return Potential(lse, s, 1 / z, {}, lse, 1 / z)
-    extra = sink.exp()
-    whole = z + extra
-    return Potential(whole.log(), s, 1 / whole, {"sink": extra / whole}, lse, 1 / z)
+    # Σ exp(s) relative to a far larger sink would underflow, and exp(sink) would overflow.
+    top = sink.clamp(min=0)
+    down, extra = (-top).exp(), (sink - top).exp()
+    whole = z * down + extra
+    value = top + whole.log()
+    return Potential(value, s, down / whole, {"sink": extra / whole}, lse, 1 / z)
 
 
 def _selected(s: Tensor, keep: int | None, target: Tensor, shard: ClassShard) -> Potential:

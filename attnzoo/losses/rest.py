@@ -25,7 +25,7 @@ def rest_losses(z: Tensor, tokens: Tokens, wanted: list[str]) -> dict[str, Tenso
     peak = z.amax(-1, keepdim=True)
     peak = peak.masked_fill(peak == NEG_INF, 0.0)  # no other class
     total = z.sub_(peak).exp_().sum(-1)
-    lead = peak[:, 0] + total.log() - target
+    lead = peak[:, 0] - target + total.log()  # log Σ would lose digits in a large sum
     result = {"loss": log1p_exp(lead)}
     if wanted:
         # ∂L/∂r; 0 if there is no other class, whose total is 0 too.

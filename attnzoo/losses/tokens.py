@@ -217,7 +217,8 @@ def _omega(a: _Target, tokens: Tokens, phi: Activation) -> tuple[Tensor, Tensor 
     shape, shard = tokens.vectors.shape, tokens.shard
     alpha: Any = phi.alpha if shape is None else shape[:, None]
     p = a.spread * a.u
-    p = (p + shard.add_at(torch.zeros_like(p), tokens.target[:, None], a.own)) / a.total
+    p = p + shard.add_at(torch.zeros_like(p), tokens.target[:, None], a.own)
+    p = p / a.total.masked_fill(a.total == 0, 1.0)  # m·Ω(a/m) is 0 at m = 0
     log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log()
     # Σ p^α − 1 = Σ p (p^{α−1} − 1), because Σ p = 1. This is accurate as α → 1.
     excess = shard.sum((p * torch.expm1((alpha - 1) * log_p)).sum(-1, keepdim=True))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.core.checks import check_bool, check_sizes, is_int, is_number, plain, shown
+from attnzoo.core.registry import get_variant
 from attnzoo.functional.topk import TopK
 from attnzoo.losses.arguments import check_options, check_target
 from attnzoo.losses.log_probabilities import topk_by_chunks
@@ -50,7 +51,8 @@ class AdaptiveSoftmax(nn.Module):
         tail_variant: the variant of each cluster, likewise; None is ``variant``. A number of keys
             n_i counts the classes of the cluster.
         div_value: the base of the reduction of features.
-        head_bias: whether the head learns a bias per entry.
+        head_bias: whether the head learns a bias per entry. Head and clusters always have a bias if
+            their variant has an `output_bias`.
         ignore_index, device, dtype: as for `OutputLayer`.
 
     Attributes:
@@ -118,11 +120,13 @@ class AdaptiveSoftmax(nn.Module):
             tail_name, tail_options = _variant("tail_variant", tail_variant)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         entries = self.shortlist_size + self.n_clusters
-        self.head = OutputLayer(in_features, entries, name, head_bias, **made, **options)
+        bias = head_bias or get_variant(name).output_bias is not None
+        self.head = OutputLayer(in_features, entries, name, bias, **made, **options)
+        bias = get_variant(tail_name).output_bias is not None
         self.tail = nn.ModuleList()
         for first, end, size in zip(self.cutoffs, self.cutoffs[1:], sizes):
             project = nn.Linear(in_features, size, bias=False, **made)
-            layer = OutputLayer(size, end - first, tail_name, False, **made, **tail_options)
+            layer = OutputLayer(size, end - first, tail_name, bias, **made, **tail_options)
             self.tail.append(nn.ModuleList([project, layer]))
 
     @classmethod

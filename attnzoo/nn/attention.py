@@ -13,6 +13,7 @@ from attnzoo.core.checks import check_bool, check_dense, check_sizes, shown
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.attention import attention, attention_weights
 from attnzoo.nn.cache import Cache, KVCache, StateCache
+from attnzoo.nn.checks import check_not_of_forward, check_positional
 from attnzoo.nn.decoding import attend
 from attnzoo.nn.parameters import Names, VariantParameters
 from attnzoo.nn.projections import Projections, split_projected
@@ -88,6 +89,7 @@ class Attention(VariantParameters):
     ) -> None:
         super().__init__()
         check_sizes(num_heads=num_heads)
+        check_not_of_forward(self, variant, params)
         check_sizes(optional=True, head_dim=head_dim)
         self.num_heads = num_heads
         self.softcap = check_softcap(softcap, torch.float32)
@@ -126,7 +128,7 @@ class Attention(VariantParameters):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
+        *others: Any,
         cache: Cache | None = None,
         need_weights: bool = False,
         return_lse: bool = False,
@@ -152,6 +154,7 @@ class Attention(VariantParameters):
         Raises:
             ValueError, TypeError: an argument is wrong; the message names it.
         """
+        check_positional("q, k and v", others)
         check_dense("q", q)
         if q.dim() == 4 and q.shape[1] != self.num_heads:
             raise ValueError(f"q must have num_heads={self.num_heads} heads, got {tuple(q.shape)}")

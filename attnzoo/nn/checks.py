@@ -2,12 +2,60 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from attnzoo.core.checks import shown
+from attnzoo.core.arguments import ARGUMENTS
+from attnzoo.core.checks import DTYPES, did_you_mean, is_dtensor, shown
+from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Variant
+from attnzoo.functional.prepare import autocast_dtype
+
+# Arguments of a call that users may give to a constructor.
+CALL_ARGUMENTS = {*ARGUMENTS, "backend", "cache", "need_weights", "dropout"} - {"softcap"}
+
+
+def check_like(name: str, x: Tensor, weight: Tensor) -> None:
+    """Raises unless an input has the dtype, after autocast, and the device of a layer's weight."""
+    wanted, came = autocast_dtype(weight), autocast_dtype(x)
+    if came != wanted and wanted in DTYPES:  # a quantized weight has another dtype
+        raise TypeError(f"{name} must have the dtype of the layer, {wanted}, got {came}")
+    if x.device != weight.device:
+        raise ValueError(f"{name} must be on the layer's device {weight.device}, got {x.device}")
+
+
+def check_positional(names: str, others: tuple[Any, ...]) -> None:
+    """Raises if forward gets further arguments by position, as functions of torch take them."""
+    if others:
+        raise TypeError(
+            f"forward takes only {names} by position, got {shown(others[0])} besides; pass a mask "
+            "as attn_mask=…"
+        )
+
+
+def check_not_of_forward(layer: nn.Module, variant: str, options: Iterable[str]) -> None:
+    """Raises if an option of a layer's constructor is an argument of a call."""
+    for name in CALL_ARGUMENTS.intersection(options):
+        if name in {param.name for param in get_variant(variant).params}:
+            continue
+        accepted = inspect.signature(layer.forward).parameters
+        if name in accepted or ("keywords" in accepted and name != "dropout"):
+            hint = f": {name} is an argument of forward"
+        else:
+            names = inspect.signature(type(layer)).parameters
+            hint = did_you_mean(name, [*names, "dropout_p"] if "keywords" in accepted else names)
+        raise TypeError(f"the constructor of {type(layer).__name__} has no argument {name!r}{hint}")
+
+
+def check_not_of_layers(options: Iterable[str]) -> None:
+    """Raises if an option of a new layer is a property of torch's layer that it replaces."""
+    fixed = {*inspect.signature(nn.MultiheadAttention).parameters, "num_kv_heads"}
+    for name in options:
+        if name in fixed:
+            raise TypeError(f"{name} must not be given: it is that of the layer that is replaced")
 
 
 def check_module(name: str, x: Any) -> None:
@@ -42,3 +90,45 @@ def check_appended(variant: Variant, made: tuple[str, ...]) -> None:
     raise ValueError(
         f"add_bias_kv and add_zero_attn must be False for {variant.name!r}, because {reason}"
     )
+
+
+def check_cross_attention(variant: Variant, layer: str, crossed: bool, hint: str = "") -> None:
+    """Raises if the queries of a layer see another sequence and the variant needs positions."""
+    if crossed and variant.by_position:
+        raise ValueError(
+            f"{variant.name} does not support the cross-attention of {layer}: positions of queries "
+            f"among the keys of another sequence are undefined{hint}"
+        )
+
+
+def check_plain_layer(name: str, layer: nn.MultiheadAttention) -> None:
+    """Raises unless a layer of torch does what its class does, with parameters of its own.
+
+    A layer of attnzoo in its place would not do what hooks, parametrizations, adapters, subclasses
+    and the like do.
+    """
+    packed = ("in_proj_weight",)
+    separate = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    expected = {"out_proj.weight", *(packed if layer._qkv_same_embed_dim else separate)}
+    if layer.in_proj_bias is not None:
+        expected |= {"in_proj_bias", "out_proj.bias"}
+    if layer.bias_k is not None:
+        expected |= {"bias_k", "bias_v"}
+    tensors = dict(layer.named_parameters())
+    names = {*tensors, *(buffer for buffer, _ in layer.named_buffers())}
+    if names != expected:
+        differing = ", ".join(sorted(names ^ expected))
+        reason = f"pruned, parametrized or with an adapter: its tensors differ in {differing}"
+    elif any(is_dtensor(x) for x in tensors.values()):
+        reason = "sharded: call replace before fully_shard"
+    elif type(layer) is not nn.MultiheadAttention:
+        reason = f"of the subclass {type(layer).__name__}"
+    elif any(hooks for key, hooks in vars(layer).items() if key.endswith("_hooks")):
+        reason = "with hooks, which would be lost: remove them first"
+    elif "forward" in vars(layer):
+        reason = "with another forward, which would be lost"
+    elif layer._compiled_call_impl is not None:
+        reason = "compiled: call replace before compile"
+    else:
+        return
+    raise ValueError(f"{name} must be a plain torch.nn.MultiheadAttention, got one {reason}")

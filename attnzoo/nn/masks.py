@@ -9,6 +9,41 @@ from torch.nn import functional as F
 from attnzoo.core.checks import has_values
 
 
+def attended(
+    padding: Tensor | None, mask: Tensor | None, is_causal: bool, need_weights: bool, q: Tensor,
+    k: Tensor, num_heads: int, appended: int,
+) -> tuple[Tensor | None, bool]:  # fmt: skip
+    """attn_mask and is_causal for `attnzoo.attention`.
+
+    Args:
+        padding: key_padding_mask (B, Nk) of torch's layer.
+        mask: its attn_mask, (Nq, Nk) or (B·H, Nq, Nk).
+        need_weights: whether torch would return weights; it then ignores is_causal.
+        q: (B, Q·H, Nq, D), Q queries per head.
+        k: (B, Hkv, Nk, D), without the keys that the layer appends.
+        num_heads: H.
+        appended: the number of these keys. All queries see them.
+    """
+    (batch, _, length, _), keys = q.shape, k.shape[2]
+    if is_causal and not appended and (mask is None or length == keys):
+        # Torch ignores the hint if it returns weights, but variants may need to know it.
+        mask = mask if need_weights else None
+    elif is_causal:
+        # is_causal would hide the appended keys, so it becomes a mask.
+        is_causal = False
+        if mask is None:
+            mask = torch.ones(length, keys, dtype=torch.bool, device=q.device)
+            mask = mask.triu(1 + keys - length)
+    shapes = [(length, keys), (batch * num_heads, length, keys)]
+    padding = attended_keys("key_padding_mask", padding, [(batch, keys)], appended)
+    mask = attended_keys("attn_mask", mask, shapes, appended)
+    if padding is not None:
+        padding = padding[:, None, None]
+    if mask is not None:
+        mask = mask.unflatten(0, (batch, -1)) if mask.dim() == 3 else mask[None, None]
+    return both_masks(padding, mask), is_causal
+
+
 def attended_keys(
     name: str, mask: Tensor | None, shapes: list[tuple[int, ...]], extra: int
 ) -> Tensor | None:

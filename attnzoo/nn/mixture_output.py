@@ -16,6 +16,7 @@ from attnzoo.losses.log_probabilities import check_head, log_probabilities, topk
 from attnzoo.nn.output_layer import OutputLayer, TargetLoss
 
 MIXES = ("probabilities", "contexts")
+NEG_INF = float("-inf")
 
 
 class MixtureOutput(OutputLayer):
@@ -170,7 +171,12 @@ class MixtureOutput(OutputLayer):
         head, total = self._head(), None
         for k in range(self.components):
             each = log_probabilities(contexts[..., k, :], head) + log_prior[..., k, None]
-            total = each if total is None else torch.logaddexp(total, each)
+            if total is None:
+                total = each
+                continue
+            off = each == NEG_INF  # the gradient of log(0 + 0) would be NaN
+            more = torch.logaddexp(total, each.masked_fill(off, 0.0))
+            total = torch.where(off, total, more)
         assert total is not None
         return total
 

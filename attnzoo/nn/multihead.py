@@ -8,11 +8,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnzoo.core.checks import DTYPES, check_bool, check_dense, check_probability, check_sizes
+from attnzoo.core.checks import (
+    DTYPES,
+    check_bool,
+    check_dense,
+    check_device_and_dtype,
+    check_probability,
+    check_sizes,
+)
 from attnzoo.core.registry import get_variant
 from attnzoo.nn.attention import Attention
-from attnzoo.nn.checks import check_appended, check_heads
-from attnzoo.nn.masks import attended_keys, both_masks
+from attnzoo.nn.checks import (
+    check_appended,
+    check_cross_attention,
+    check_heads,
+    check_like,
+    check_not_of_forward,
+    check_not_of_layers,
+    check_plain_layer,
+)
+from attnzoo.nn.masks import attended
 from attnzoo.nn.parameters import Names
 from attnzoo.nn.wrappers import Choice, Wrapper, host_attention
 
@@ -97,6 +112,8 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)
+        check_not_of_forward(self, variant, params)
+        check_device_and_dtype(device, dtype)
         check_sizes(optional=True, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
         kv_heads = check_heads(num_heads, num_kv_heads, embed_dim=embed_dim)
         dropout = check_probability("dropout", dropout)
@@ -159,23 +176,18 @@ class MultiheadAttention(nn.Module):
             **options: ``learn``, ``softcap``, ``wrapper`` and parameters of the variant.
 
         Raises:
-            ValueError: the module has hooks, or is pruned or parametrized; or the wrapper uses more
-                than one query per head.
+            ValueError: the module is of a subclass, pruned, parametrized, sharded or compiled, or
+                has an adapter, hooks or another forward; or the wrapper uses more than one query
+                per head.
         """
-        if any(held for name, held in vars(module).items() if name.endswith("_hooks")):
-            raise ValueError("module has hooks, which would be lost: remove them first")
+        check_plain_layer("module", module)
+        check_not_of_layers(options)
         new = cls(
             module.embed_dim, module.num_heads, module.dropout, module.in_proj_bias is not None,
             module.bias_k is not None, bool(module.add_zero_attn), module.kdim, module.vdim,
             bool(module.batch_first), device="meta", variant=variant, layer=layer, **options,
         )  # fmt: skip
         _check_queries(new.attend, 1, options)
-        expected = {name for name, _ in new.named_parameters() if not name.startswith("attend.")}
-        if (names := {name for name, _ in module.named_parameters()}) != expected:
-            raise ValueError(
-                f"module must have the parameters {sorted(expected)}, got {sorted(names)}: "
-                "pruned or parametrized layers cannot be replaced"
-            )
         for name, parameter in module.named_parameters():
             owner, _, leaf = name.rpartition(".")
             setattr(new.get_submodule(owner), leaf, parameter)
@@ -259,9 +271,16 @@ class MultiheadAttention(nn.Module):
         elif not self.batch_first:
             tensors = tuple(x.transpose(0, 1) for x in tensors)
         q, k, v = self._project(*tensors)  # [B, H, L, D], [B, Hkv, S, D] twice
+        variant = get_variant(self.attend.variant)
+        crossed = variant.by_position and not is_causal and q.shape[2] != k.shape[2]
+        hint = "; is_causal=True says that the queries are the last tokens of the same sequence"
+        check_cross_attention(variant, "MultiheadAttention", crossed, hint)
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
-        mask, causal = self._masks(key_padding_mask, attn_mask, is_causal, need_weights, q, k)
+        mask, causal = attended(
+            key_padding_mask, attn_mask, is_causal, need_weights, q, k, self.num_heads,
+            appended=(self.bias_k is not None) + self.add_zero_attn,
+        )  # fmt: skip
         k, v = self._extended(k, v)
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal}
         options |= self.attend.projected(tensors[0], tensors[1])
@@ -316,6 +335,7 @@ class MultiheadAttention(nn.Module):
             check_dense(name, x)
             if x.dtype not in DTYPES:
                 raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+            check_like(name, x, self.out_proj.weight)
         if {x.dim() for x in given.values()} not in ({3}, {2}):
             shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in given.items())
             raise ValueError(
@@ -357,31 +377,6 @@ class MultiheadAttention(nn.Module):
         if self.add_zero_attn:
             k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         return k, v
-
-    def _masks(
-        self, padding: Tensor | None, mask: Tensor | None, is_causal: bool, need_weights: bool,
-        q: Tensor, k: Tensor,
-    ) -> tuple[Tensor | None, bool]:  # fmt: skip
-        """attn_mask and is_causal for `attnzoo.attention`."""
-        (batch, _, length, _), keys = q.shape, k.shape[2]
-        extra = (self.bias_k is not None) + self.add_zero_attn
-        if is_causal and not extra and (mask is None or length == keys):
-            # Torch ignores the hint if it returns weights, but variants may need to know it.
-            mask = mask if need_weights else None
-        elif is_causal:
-            # is_causal would hide the appended keys, so it becomes a mask.
-            is_causal = False
-            if mask is None:
-                mask = torch.ones(length, keys, dtype=torch.bool, device=q.device)
-                mask = mask.triu(1 + keys - length)
-        shapes = [(length, keys), (batch * self.num_heads, length, keys)]
-        padding = attended_keys("key_padding_mask", padding, [(batch, keys)], extra)
-        mask = attended_keys("attn_mask", mask, shapes, extra)
-        if padding is not None:
-            padding = padding[:, None, None]
-        if mask is not None:
-            mask = mask.unflatten(0, (batch, -1)) if mask.dim() == 3 else mask[None, None]
-        return both_masks(padding, mask), is_causal
 
 
 def _check_queries(attend: Attention | Wrapper, had: int, options: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnzoo.core.checks import DTYPES, check_bool, check_sizes, is_dtensor
+from attnzoo.core.checks import check_bool, check_device_and_dtype, check_sizes, is_dtensor
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Param
 from attnzoo.functional.prepare import cast_by_autocast
@@ -54,7 +54,8 @@ class OutputLayer(VariantParameters):
         num_classes: number of classes, V.
         variant: a name from `attnzoo.list_variants` of a variant that has a loss.
         bias: whether the layer learns a bias per class. The parameter ``bias`` of the variant
-            sigmoid cannot be set here and is 0.
+            sigmoid cannot be set here and is 0. Without a bias per class, the loss of sigmoid
+            starts near V·log 2.
         learn: names of the variant's parameters to learn, as for `Attention`; a learned parameter
             has shape (1,).
         softcap: c > 0 replaces the logits z by c·tanh(z/c).
@@ -65,7 +66,7 @@ class OutputLayer(VariantParameters):
 
     Attributes:
         weight: (V, d), initialized as in `torch.nn.Linear`.
-        bias: (V,) or None.
+        bias: (V,) or None, initialized as in `torch.nn.Linear`, plus `Variant.output_bias`.
         shards_classes: whether `shard_classes` was called.
 
     Raises:
@@ -120,8 +121,7 @@ class OutputLayer(VariantParameters):
         super().__init__()
         check_sizes(in_features=in_features, num_classes=num_classes)
         check_bool("bias", bias)
-        if dtype is not None and dtype not in DTYPES:
-            raise TypeError(f"dtype must be fp16, bf16, fp32 or fp64, got {dtype}")
+        check_device_and_dtype(device, dtype)
         check_options("mean", label_smoothing, lse_penalty, softcap, ignore_index, False)
         self.in_features, self.num_classes = in_features, num_classes
         self.softcap = None if softcap is None else float(softcap)
@@ -146,12 +146,22 @@ class OutputLayer(VariantParameters):
         return [param for param in super()._specs(variant) if param.name not in ("weight", "bias")]
 
     def reset_parameters(self) -> None:
-        """Draws weight and bias as `torch.nn.Linear` does; resets the variant's parameters."""
+        """Draws weight and bias as `torch.nn.Linear` does; resets the variant's parameters.
+
+        The bias is drawn around `Variant.output_bias`.
+        """
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features)
-            nn.init.uniform_(self.bias, -bound, bound)
+            start = self.bias_start
+            nn.init.uniform_(self.bias, start - bound, start + bound)
         self._reset(self.parameter_tensors())
+
+    @property
+    def bias_start(self) -> float:
+        """The initial value of the bias, without torch's random part."""
+        start = get_variant(self.variant).output_bias
+        return 0.0 if start is None else start(self.num_classes)
 
     @property
     def has_zeros(self) -> bool:

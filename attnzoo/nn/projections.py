@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from attnzoo.core.call import widened
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Param
+from attnzoo.nn.checks import check_like
 from attnzoo.nn.parameters import Names, local
 
 PROJECTED = "projected"  # the value of an option for a parameter that a layer makes
@@ -37,6 +38,7 @@ class HeadProjection(nn.Module):
             nn.init.constant_(self.bias, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_like("hidden states", x, self.weight)
         # The bias is added in fp32, because bf16 would round a sum near 5 to multiples of 1/32.
         out = widened(F.linear(x, local(self.weight)))
         return (out if self.bias is None else out + local(self.bias)).transpose(1, 2)

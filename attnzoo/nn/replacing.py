@@ -6,10 +6,22 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from attnzoo.nn.checks import check_module
+from attnzoo.core.registry import get_variant
+from attnzoo.nn.checks import (
+    check_cross_attention,
+    check_module,
+    check_not_of_layers,
+    check_plain_layer,
+)
 from attnzoo.nn.multihead import MultiheadAttention
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+# Torch's wrappers that keep the layers or parameters that a module had when it was wrapped.
+WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "ScriptModule": "torch.jit.script",
+}
 
 
 @overload
@@ -22,7 +34,8 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
     The new layers share the parameters of the old ones, so an existing optimizer stays valid. The
     parameters that the variant learns are new, under each layer's ``attend``. In a layer that is
     already a `MultiheadAttention`, they replace the learned parameters of the former variant.
-    Attention to another sequence, as in a `torch.nn.TransformerDecoderLayer`, is replaced too.
+    Attention to another sequence, as in a `torch.nn.TransformerDecoderLayer`, is replaced too,
+    except by variants whose weights depend on positions.
 
     Args:
         model: the model to change.
@@ -34,8 +47,9 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         The model; or the new layer if the model is itself a `torch.nn.MultiheadAttention`.
 
     Raises:
-        ValueError, TypeError: an argument is wrong, or the model has no such layer. The model is
-            left unchanged.
+        ValueError, TypeError: an argument is wrong, the model has no such layer, or one of its
+            layers cannot be replaced: a subclass, or one that is pruned, parametrized, sharded or
+            compiled, or has an adapter, hooks or another forward. The model is left unchanged.
 
     Example:
         >>> import torch
@@ -52,19 +66,21 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         the order of ``model.modules()``. A model that is a single layer has the number 0. For
         another number use `MultiheadAttention.of`.
 
-        Subclasses of torch's layer are not replaced. If you replace single layers of a
-        `torch.nn.TransformerEncoder`, set its ``use_nested_tensor`` to False.
+        If you replace single layers of a `torch.nn.TransformerEncoder`, set its
+        ``use_nested_tensor`` to False.
 
-        A variant that supports causal calls only raises a ValueError when a layer calls it without
-        ``is_causal``, as attention to another sequence does. Replace the other layers one by one::
+        A variant whose weights depend on positions, such as all that support causal calls only,
+        cannot attend to another sequence. Replace the other layers of a decoder one by one::
 
             for layer in decoder.layers:
                 layer.self_attn = replace(layer.self_attn, variant)
     """
     check_module("model", model)
-    theirs = [m for m in model.modules() if type(m) is nn.MultiheadAttention]
+    _check_no_adapter(model)
+    theirs = {m: n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
     ours = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
     both = {*theirs, *ours}
+    _check_wrappers(model)
     if not both:
         raise ValueError(
             "model must be or contain a torch.nn.MultiheadAttention, got a "
@@ -72,12 +88,19 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         )
     if "layer" in options:
         raise TypeError("layer must not be given: replace numbers the attention modules itself")
+    check_not_of_layers(options)
+    for layer, name in theirs.items():
+        check_plain_layer(f"model's {name}" if name else "model", layer)
     numbers = {m: number for number, m in enumerate(m for m in model.modules() if m in both)}
     attends = [layer.new_attend(variant, layer=numbers[layer], **options) for layer in ours]
     new: dict[Any, nn.Module] = {
         layer: MultiheadAttention.of(layer, variant, layer=numbers[layer], **options)
         for layer in theirs
     }
+    for name, module in model.named_modules():
+        if isinstance(module, nn.TransformerDecoderLayer):
+            where = ".".join(filter(None, (name, "multihead_attn")))
+            check_cross_attention(get_variant(variant), where, module.multihead_attn in both)
     for layer, attend in zip(ours, attends):
         layer.attend, layer.layer = attend, numbers[layer]
     for module in list(model.modules()):
@@ -88,3 +111,34 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
             # Nested tensors need torch's fused path, which would bypass the new layers.
             module.enable_nested_tensor = module.use_nested_tensor = False
     return new.get(model, model)
+
+
+def _check_no_adapter(model: nn.Module) -> None:
+    """Raises if PEFT has wrapped a layer: it reads the matrices of torch's layer."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), nn.MultiheadAttention):
+            raise ValueError(
+                f"merge the adapter of {name} before replace(), with model.merge_and_unload(), got "
+                f"a layer that {type(module).__module__} has wrapped"
+            )
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    """Raises if a wrapper of torch would not see the new layers."""
+    for name, module in model.named_modules():
+        where = f"model's {name}" if name else "model"
+        # A compiled module sees new children, but calls the module that it was made from.
+        if isinstance(getattr(module, "_orig_mod", None), nn.MultiheadAttention):
+            raise ValueError(f"{where} must not be compiled: call replace before torch.compile")
+        classes = {c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.")}
+        for wrapper in classes & WRAPPERS.keys():
+            if any(map(_is_attention, module.modules())):
+                raise ValueError(
+                    f"{where} must not be wrapped, got a {wrapper}: call replace before "
+                    f"{WRAPPERS[wrapper]}"
+                )
+
+
+def _is_attention(module: nn.Module) -> bool:
+    scripted = getattr(module, "original_name", None) == nn.MultiheadAttention.__name__
+    return scripted or isinstance(module, (nn.MultiheadAttention, MultiheadAttention))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from attnzoo.core.checks import check_bool, check_sizes
+from attnzoo.core.checks import check_bool, check_dense, check_device_and_dtype, check_sizes
 from attnzoo.nn.attention import Attention
 from attnzoo.nn.cache import Cache
-from attnzoo.nn.checks import check_heads
+from attnzoo.nn.checks import check_heads, check_like, check_positional
 from attnzoo.nn.decoding import AttentionKeywords
 
 
@@ -61,6 +61,7 @@ class Taylor(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_device_and_dtype(device, dtype)
         check_sizes(embed_dim=embed_dim, num_heads=num_heads, feature_dim=feature_dim)
         check_sizes(optional=True, head_dim=head_dim, num_kv_heads=num_kv_heads)
         check_bool("bias", bias)
@@ -79,7 +80,11 @@ class Taylor(nn.Module):
         self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, **kind)
 
     def forward(
-        self, x: Tensor, *, cache: Cache | None = None, **keywords: Unpack[AttentionKeywords]
+        self,
+        x: Tensor,
+        *others: Any,
+        cache: Cache | None = None,
+        **keywords: Unpack[AttentionKeywords],
     ) -> Tensor:
         """Attention of the tokens to each other.
 
@@ -92,6 +97,9 @@ class Taylor(nn.Module):
         Returns:
             (B, N, E).
         """
+        check_positional("x", others)
+        check_dense("x", x)
+        check_like("x", x, self.q_proj.weight)
         options: dict[str, Any] = dict(keywords)
         if "need_weights" in options:
             raise TypeError("Taylor does not accept need_weights")

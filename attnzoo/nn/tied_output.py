@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnzoo.core.checks import shown
+from attnzoo.core.registry import get_variant
 from attnzoo.nn.adaptive_softmax import AdaptiveSoftmax
 from attnzoo.nn.output_layer import OutputLayer
 
@@ -48,7 +49,8 @@ class TiedOutput(OutputLayer):
 
     def __init__(self, embed: nn.Embedding, variant: str, params: dict[str, Any]) -> None:
         sizes = embed.embedding_dim, embed.num_embeddings
-        super().__init__(*sizes, variant, **{"bias": False, **params})
+        bias = get_variant(variant).output_bias is not None
+        super().__init__(*sizes, variant, **{"bias": bias, **params})
         del self._parameters["weight"]
         self.tie(embed)
 
@@ -90,7 +92,7 @@ class TiedOutput(OutputLayer):
         return "OutputLayer"
 
     def reset_parameters(self) -> None:
-        """Sets the bias to 0 and the variant's parameters to their initial values."""
+        """Sets the bias and the variant's parameters to their initial values."""
         if self.bias is not None:
-            nn.init.zeros_(self.bias)
+            nn.init.constant_(self.bias, self.bias_start)
         self._reset(self.parameter_tensors())

@@ -22,7 +22,7 @@ from attnzoo.core.checks import (
 from attnzoo.nn.adaptive_softmax import AdaptiveSoftmax
 from attnzoo.nn.attention import Attention
 from attnzoo.nn.cache import Cache, cached_length
-from attnzoo.nn.checks import check_heads
+from attnzoo.nn.checks import check_heads, check_not_of_forward, check_positional
 from attnzoo.nn.decoder_layer import DecoderLayer, Scale
 from attnzoo.nn.output_layer import OutputLayer
 from attnzoo.nn.per_layer import per_layer
@@ -73,7 +73,8 @@ class Transformer(nn.Module):
             shared unless you write ``model.output.weight = model.embed.weight``. The attribute
             ``output`` is the layer itself.
         output_params: keyword arguments for `OutputLayer`: parameters of its variant, and others
-            such as ``softcap``. ``bias`` is False unless given here. None if ``output`` is a layer.
+            such as ``softcap``. ``bias`` is False unless given here or the variant has an
+            `output_bias`. None if ``output`` is a layer.
         softcap: softcap of the attention logits of each layer, as for `Attention`; None is no
             softcap. ``output_params`` has the softcap of the output layer.
         qk_norm: whether each head's queries and keys are divided by their root mean square and
@@ -137,6 +138,8 @@ class Transformer(nn.Module):
         **params: Any,
     ) -> None:
         super().__init__()
+        if isinstance(variant, str):
+            check_not_of_forward(self, variant, params)
         check_sizes(vocab_size=vocab_size, embed_dim=embed_dim, num_heads=num_heads, depth=depth)
         check_sizes(optional=True, num_kv_heads=num_kv_heads, mlp_dim=mlp_dim, window=window,
                     qk_dim=qk_dim)  # fmt: skip
@@ -187,9 +190,9 @@ class Transformer(nn.Module):
         """Draws all matrices from a normal distribution with mean 0.
 
         The standard deviation is 0.02/√(2·depth) for the last matrix of a residual branch, and 0.02
-        for other matrices. The bias of the output layer is set to 0. The parameters of the variants
-        and their projections, of norms and of LayerScale are set to their initial values. A layer
-        given as ``output`` has its own `reset_parameters`.
+        for other matrices. The bias of the output layer is set to `Variant.output_bias` or 0. The
+        parameters of the variants and their projections, of norms and of LayerScale are set to
+        their initial values. A layer given as ``output`` has its own `reset_parameters`.
         """
         self.output.reset_parameters()
         own = {id(p) for p in self.output.parameters()} - {id(self.embed.weight)}
@@ -215,7 +218,7 @@ class Transformer(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        *,
+        *others: Any,
         attn_mask: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
         segment_ids: Tensor | None = None,
@@ -239,6 +242,7 @@ class Transformer(nn.Module):
         Raises:
             ValueError, TypeError: an argument is wrong; the message names it.
         """
+        check_positional("tokens", others)
         return self.logits(
             self.states(tokens, attn_mask=attn_mask, caches=caches, segment_ids=segment_ids)
         )
@@ -370,7 +374,8 @@ class Transformer(nn.Module):
         return [attend.new_cache(max_length, kind) for attend in self._attends()]
 
     def _attends(self) -> list[Attention | Wrapper]:
-        return [layer.attend for layer in self.layers if isinstance(layer, DecoderLayer)]
+        # Not self.layers: torch.compile and other wrappers may hold a layer.
+        return [layer.attend for layer in self.layers.modules() if isinstance(layer, DecoderLayer)]
 
     def _rotation(self, positions: Tensor) -> Tensor | None:
         """cos and sin of RoPE's angles, in fp32, or in fp64 for an fp64 model: (2, N,

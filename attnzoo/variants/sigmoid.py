@@ -8,6 +8,8 @@ and adding a constant to all logits changes them. With logits of 0 the weight su
 grows, a key with logit Δ among keys with logit 0 has weight 1/(1 + n·e^{−Δ}), which tends to 0.
 
 Initial values: b = −log n_i, which brings the weight sum near 1 at initialization, as in softmax.
+The bias of an output layer starts at −log V for V classes: its loss is then near log V + 1, not
+V·log 2.
 
 Source: Ramapuram et al. 2024, arXiv:2409.04431.
 
@@ -17,6 +19,8 @@ the visible keys of each query; ``bias=-math.log(n)`` gives the constant.
 Notes: Do not put it into a trained softmax model: the weights of a query do not sum to 1. Train
 with it from scratch.
 """
+
+from math import log
 
 from torch import Tensor
 
@@ -52,5 +56,6 @@ VARIANT = Variant(
     ),
     forms=forms,
     output_defaults={"bias": 0.0},
+    output_bias=lambda classes: -log(classes),
     normalized=False,
 )

@@ -38,10 +38,10 @@ def attention(
     return timing(f"{line} --baselines {baselines} {options}", expected, variants)
 
 
-def gain(backend: str) -> Step:
+def gain() -> Step:
     """What a gain costs at short lengths. Two settings, so it has no items."""
     line = "attention --lengths 1024,4096 --head-dim 128 --mask causal --inputs iid --baselines "
-    line += f"flash --direction forward --no-memory --backend {backend} --variants {GAINS}"
+    line += f"flash --direction forward --no-memory --backend flash --variants {GAINS}"
     return Step(line, (*BENCHMARKS, *line.split(), "--device", "cuda"), 12, 60)
 
 
@@ -76,8 +76,7 @@ CONTACT = (
     TESTS,
     attention(16384, 128, 25, MAIN, NO_MEMORY),
     decode(65536, 1, 12),
-    gain("sdpa"),
-    gain("flash"),
+    gain(),
     attention(16384, 64, 20, MAIN, NO_MEMORY),
     attention(16384, 128, 12, THRESHOLDS, NO_MEMORY, inputs="block-sparse"),
     replace(attention(16384, 128, 25, OTHERS, NO_MEMORY), name="attention, other variants"),

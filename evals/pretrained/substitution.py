@@ -137,7 +137,7 @@ def apply(model: Any, substitution: Substitution, tokens: Tensor, **options: Any
         params["calibrate"] = tokens[:count][None].to(model.device)
     layers: Sequence[int] | None = substitution.layers
     try:
-        return convert(model, substitution.call.name, layers, **params, **options)
+        return convert(model, substitution.call.name, layers, warn=False, **params, **options)
     except (TypeError, ValueError) as error:
         raise UsageError(f"--variants {substitution}: {error}") from error
 

@@ -18,7 +18,6 @@ from helpers.cases import (
     NO_SCORE,
     VARIANTS,
     params_of,
-    rand,
 )
 from helpers.coverage_table import (
     FEATURE_BACKENDS,
@@ -170,15 +169,3 @@ def test_every_feature_runs_on_the_selected_backend(variant: str) -> None:
         plan = attnzoo.explain(variant=variant, **arguments, **params_of(variant))
         assert plan.chosen in BACKENDS
         run(arguments, variant, plan.chosen)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sdpa_computes_gain_times_q_in_fp32_and_rounds_it_once(dtype: torch.dtype) -> None:
-    """Rounding the gain before the product would use up the whole error budget."""
-    q, k, v = (rand(1, 2, 9, 8, seed=i, dtype=dtype) for i in range(3))
-    gain = 0.168 * torch.arange(1, 10).float().log()[:, None]
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        (gain * q.float()).to(dtype), k, v, is_causal=True
-    )
-    found = attnzoo.attention(q, k, v, "ssmax", is_causal=True, backend="sdpa")
-    assert torch.equal(found, expected)

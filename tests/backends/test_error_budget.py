@@ -1,10 +1,12 @@
 """An injected bug makes the results of each backend exceed the error budget.
 
-The agreement tests show that results of correct backends are within the error budget.
+The agreement tests show that results of correct backends are within the error budget. For gains in
+16 bits, tests in this file show it also for large logits.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,16 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import attnzoo
 from attnzoo.backends import BACKENDS, sdpa
 from attnzoo.core.forms import Pairwise
 from helpers import agreement
 from helpers.agreement import Inputs, bounds, by_backend, disagreements, make, outputs, reference
 from helpers.approx import Approx
 from helpers.cases import rand
-from helpers.coverage_table import FORWARD_ONLY, KERNELS, marked
+from helpers.coverage_table import FORWARD_ONLY, KERNELS, RUNS, VARIANT_BACKENDS, marked
 
 
 def cases() -> Iterator[Any]:
@@ -101,6 +105,55 @@ def test_a_mask_that_is_off_by_one_is_caught(
 
     inject(monkeypatch, backend, move)
     assert exceeded(backend, dtype) != []
+
+
+HALVES = (torch.float16, torch.bfloat16)
+GAINS = ("ssmax", "log_n", "position_temperature", "adaptive_temperature", "asentmax")
+
+
+def cases_with_gains() -> Iterator[Any]:
+    for name, variant in itertools.product(BACKENDS, GAINS):
+        if "linear" in name or VARIANT_BACKENDS[variant].get(name, RUNS) is not RUNS:
+            continue
+        for dtype, std in itertools.product(HALVES, (1, 4, 10)):
+            marks = [pytest.mark.interpreter] if name in KERNELS else []
+            slow = name in KERNELS and (variant, std) != (GAINS[0], 10)
+            marks += [pytest.mark.slow] if slow else []
+            label = f"{name}-{variant}-{dtype}-{std}"
+            yield pytest.param(name, variant, dtype, std, marks=marks, id=label)
+
+
+@pytest.mark.parametrize(("backend", "variant", "dtype", "std"), list(cases_with_gains()))
+def test_gains_in_16_bits_are_within_the_budget(
+    backend: str, variant: str, dtype: torch.dtype, std: float
+) -> None:
+    """The budget has no rounding of q · gain to 16 bits. Its error would grow with the logits."""
+    shape = (9, 100) if backend == "decode" else (40, 100)
+    inputs = make(variant, {**CASE, "shape": shape, "dtype": dtype})
+    inputs.leaves["q"] = (inputs.leaves["q"] * (std / 1.5**2)).to(dtype)  # q and k have std 1.5
+    assert disagreements(variant, backend, inputs, gradients=backend not in FORWARD_ONLY) == []
+
+
+@pytest.mark.parametrize("std", [1, 4, 10])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_gain_on_sdpa_is_as_exact_as_a_scale_in_torch(dtype: torch.dtype, std: float) -> None:
+    """Mean errors of output and gradients, which differ by noise if both compute in fp32."""
+    q, k, v, do = (rand(1, 4, 256, 64, seed=i).to(dtype) for i in range(4))
+    gain = std * 1.3
+
+    def results(scale: float | None, *tensors: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        if scale is None:
+            b = torch.full((4,), gain)
+            out = attnzoo.attention(*leaves, "ssmax", s=0.0, b=b, is_causal=True, backend="sdpa")
+        else:
+            out = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=scale)
+        return [out.detach(), *torch.autograd.grad(out, leaves, do.to(out.dtype))]
+
+    exact = results(gain / 8, q.double(), k.double(), v.double())
+    ours, theirs = results(None, q, k, v), results(gain / 8, q, k, v)
+    for have, torchs, want in zip(ours, theirs, exact, strict=True):
+        assert (have - want).abs().mean() <= 1.05 * (torchs - want).abs().mean()
 
 
 class HalfProducts(TorchDispatchMode):

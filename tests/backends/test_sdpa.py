@@ -1,4 +1,4 @@
-"""The backend sdpa multiplies q by a gain in one operation, and rounds the product once."""
+"""The backend sdpa multiplies q by a gain in fp32, or the scale by a gain that is a number."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def gain_of(s: Tensor) -> Tensor:
     return (s.view(1, 4, 1) * torch.full((1, 1, 1), 9.0).log()).unsqueeze(-1)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_gain_is_one_operation_that_rounds_once(
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_gain_is_multiplied_into_fp32_queries(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = tensors(dtype)
@@ -55,34 +55,54 @@ def test_gain_is_one_operation_that_rounds_once(
     monkeypatch.setattr(
         sdpa,
         "scaled_dot_product_attention",
-        lambda *args, **options: passed.append(args[0]) or fused(*args, **options),
+        lambda *args, **options: passed.extend(args[:3]) or fused(*args, **options),
     )
-    with Operations(q.shape) as operations:
-        attnzoo.attention(q, k, v, "ssmax", s=s, backend="sdpa")
-    assert operations.names == ["aten.mul"]
-    assert torch.equal(passed[0], (gain_of(s) * q.float()).to(dtype))
-    assert passed[0].stride() == q.stride()
+    out = attnzoo.attention(q, k, v, "ssmax", s=s, backend="sdpa")
+    assert out.dtype == dtype
+    for x, want in zip(passed, (gain_of(s) * q.float(), k.float(), v.float()), strict=True):
+        assert torch.equal(x, want)
+        assert x.stride() == q.stride()
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("wanted", ["q", "s", "qs"])
-def test_gradients_equal_those_of_three_operations(dtype: torch.dtype, wanted: str) -> None:
+@pytest.mark.parametrize("wanted", ["q", "s", "qs", "qkvs"])
+def test_gradients_with_a_gain_are_rounded_once(dtype: torch.dtype, wanted: str) -> None:
+    """Results equal those of fp32 inputs, rounded."""
     q, k, v = tensors(dtype)
-    leaves = {"q": q, "s": torch.tensor([0.3, -1.1, 0.7, 2.9])}
-    inputs = [leaves[name].requires_grad_() for name in wanted]
-    do = rand(*q.shape, seed=3).to(dtype)
-    out = attnzoo.attention(q, k, v, "ssmax", s=leaves["s"], backend="sdpa")
-    product = (gain_of(leaves["s"]) * q.float()).to(dtype)
-    expected = torch.nn.functional.scaled_dot_product_attention(product, k, v)
-    assert torch.equal(out, expected)
-    with Operations(q.shape) as operations:
-        grads = torch.autograd.grad(out, inputs, do, retain_graph=True)
-    for name, a, b in zip(wanted, grads, torch.autograd.grad(expected, inputs, do), strict=True):
-        # The entries that are summed for s are equal, and their order in memory may differ.
-        tolerance = 0.0 if name == "q" else 1e-5
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-    # For s, the gradient of the product is converted to fp32 and multiplied by q.
-    assert len(operations.names) == ("q" in wanted) + 2 * ("s" in wanted)
+    s, do = torch.tensor([0.3, -1.1, 0.7, 2.9]), rand(*q.shape, seed=3).to(dtype)
+    results = []
+    for kind in (dtype, torch.float32):
+        leaves = {"q": q, "k": k, "v": v, "s": s}
+        leaves = {n: x.to(s.dtype if n == "s" else kind).detach() for n, x in leaves.items()}
+        inputs = [leaves[name].requires_grad_() for name in wanted]
+        args = [leaves[name] for name in "qkv"]
+        out = attnzoo.attention(*args, "ssmax", s=leaves["s"], backend="sdpa")
+        results.append([out, *torch.autograd.grad(out, inputs, do.to(kind))])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b.to(a.dtype))
+
+
+@pytest.mark.parametrize("kind", ["bool", "same", "fp32"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_masks_with_a_gain(dtype: torch.dtype, kind: str) -> None:
+    q, k, v = tensors(dtype)
+    mask = rand(2, 1, 9, 9, seed=4)
+    mask = mask > 0 if kind == "bool" else mask.to(dtype if kind == "same" else torch.float32)
+    found = attnzoo.attention(q, k, v, "ssmax", attn_mask=mask, backend="sdpa")
+    want = attnzoo.attention(q, k, v, "ssmax", attn_mask=mask, backend="tiled")
+    torch.testing.assert_close(found, want, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [-3e-41, -1e-39, 0.0, 1e-39, 3e-41])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiny_scale_does_not_round_queries(dtype: torch.dtype, scale: float) -> None:
+    q, k, v = (1e19 * x.float() for x in tensors(torch.bfloat16))
+    q, k, v = (10 * q).to(dtype), (100 * k).to(dtype), (v / 1e19).to(dtype)
+    found = attnzoo.attention(q, k, v, scale=scale, is_causal=True, backend="sdpa")
+    want = attnzoo.attention(
+        q.double(), k.double(), v.double(), scale=scale, is_causal=True, backend="eager"
+    )
+    torch.testing.assert_close(found.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-2)
 
 
 def test_gain_in_transforms_and_batched_gradients() -> None:

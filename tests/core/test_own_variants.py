@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo import Param, Projection
+from attnzoo import FromStatistics, Pairwise, Param, Projection
 from attnzoo.core import registry
 from attnzoo.core.activations import EXP, SIGMOID
 from helpers.cases import rand
+from helpers.coverage_table import marked
 
 POWER = torch.tensor([1.0, 1.5, 2.0, 3.0]).double()
 
@@ -301,6 +302,46 @@ def test_wrong_forms_raise(case: tuple[Any, type[Exception], str]) -> None:
         attnzoo.attention(q, k, v, "mine")
     with pytest.raises(error, match=words):
         attnzoo.explain(q, k, v, "mine")
+
+
+def spread(names: str, n: int) -> dict[str, Tensor]:
+    """Vectors by name: numbers from 1 to 2 that have more digits than 16 bits hold."""
+    rows = {"gain": (1, 4, n), "key_bias": (1, 4, n), "sink": (1, 4, 1), "offset": (1, 1, n)}
+    return {x: 1 + rand(*rows[x], seed=len(x)).sigmoid().float() for x in names.split()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("backend", "names"),
+    [
+        marked("sdpa", "gain"),
+        *(marked(x, "gain key_bias sink offset") for x in ("tiled", "flash", "decode")),
+        *(marked(x, "statistics") for x in ("sdpa", "tiled", "flash", "decode")),
+    ],
+)
+def test_vectors_of_a_form_are_used_in_the_dtype_of_the_scores(
+    backend: str, names: str, dtype: torch.dtype
+) -> None:
+    """A 16-bit vector rounds nothing but itself. The second call is a cached one."""
+    q, k, v = (rand(1, 4, 16, 8, seed=i).float() for i in range(3))
+
+    def results(exact: bool) -> list[Tensor]:
+        def cast(x: Tensor) -> Tensor:
+            return x.to(dtype).float() if exact else x.to(dtype)
+
+        def forms(call: Any) -> tuple[Pairwise]:
+            if names == "statistics":
+                gain = FromStatistics(lambda found: cast(found.entropy), differentiable=False)
+                return (Pairwise(EXP, "sum", gain=gain),)
+            vectors: dict[str, Any] = {x: cast(y) for x, y in spread(names, 16).items()}
+            return (Pairwise(EXP, "sum", **vectors),)
+
+        name = "exact" if exact else "mine"
+        attnzoo.register_variant(attnzoo.Variant(name, "-", "-", lambda q, k, call: q, forms=forms))
+        return [attnzoo.attention(q, k, v, name, backend=backend) for _ in range(2)]
+
+    for found, want in zip(results(exact=False), results(exact=True), strict=True):
+        assert torch.equal(found, want)
 
 
 def test_unsupported_must_return_a_str_or_none() -> None:

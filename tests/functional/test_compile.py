@@ -297,3 +297,15 @@ def test_dropout_compiles() -> None:
     assert bool(q.grad.isfinite().all())
     assert 0.4 < float((out != 0).float().mean()) < 0.6
     assert not torch.equal(out, compiled(q, k, eye, dropout_p=0.5, backend="tiled"))
+
+
+@pytest.mark.slow
+def test_gradients_of_linear_attention_compile_with_dynamic_shapes() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnzoo.linear_attention(q, k, v, "hedgehog")[0]
+
+    q, k, v = (torch.randn(1, 2, 10, 8, requires_grad=True) for _ in range(3))
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    found = (torch.autograd.grad(f(q, k, v).sum(), (q, k, v)) for f in (compiled, run))
+    for have, want in zip(*found, strict=True):
+        torch.testing.assert_close(have, want)

@@ -63,9 +63,17 @@ def chosen(variant: str, tensors: list[Tensor] | None = None, **options: Any) ->
 
 @pytest.mark.usefixtures("fake")
 class TestChoice:
-    def test_softmax_with_a_gain_runs_on_sdpa(self) -> None:
+    def test_softmax_runs_on_sdpa_and_a_gain_in_16_bits_on_flash(self) -> None:
         for variant in FUSED:
-            assert chosen(variant) == chosen(variant, is_causal=True) == "sdpa"
+            for dtype in (torch.float16, torch.bfloat16, torch.float32):
+                fused = variant == "softmax" or dtype == torch.float32
+                for is_causal in (False, True):
+                    backend = chosen(variant, qkv(dtype=dtype), is_causal=is_causal)
+                    assert backend == ("sdpa" if fused else "flash")
+        reason = "does not support a gain per query in 16 bits on a GPU (flash does)"
+        for variant in ("ssmax", "adaptive_temperature"):
+            assert reason in str(plan(variant))
+        assert chosen("ssmax", dropout_p=0.1) == "tiled"
 
     def test_options_that_sdpa_does_not_support_run_on_flash(self) -> None:
         for options in (

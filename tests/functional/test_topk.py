@@ -370,3 +370,19 @@ def test_errors(message: str) -> None:
     with pytest.raises(kind) as error:
         call()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("variant", ["entmax", "adaptive_temperature"])
+def test_compiles_without_graph_breaks(variant: str, dynamic: bool) -> None:
+    """The second has no form whose largest weights follow from a few scores. Scores have ties."""
+    z, h = rand(5, 70).float().round(decimals=1), rand(5, 4).float()
+    weight = rand(70, 4).float()
+
+    def run(z: Tensor, h: Tensor, weight: Tensor) -> list[Tensor]:
+        first = topk_probabilities(z, 2, variant)
+        return [*first, *linear_topk(h, weight, 2, variant)]
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for have, want in zip(compiled(z, h, weight), run(z, h, weight), strict=True):
+        torch.testing.assert_close(have, want)

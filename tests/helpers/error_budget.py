@@ -9,7 +9,8 @@ Besides the rules of `approx`, these errors are assumed:
   activation's unit, takes `SHIFTS` roundings of numbers as large as the largest score.
 - A threshold solver stops at |Σφ − 1| <= `SOLVED`.
 - Fused kernels multiply weights and dS in the inputs' dtype, and compute δ = dO·o from the stored
-  output. Other backends compute in the accumulator's dtype throughout.
+  output. Other backends compute in the accumulator's dtype throughout, and so does sdpa with a gain
+  per query.
 """
 
 from __future__ import annotations
@@ -60,7 +61,13 @@ class Problem:
     @property
     def inner(self) -> torch.dtype:
         """The dtype in which weights and dS enter matrix products."""
-        return self.dtype if self.backend in FUSED else self.accumulator
+        fused = self.backend in FUSED and not self.multiplies_queries
+        return self.dtype if fused else self.accumulator
+
+    @property
+    def multiplies_queries(self) -> bool:
+        """Whether the backend multiplies q by the gain, in the accumulator's dtype."""
+        return self.backend == "sdpa" and isinstance(self.form().gain, (Tensor, FromStatistics))
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -165,9 +172,8 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
         z, slope = capped(z, call.softcap), cap_slope(z, call.softcap)
     gained = z if terms.gain is None else terms.gain * z
     s = terms.add(gain * gained + bias).where(visible)
-    if problem.backend == "sdpa" and not (isinstance(form.gain, float) and form.gain == 1.0):
-        # The backend sdpa rounds gain · q to the dtype of q.
-        s = s.rounded(torch.finfo(problem.dtype).eps / s.eps, gain.value * pairs)
+    if problem.multiplies_queries:
+        s = s.rounded(1, gain.value * pairs)
     s = s.rounded(SHIFTS, s.value.abs() + largest(s.value)).where(visible)
 
     weights = problem.weights(problem, form, s, visible)
@@ -188,11 +194,11 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
         of_logits, found["dscore"] = [*of_logits, through], ds + through
         found["dscore parts"] = ds.stored(problem.dtype) + through.stored(problem.dtype)
     if problem.backend in FUSED:
-        # Fused backends compute dgain from the gradient of q. sdpa rounds gain · q to q's dtype.
+        # Fused backends compute dgain from the gradient of q.
         found["dgain"] = (ds.stored(problem.inner) * gained).sum(-1, keepdim=True)
-    if problem.backend == "sdpa":
+    if problem.multiplies_queries:
         size = (abs(call.scale) * (ds.value @ k.value) * q.value).abs().sum(-1, keepdim=True)
-        found["dgain"] = found["dgain"].rounded(torch.finfo(problem.dtype).eps / s.eps, size)
+        found["dgain"] = found["dgain"].rounded(1, size)
     dq, dk = [], []
     for x in of_logits:
         for factor in (terms.gain, slope):
@@ -201,8 +207,8 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
         dq.append((dz @ k).stored(problem.dtype))
         dk.append(shared(dz.mT @ q, call).stored(problem.dtype))
     found["dq"], found["dk"] = (functools.reduce(operator.add, parts) for parts in (dq, dk))
-    if problem.backend == "sdpa":
-        found["dq"] = found["dq"].stored(problem.dtype)
+    if problem.multiplies_queries:
+        found["dq"] = found["dq"].stored(problem.inner)
     found["dv"] = shared(weights.dropped.mT @ do, call).stored(problem.dtype)
     return found
 

@@ -13,6 +13,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # deprecation warnings of third-party packages
     import transformers
     from transformers import (
+        BartConfig,
+        BartModel,
         BertConfig,
         BertModel,
         CLIPConfig,
@@ -64,6 +66,13 @@ def gpt2(**options: Any) -> GPT2LMHeadModel:
 def bert() -> BertModel:
     torch.manual_seed(0)
     return BertModel(BertConfig(**SMALL)).eval()
+
+
+def bart() -> BartModel:
+    sizes = {"vocab_size": 99, "d_model": 32, "max_position_embeddings": 64}
+    layers = {f"{who}_{what}": n for who in ("encoder", "decoder")
+              for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
+    return BartModel(BartConfig(**sizes, **layers)).eval()
 
 
 def vit() -> ViTModel:

@@ -290,6 +290,17 @@ def test_compiles_as_one_graph(variant: str, layers: list[int] | None) -> None:
     torch.compiler.reset()
 
 
+def test_compiled_layers_are_converted_too() -> None:
+    """A graph does not show their calls."""
+    model, plain = bert(), convert(bert(), "ssmax")
+    model.encoder.layer[0] = torch.compile(model.encoder.layer[0], backend="eager")
+    with torch.no_grad():
+        outputs(model)
+        convert(model, "ssmax")
+        assert torch.allclose(outputs(model), outputs(plain), atol=1e-6)
+    torch.compiler.reset()
+
+
 def test_bf16_model_generates_the_same_with_and_without_cache() -> None:
     model = convert(llama(), "ssmax").to(torch.bfloat16)
     assert model(ids()).logits.dtype == torch.bfloat16

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import (
-    BartConfig,
-    BartModel,
+    CLIPForImageClassification,
+    CLIPModel,
+    LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaModel,
+    PreTrainedModel,
+    SamConfig,
+    SamModel,
+    SiglipConfig,
+    SiglipForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from attnzoo.integrations.transformers import convert, revert
+from attnzoo.integrations import transformers as integration
+from attnzoo.integrations.transformers import convert, from_pretrained, revert
 from helpers.cases import CAUSAL_ONLY, params_of
 from helpers.hf_models import (
+    bart,
     bert,
     clip,
     ids,
@@ -29,6 +42,13 @@ from helpers.hf_models import (
 )
 
 pytestmark = quiet
+
+
+def mismatched_clip() -> CLIPModel:
+    """Its text model has no tokens."""
+    model = clip()
+    model.text_model.embeddings.token_embedding = torch.nn.Embedding(1, 3)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -57,11 +77,18 @@ pytestmark = quiet
             "model must have its weights lo",
         ),
         (
-            clip,
+            mismatched_clip,
             ("ssmax",),
             {},
             ValueError,
-            "CLIPModel failed on the default batch; .*inputs=. AttributeError",
+            r"^inputs must be given for CLIPModel: convert\(model, variant, inputs=.* raised Runt",
+        ),
+        (
+            lambda: torch.nn.Sequential(llama()),
+            ("ssmax",),
+            {},
+            TypeError,
+            "^pass the LlamaForCausalLM inside Sequential, not the wrapper$",
         ),
     ],
 )
@@ -76,24 +103,24 @@ def test_wrong_arguments_raise(
         assert not hasattr(model.config, "attnzoo")
 
 
-@pytest.mark.parametrize(
-    ("make", "feature"),
-    [
-        (
-            lambda: T5ForConditionalGeneration(
-                T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
-            ),
-            "position_bias.*T5Attention",
-        ),
-    ],
-    ids=["t5"],
-)
-def test_unsupported_features_of_a_model_raise(make: Any, feature: str) -> None:
-    model = make()
-    before = model.config._attn_implementation
-    with pytest.raises(ValueError, match=f"attnzoo does not support {feature}"):
+def t5() -> T5ForConditionalGeneration:
+    """The encoder has another implementation than the decoder."""
+    sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, num_layers=1)).eval()
+    model.encoder.set_attn_implementation("eager")
+    return model
+
+
+def test_unsupported_features_of_a_model_raise() -> None:
+    model = t5()
+    before = state(model)
+    message = (
+        "^T5ForConditionalGeneration cannot be converted: attnzoo does not support position_bias, "
+        "which T5Attention uses$"
+    )
+    with pytest.raises(ValueError, match=message):
         convert(model, "ssmax")
-    assert model.config._attn_implementation == before
+    assert state(model) == before
 
 
 @pytest.mark.parametrize("variant", CAUSAL_ONLY)
@@ -103,13 +130,6 @@ def test_causal_variant_in_an_encoder_raises(variant: str) -> None:
     with pytest.raises(ValueError, match=message):
         convert(model, variant, **params_of(variant))
     outputs(model)
-
-
-def bart() -> BartModel:
-    sizes = {"vocab_size": 99, "d_model": 32, "max_position_embeddings": 64}
-    layers = {f"{who}_{what}": n for who in ("encoder", "decoder")
-              for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
-    return BartModel(BartConfig(**sizes, **layers)).eval()
 
 
 def test_half_of_an_encoder_decoder_raises() -> None:
@@ -149,3 +169,164 @@ def test_model_without_attention_raises() -> None:
     with pytest.raises(ValueError, match="model.*MambaModel"):
         convert(model, "ssmax")
     assert not hasattr(model.config, "attnzoo")
+
+
+# ---- what a failure leaves behind -------------------------------------------------------------
+
+
+def configs(model: Any) -> list[Any]:
+    """All configs of a model and of its parts."""
+    known: list[Any] = []
+    queue = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    while queue:
+        config = queue.pop()
+        if not any(config is other for other in known):
+            known.append(config)
+            queue += [getattr(config, name) for name in config.sub_configs]
+    return known
+
+
+def state(model: Any) -> tuple[Any, ...]:
+    modules = [
+        (name, id(module), module.training, list(module._forward_pre_hooks.values()))
+        for name, module in model.named_modules()
+    ]
+    tensors = [(name, id(x), tuple(x.shape)) for name, x in model.named_parameters()]
+    return modules, tensors, [dict(vars(config)) for config in configs(model)]
+
+
+class Injected(Exception):
+    """An error at a step of attnzoo."""
+
+
+@contextmanager
+def failure(number: int) -> Iterator[list[int]]:
+    """Raises `Injected` at a call of a function of the integration. Counts the calls.
+
+    The functions that undo changes are not counted.
+    """
+    count, folder = [0], str(Path(integration.__file__).parent)
+
+    def trace(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        inside = code.co_filename.startswith(folder) and not code.co_name.startswith("<")
+        if not inside or code.co_name in ("restore", "undo", "undone"):
+            return
+        count[0] += 1
+        if count[0] == number:
+            raise Injected(code.co_name)
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)
+
+
+def image_classifier() -> CLIPForImageClassification:
+    return CLIPForImageClassification(clip().config).eval()
+
+
+def mixed() -> LlamaForCausalLM:
+    """A converted model with gates and added queries."""
+    model = convert(llama(), "entmax", layers=[0], alpha=1.3)
+    return convert(model, "ssmax", layers=[1], wrapper="differential_v2")
+
+
+ACTIONS: dict[str, tuple[Any, Any]] = {
+    "convert": (llama, lambda model: convert(model, "ssmax", wrapper="mixture")),
+    "convert again": (mixed, lambda model: convert(model, "ssmax", wrapper="output_gate")),
+    "convert of a composite": (image_classifier, lambda model: convert(model, "ssmax")),
+    "convert of an encoder and a decoder": (bart, lambda model: convert(model, "ssmax")),
+    "revert": (mixed, revert),
+}
+
+
+@pytest.mark.parametrize(("make", "act"), ACTIONS.values(), ids=list(ACTIONS))
+def test_a_failure_at_any_step_leaves_the_model_unchanged(make: Any, act: Any) -> None:
+    model = make()
+    with failure(0) as count:
+        act(model)
+    steps = count[0]
+    assert steps >= 10
+    model = make()
+    before = state(model)
+    for number in range(1, steps + 1, max(1, steps // 25)):
+        with pytest.raises((Injected, ValueError)), failure(number):
+            act(model)
+        assert state(model) == before, number
+    act(model)
+
+
+def test_a_failed_loading_leaves_the_given_config_unchanged(tmp_path: Path) -> None:
+    mixed().save_pretrained(tmp_path)
+    config = LlamaConfig.from_pretrained(tmp_path)
+    before = copy.deepcopy(vars(config))
+    with failure(0) as count:
+        from_pretrained(LlamaForCausalLM, tmp_path, config=config)
+    assert vars(config) == before
+    for number in range(1, count[0] + 1, max(1, count[0] // 10)):
+        with pytest.raises(Injected), failure(number):
+            from_pretrained(LlamaForCausalLM, tmp_path, config=config)
+        assert vars(config) == before, number
+
+
+# ---- models of several parts ------------------------------------------------------------------
+
+
+def siglip_classifier() -> SiglipForImageClassification:
+    config = clip().config
+    parts = {f"{x}_config": getattr(config, f"{x}_config").to_dict() for x in ("text", "vision")}
+    return SiglipForImageClassification(SiglipConfig(**parts)).eval()
+
+
+def sam() -> SamModel:
+    vision = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
+        "patch_size": 8, "output_channels": 32, "mlp_dim": 64, "global_attn_indexes": [1],
+        "num_pos_feats": 16,
+    }  # fmt: skip
+    prompt = {"hidden_size": 32, "image_size": 32, "patch_size": 8, "mask_input_channels": 4}
+    decoder = {
+        "hidden_size": 32, "mlp_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "iou_head_hidden_dim": 16,
+    }  # fmt: skip
+    config = SamConfig(
+        vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder
+    )
+    return SamModel(config).eval()
+
+
+COMPOSITES = {"clip": clip, "clip image": image_classifier, "siglip": siglip_classifier, "sam": sam}
+
+
+@pytest.mark.parametrize("make", COMPOSITES.values(), ids=list(COMPOSITES))
+def test_composite_models_are_converted_saved_and_reverted(make: Any, tmp_path: Path) -> None:
+    """Some have a sub-config without a sub-model, whose attention implementation is None."""
+    model = make().eval()
+    before = state(model)
+    convert(model, "ssmax", s=0.4)
+    assert "attnzoo" in [config._attn_implementation for config in configs(model)]
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    revert(loaded)
+    implementations = [config._attn_implementation for config in configs(loaded)]
+    revert(model)
+    for config in configs(model):
+        vars(config).pop("architectures", None)  # written by save_pretrained
+    assert implementations == [config._attn_implementation for config in configs(model)]
+    assert state(model)[:2] == before[:2]
+    assert all(not hasattr(config, "attnzoo") for config in [*configs(model), *configs(loaded)])
+
+
+def test_revert_gives_each_part_its_former_implementation() -> None:
+    model = image_classifier()
+    model.vision_model.set_attn_implementation("eager")
+    before = state(model)
+    assert state(revert(convert(model, "ssmax"))) == before
+    whole = clip().eval()
+    whole.text_model.set_attn_implementation("eager")
+    before = state(whole)
+    assert state(revert(convert(whole, "ssmax"))) == before

@@ -162,3 +162,52 @@ def test_noise_follows_the_mode_of_the_model() -> None:
     torch.testing.assert_close(model(tokens).logits, plain)
     model.train()
     assert not torch.allclose(model(tokens).logits, plain, atol=1e-4)
+
+
+# ---- the warning for trained models -----------------------------------------------------------
+
+
+@pytest.fixture
+def loaded(tmp_path: Any) -> Any:
+    llama(initializer_range=0.3).save_pretrained(tmp_path)
+    return LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_that_are_no_softmax_of_scores_warn_for_a_loaded_model(
+    variant: str, loaded: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A model that computes softmax after the conversion does not warn."""
+    before = outputs(loaded)
+    convert(loaded, variant, **params_of(variant))
+    messages = [str(one.message) for one in recwarn]
+    if messages:
+        (message,) = messages
+        assert message.startswith(f"train the converted model before you use it: {variant!r} does")
+        assert "start='identity' keeps it for " in message
+        assert "ssmax" in message
+        assert recwarn[0].filename == __file__
+    expected = attnzoo.get_variant(variant).scores is None
+    expected &= not torch.allclose(outputs(loaded), before, atol=1e-5)
+    assert bool(messages) is expected
+
+
+def test_a_wrapper_warns_for_a_loaded_model(loaded: Any) -> None:
+    with pytest.warns(UserWarning, match="^train the converted .* the wrapper 'laser' does not"):
+        convert(loaded, "softmax", wrapper="laser")
+
+
+def test_models_that_are_new_or_start_at_softmax_do_not_warn(loaded: Any) -> None:
+    convert(llama(), "sigmoid")
+    convert(loaded, "ssmax", start="identity")
+    convert(loaded, "sigmoid", warn=False)
+    with pytest.raises(TypeError, match="warn must be"):
+        convert(loaded, "sigmoid", warn="no")
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_unchanged(loaded: Any) -> None:
+    before = outputs(loaded)
+    with pytest.raises(UserWarning, match="train the converted model"):
+        convert(loaded, "sigmoid")
+    assert not hasattr(loaded.config, "attnzoo")
+    assert torch.equal(outputs(loaded), before)

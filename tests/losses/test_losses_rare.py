@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ import attnzoo
 from attnzoo import Activation, Pairwise, Variant
 from attnzoo.core import registry
 from attnzoo.core.activations import EXP, SIGMOID
-from attnzoo.losses import linear_loss, loss
-from attnzoo.nn import OutputLayer, Transformer
+from attnzoo.losses import linear_loss, loss, noisy_loss
+from attnzoo.nn import MixtureOutput, OutputLayer, Transformer
 from helpers.cases import rand
 from helpers.loss_cases import some
 
@@ -79,6 +80,55 @@ def test_sigmoid_is_exact_for_large_scores_in_fp64() -> None:
 def test_top_weights_of_a_row_of_minus_infinity_with_a_sink_are_0() -> None:
     scores = torch.full((1, 5), float("-inf"))
     assert attnzoo.topk_probabilities(scores, 2, "sink").values.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("offset", [-2e4, -1000.0, -200.0, -100.0, 0.0, 100.0, 1000.0])
+@pytest.mark.parametrize("b", [-500.0, 0.0, 500.0])
+def test_a_sink_may_be_far_from_all_logits(offset: float, b: float, dtype: torch.dtype) -> None:
+    z = (3 * rand(4, 9) + offset).to(dtype).requires_grad_()
+    exact_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    sink = torch.tensor(b, dtype=exact_dtype, requires_grad=True)
+    y, options = torch.arange(4), {"lse_penalty": 1e-3, "label_smoothing": 0.1}
+    value, stats = loss(z, y, "sink", b=sink, reduction="none", return_stats=True, **options)
+    made = torch.autograd.grad(value.sum(), (z, sink))
+    s, extra = z.detach().double().requires_grad_(), sink.detach().double().requires_grad_()
+    peak = s.detach().amax(-1, keepdim=True)
+    lse = peak[:, 0] + (s - peak).logsumexp(-1)  # exp(s − lse), its gradient, keeps all digits
+    target = 0.9 * s.gather(1, y[:, None])[:, 0] + 0.1 * s.mean(-1)
+    exact = torch.logaddexp(lse, extra.expand(4)) - target + 1e-3 * lse.square()
+    wanted = torch.autograd.grad(exact.sum(), (s, extra))
+    # Fewer than 40 roundings of numbers up to the largest score, and one of the gradient.
+    eps, size = torch.finfo(exact_dtype).eps, max(abs(b), float(s.detach().abs().max()))
+    close = partial(torch.testing.assert_close, rtol=40 * eps)
+    close(value.double(), exact, atol=40 * eps * size)
+    assert stats.lse is not None
+    close(stats.lse.double(), lse, atol=40 * eps * size)
+    for have, want in zip(made, wanted, strict=True):
+        close(have.double(), want, rtol=40 * eps + torch.finfo(dtype).eps, atol=40 * eps)
+
+
+def test_a_common_offset_of_the_logits_loses_no_digits_of_the_loss_of_noisy_scores() -> None:
+    rows, y = torch.tensor([[0.0], [1.0], [2.0]]) + 1e7, torch.tensor([1])
+    have = noisy_loss(torch.ones(1, 1), rows, y, alpha=0.1, training=False)
+    want = torch.nn.functional.cross_entropy(rows.double().T, y)
+    torch.testing.assert_close(have.double(), want, rtol=1e-6, atol=0)
+
+
+def test_log_probabilities_of_a_row_of_minus_infinity_with_a_sink_are_minus_infinity() -> None:
+    layer = OutputLayer(4, 6, "sink")
+    assert layer.bias is not None
+    torch.nn.init.constant_(layer.bias, float("-inf"))
+    assert bool((layer.log_prob(rand(3, 4).float()) == float("-inf")).all())
+
+
+def test_a_class_without_probability_in_any_component_has_no_gradient() -> None:
+    layer, h = MixtureOutput(4, 6, 3), rand(3, 4).float().requires_grad_()
+    assert layer.bias is not None
+    torch.nn.init.constant_(layer.bias[1], float("-inf"))
+    logs = layer.log_prob(h)
+    assert bool((logs[:, 1] == float("-inf")).all())
+    assert bool(torch.autograd.grad(logs[:, 0].sum(), h)[0].isfinite().all())
 
 
 @pytest.mark.usefixtures("own_registry")

@@ -16,7 +16,7 @@ from torch.nn.functional import (
     one_hot,
 )
 
-from attnzoo.losses import linear_loss, loss
+from attnzoo.losses import linear_loss, loss, masked_loss
 from helpers.cases import rand
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -120,10 +120,37 @@ def test_weights_of_zero_give_nan_for_the_mean() -> None:
 def test_without_counted_tokens_losses_equal_cross_entropy(variant: str, target: str) -> None:
     y = TARGETS[target]
     x, e, b = leaves(y)
+    of_tokens = torch.ones(*y.shape, CLASSES, dtype=torch.bool)
     for reduction in REDUCTIONS:
         want = cross_entropy(linear(x, e, b), y, reduction=reduction)
-        found = linear_loss(x, e, y, variant, linear_bias=b, reduction=reduction)
+        for mask in (None, torch.ones(CLASSES, dtype=torch.bool), of_tokens):
+            options: dict[str, Any] = {"class_mask": mask, "reduction": reduction}
+            found = linear_loss(x, e, y, variant, linear_bias=b, **options)
+            equal(found, want, [x, e, b])
+            equal(loss(linear(x, e, b), y, variant, **options), want, [x, e, b])
+        found = masked_loss(x, e, y, of_tokens, linear_bias=b, reduction=reduction)
         equal(found, want, [x, e, b])
+
+
+@pytest.mark.parametrize(
+    "variant", ["softmax", "sink", "entmax", "sparsemax", "asentmax", "sigmoid"]
+)
+def test_with_weights_of_zero_and_smoothing_losses_equal_cross_entropy(variant: str) -> None:
+    """The third token sees a class whose weight is not 0."""
+    y = torch.tensor([2, 2, 2])
+    x, e, b = leaves(y)
+    seen = torch.arange(CLASSES).expand(3, CLASSES) != torch.tensor([[4], [4], [-1]])
+    weight = (torch.arange(CLASSES) == 4).double()
+    for reduction in REDUCTIONS:
+        options: dict[str, Any] = {"label_smoothing": 0.1, "reduction": reduction}
+        want = cross_entropy(linear(x, e, b)[:2], y[:2], weight=0 * weight, **options)
+        options |= {"linear_bias": b, "weight": weight}
+        found = linear_loss(x[:2], e, y[:2], variant, class_mask=seen[:2], **options)
+        equal(found, want, [x, e, b])
+    found = linear_loss(x, e, y, variant, class_mask=seen, **options)
+    assert found[:2].tolist() == [0, 0]
+    assert bool(found[2] > 0)
+    assert bool(torch.autograd.grad(found.sum(), x)[0].isfinite().all())
 
 
 # ---- the `entmax` package ---------------------------------------------------------------------

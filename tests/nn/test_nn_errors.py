@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from attnzoo import attention
 from attnzoo.nn import (
+    WRAPPERS,
+    AdaptiveSoftmax,
     Attention,
     KVCache,
+    MixtureOutput,
     MultiheadAttention,
+    OutputLayer,
     StateCache,
     Taylor,
     Transformer,
     attend,
+    host_attention,
     parameter_groups,
     replace,
 )
@@ -56,6 +63,10 @@ def filled(cache: KVCache | StateCache) -> Any:
 
 def multihead(**options: Any) -> MultiheadAttention:
     return MultiheadAttention(8, 2, **options)
+
+
+def mixture(**options: Any) -> Any:
+    return WRAPPERS["mixture"]("softmax", 4, 32, **options)
 
 
 def project(query: Any, **options: Any) -> Any:
@@ -126,6 +137,94 @@ MODULES: list[Case] = [
         lambda: transformer()(nested((3,), (2,)).long()),
         TypeError,
         "tokens must be a dense tensor, got a nested one",
+    ),
+    *(
+        (
+            lambda call=call, mask=mask: call(mask),
+            TypeError,
+            f"only {names} by position, got {came}",
+        )
+        for mask, came in ((X[0, 0], "a tensor of shape"), (None, "None besides"))
+        for call, names in (
+            (lambda mask: ssmax()(X, X, X, mask), "q, k and v"),
+            (lambda mask: WRAPPERS["laser"]("softmax", 4, 32)(X, X, X, mask), "q, k and v"),
+            (lambda mask: transformer()(TOKENS, mask), "tokens"),
+            (lambda mask: Taylor(8, 2)(X[0], mask), "x"),
+        )
+    ),
+    *(
+        (
+            lambda make=make, name=name: make(**{name: 0.1}),
+            TypeError,
+            f"constructor of {layer} has no argument '{name}'{hint}",
+        )
+        for make, layer, name, hint in (
+            (ssmax, "Attention", "dropout_p", ": dropout_p is an argument of forward"),
+            (ssmax, "Attention", "scale", ": scale is an argument of forward"),
+            (ssmax, "Attention", "need_weights", ": need_weights is an argument of forward"),
+            (ssmax, "Attention", "dropout", "; did you mean 'dropout_p'"),
+            (multihead, "MultiheadAttention", "dropout_p", "; did you mean 'dropout'"),
+            (multihead, "MultiheadAttention", "is_causal", ": is_causal is an argument of forward"),
+            (multihead, "MultiheadAttention", "enable_gqa", ""),
+            (transformer, "Transformer", "dropout_p", "; did you mean 'dropout'"),
+            (mixture, "MixtureAttention", "dropout_p", ": dropout_p is an argument of forward"),
+        )
+    ),
+    *(
+        (
+            lambda name=name: replace(nn.MultiheadAttention(8, 2), "ssmax", **{name: 1}),
+            TypeError,
+            f"{name} must not be given: it is that of the layer",
+        )
+        for name in ("dropout", "num_kv_heads", "batch_first", "embed_dim")
+    ),
+    (lambda: forward(key_padding_mask=X), TypeError, "; pass attn_mask=~key_padding_mask"),
+    (lambda: attention(X, X, X, need_weights=True), TypeError, "; attention_weights returns the w"),
+    *(
+        (
+            lambda make=make, options=options: make(**options),
+            error,
+            words,
+        )
+        for make in (
+            multihead,
+            mixture,
+            functools.partial(
+                host_attention, None, "ssmax", 4, 32, {}, key_dim=32, qk_dim=8, v_dim=8
+            ),
+            functools.partial(Taylor, 8, 2),
+            functools.partial(OutputLayer, 8, 9),
+            functools.partial(MixtureOutput, 8, 9, 2),
+            functools.partial(AdaptiveSoftmax, 8, 9, [4]),
+        )
+        for options, error, words in (
+            ({"device": "nowhere"}, ValueError, "^device must be the name .*, got 'nowhere'$"),
+            ({"device": "cuda:x"}, ValueError, "^device must be the name .*, got 'cuda:x'$"),
+            ({"device": 1.5}, TypeError, "^device must be a torch.device, .*, got 1.5$"),
+            ({"dtype": "float32"}, TypeError, "^dtype must be fp16, .*, got 'float32'$"),
+            ({"dtype": torch.int64}, TypeError, "^dtype must be fp16, .*, got torch.int64$"),
+        )
+    ),
+    *(
+        (
+            lambda call=call: call(X[0].half()),
+            TypeError,
+            f"^{name} must have the dtype of the layer",
+        )
+        for call, name in (
+            (lambda x: multihead()(x, X[0], X[0]), "query"),
+            (lambda x: multihead()(X[0], x, X[0]), "key"),
+            (lambda x: multihead()(X[0], X[0], x), "value"),
+            (lambda x: multihead(kdim=8, vdim=8)(x, x, x), "query"),
+            (lambda x: Taylor(8, 2)(x), "x"),
+            (lambda x: WRAPPERS["output_gate"]("softmax", 2, 8).projected(x, x), "hidden states"),
+            (lambda x: multihead().double()(x, x, x), "query"),
+        )
+    ),
+    (
+        lambda: project(X[0].to("meta")),
+        ValueError,
+        "query must be on the layer's device cpu, got m",
     ),
     (lambda: replace(None, "ssmax"), TypeError, "model must be a .*Module, got None"),  # type: ignore
     (

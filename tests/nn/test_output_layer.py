@@ -15,7 +15,14 @@ from torch.nn import functional as F
 
 import attnzoo
 from attnzoo.losses import linear_loss
-from attnzoo.nn import OutputLayer, TargetLoss, parameter_groups
+from attnzoo.nn import (
+    AdaptiveSoftmax,
+    MixtureOutput,
+    OutputLayer,
+    TargetLoss,
+    Transformer,
+    parameter_groups,
+)
 from helpers.cases import rand
 
 CLASSES, WIDTH = 50, 16
@@ -351,3 +358,26 @@ def test_wrong_sizes_and_targets_raise() -> None:
         layer.logits(torch.zeros(1, 3))
     with pytest.raises(TypeError, match="linear_weight must have the dtype of input"):
         layer.logits(hidden(1))
+
+
+@pytest.mark.parametrize("classes", [120, 5000])
+@pytest.mark.parametrize("variant", sorted({name for name, _ in LAYERS} - {"topk"}))
+def test_loss_starts_near_log_v(variant: str, classes: int) -> None:
+    """That of sigmoid would start at V · log 2 if its bias started at 0."""
+    torch.manual_seed(0)
+    layers: dict[str, Any] = {
+        "bias": OutputLayer(64, classes, variant),
+        "tied": Transformer(classes, 64, 4, 1, output=variant).output,
+        "tied, bias": Transformer(
+            classes, 64, 4, 1, output=variant, output_params={"bias": True}
+        ).output,
+        "contexts": MixtureOutput(64, classes, 2, variant, mix="contexts"),
+        "clusters": AdaptiveSoftmax(64, classes, [classes // 4, classes // 2], variant),
+    }
+    hidden, target = torch.randn(64, 64), torch.randint(classes, (64,))
+    for name, layer in layers.items():
+        levels = 2 if name == "clusters" else 1  # a loss of the head and one of a cluster
+        for _ in range(2):
+            with torch.no_grad():
+                assert float(layer.loss(hidden, target)) < levels * (math.log(classes) + 1.5)
+            layer.reset_parameters()

@@ -342,9 +342,9 @@ def test_a_decoder_keeps_its_attention_to_another_sequence() -> None:
         part.self_attn = replace(part.self_attn, "forgetting")
     model(x, memory, tgt_mask=mask, tgt_is_causal=True).sum().backward()
     assert all(name in named(model.layers[0].self_attn) for name in NAMES)
-    replace(model, "forgetting")
-    with pytest.raises(ValueError, match="forgetting .* is_causal must be True"):
-        model(x, memory, tgt_mask=mask, tgt_is_causal=True)
+    with pytest.raises(ValueError, match=r"forgetting does not .* of layers\.0\.multihead_attn"):
+        replace(model, "forgetting")
+    model(x, memory, tgt_mask=mask, tgt_is_causal=True)
 
 
 WRONG: WrongCalls = [

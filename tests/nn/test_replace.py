@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.utils.parametrizations
 from torch import nn
+from torch.ao.nn import quantizable
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrizations, prune
 from torch.utils.flop_counter import FlopCounterMode
 
+import attnzoo
 from attnzoo.nn import MultiheadAttention, replace
 from helpers.cases import VARIANTS, params_of, rand
 
 
 def encoder(**options: Any) -> nn.TransformerEncoder:
     torch.manual_seed(1)
+    nested = {"enable_nested_tensor": options.pop("enable_nested_tensor", True)}
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, **options)
-    return nn.TransformerEncoder(layer, 2)
+    return nn.TransformerEncoder(layer, 2, **nested)
 
 
 # Torch warns if it runs its fused path for encoders, and also if that path is disabled.
@@ -110,15 +116,120 @@ def test_failed_replace_changes_nothing() -> None:
 def test_replace_of_layers_with_hooks_raises(kind: str) -> None:
     layer = nn.MultiheadAttention(16, 4)
     getattr(layer, f"register_{kind}_hook")(lambda *args: None)
-    with pytest.raises(ValueError, match="has hooks"):
+    with pytest.raises(ValueError, match="^model's 0 must be .* with hooks"):
         replace(nn.ModuleList([layer]), "softmax")
 
 
-def test_replace_of_parametrized_layers_raises() -> None:
-    layer = nn.MultiheadAttention(16, 4)
-    torch.nn.utils.parametrizations.weight_norm(layer.out_proj)
-    with pytest.raises(ValueError, match=r"parametrizations\.weight"):
-        replace(nn.ModuleList([layer]), "softmax")
+class Subclass(nn.MultiheadAttention):
+    pass
+
+
+def with_forward(layer: nn.MultiheadAttention) -> None:
+    layer.forward = functools.partial(nn.MultiheadAttention.forward, layer)
+
+
+# Each function changes the layer, or returns another module in its place.
+IRREPLACEABLE: dict[str, tuple[Callable[[nn.MultiheadAttention], Any], str]] = {
+    "spectral_norm of in_proj": (
+        lambda layer: parametrizations.spectral_norm(layer, "in_proj_weight"),
+        "tensors differ in in_proj_weight, parametrizations.in_proj_weight",
+    ),
+    "weight_norm of out_proj": (
+        lambda layer: parametrizations.weight_norm(layer.out_proj) and None,
+        r"tensors differ in out_proj.parametrizations.weight.original0",
+    ),
+    "spectral_norm with hooks": (
+        lambda layer: nn.utils.spectral_norm(layer, "in_proj_weight"),
+        "tensors differ in in_proj_weight, in_proj_weight_orig",
+    ),
+    "pruned": (
+        lambda layer: prune.l1_unstructured(layer, "in_proj_weight", 0.3),
+        "tensors differ in in_proj_weight, in_proj_weight_mask",
+    ),
+    "buffer": (lambda layer: layer.register_buffer("size", torch.ones(1)), "differ in size"),
+    "subclass": (lambda layer: Subclass(16, 4), "one of the subclass Subclass"),
+    "quantizable": (lambda layer: quantizable.MultiheadAttention(16, 4), "linear_Q.weight"),
+    "forward": (with_forward, "one with another forward"),
+    "compiled in place": (
+        lambda layer: layer.compile(backend="eager"),
+        "call replace before compile",
+    ),
+    "compiled": (
+        functools.partial(torch.compile, backend="eager"),
+        "not be compiled: call replace before torch.compile",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IRREPLACEABLE)
+def test_one_layer_that_cannot_be_replaced_raises_and_nothing_is_replaced(kind: str) -> None:
+    change, message = IRREPLACEABLE[kind]
+    model = encoder(enable_nested_tensor=False)
+    layer = model.layers[1].self_attn
+    changed = change(layer)
+    if isinstance(changed, nn.Module):
+        model.layers[1].self_attn = changed
+    with pytest.raises(ValueError, match=rf"^model's layers\.1\.self_attn.* must .*{message}"):
+        replace(model, "ssmax")
+    assert type(model.layers[0].self_attn) is nn.MultiheadAttention
+    with pytest.raises(ValueError, match=rf"^model\b.* must .*{message}"):
+        replace(model.layers[1].self_attn, "ssmax")
+
+
+@pytest.mark.parametrize("wrap", ["fully_shard", "layer", "ddp"])
+def test_replace_of_sharded_and_replicated_models_raises(wrap: str, mesh: Any) -> None:
+    """Their hooks hold the parameters that the model had when it was wrapped."""
+    model: Any = encoder(enable_nested_tensor=False)
+    if wrap == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        fully_shard(model if wrap == "fully_shard" else model.layers[0].self_attn, mesh=mesh)
+    with pytest.raises(ValueError, match="call replace before (fully_shard|DistributedDataPar)"):
+        replace(model, "ssmax")
+    assert not any(isinstance(part, MultiheadAttention) for part in model.modules())
+
+
+def test_a_compiled_encoder_runs_the_new_layers() -> None:
+    model, x = encoder(enable_nested_tensor=False), rand(2, 5, 16).float()
+    compiled = torch.compile(model, backend="eager")
+    before = compiled(x)
+    replace(compiled, "ssmax")
+    assert torch.equal(compiled(x), model(x))
+    assert not torch.allclose(compiled(x), before)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_that_depend_on_positions_do_not_attend_to_another_sequence(variant: str) -> None:
+    """As in convert. The other variants do."""
+    x, other, params = rand(2, 7, 16).float(), rand(2, 5, 16).float(), params_of(variant)
+    layer = MultiheadAttention(16, 4, batch_first=True, variant=variant, **params)
+    model = nn.Transformer(16, 4, 1, 1, 32, batch_first=True)
+    wrapped = MultiheadAttention(
+        16, 4, batch_first=True, variant=variant, wrapper="output_gate", **params
+    )
+    calls = (
+        lambda: layer(x, other, other),
+        lambda: wrapped(x, other, other, need_weights=False),
+        lambda: replace(nn.MultiheadAttention(16, 4, batch_first=True), variant, **params)(
+            x, other, other
+        ),
+        lambda: replace(model, variant, **params)(other, x),
+        lambda: replace(model.decoder.layers[0], variant, **params)(x, other),
+    )
+    for call in calls:
+        if attnzoo.get_variant(variant).by_position:
+            with pytest.raises(
+                ValueError, match=f"^{variant} does not support the cross-attention"
+            ):
+                call()
+        else:
+            call()
+    if attnzoo.get_variant(variant).by_position:
+        assert type(model.encoder.layers[0].self_attn) is nn.MultiheadAttention
+        later = x[:, 5:]  # the last queries of the sequence
+        layer.eval()
+        last = layer(later, x, x, is_causal=True)[0]
+        assert torch.allclose(last, layer(x, x, x, is_causal=True)[0][:, 5:], atol=1e-6)
 
 
 def test_padding_of_linear_variants_under_a_dispatch_mode() -> None:

@@ -362,3 +362,13 @@ def test_a_layer_given_as_output_must_fit() -> None:
         model(output=MixtureOutput(32, 20, 2), output_params={"bias": True})
     with pytest.raises(TypeError, match="output must be the name of a variant, an OutputLayer, a"):
         model(output=torch.nn.Linear(32, 20))
+
+
+def test_caches_of_a_model_with_compiled_layers() -> None:
+    made = model("ssmax")
+    made.layers[0] = torch.compile(made.layers[0], backend="eager")
+    caches = made.new_caches(16)
+    with torch.no_grad():
+        made(tokens()[:, :13], caches=caches)
+        last = made(tokens()[:, 13:], caches=caches)
+        assert torch.allclose(last, made(tokens())[:, 13:], atol=1e-5)

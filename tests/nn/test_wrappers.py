@@ -185,6 +185,24 @@ def test_half_precision(which: str, dtype: torch.dtype) -> None:
     assert (got - exact).abs().max() < 64 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("which", ["differential_v2", "mixture", "gate per element"])
+def test_outputs_are_combined_in_fp32_and_rounded_once(which: str, dtype: torch.dtype) -> None:
+    """All keys have the same value v, so every attention returns exactly v."""
+    module = make(which).to(dtype)
+    q, k, v, _ = (x.to(dtype) for x in inputs(module, H))
+    v = v[:, :, :1].expand(-1, -1, N, -1)
+    gate = 2 * rand(B, H, N, module.gates, seed=5).to(dtype)
+    found = module(q, k, v, gate=gate)
+    exact, share = v.double(), gate.double().sigmoid()
+    if which == "differential_v2":
+        exact = exact * (1 - share)
+    elif which != "mixture":
+        exact = exact * share
+    rtol = 0.51 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("clamp", "dtype"),
     [(60.0, torch.float32), (60.0, torch.bfloat16), (9.0, torch.float16)],
@@ -215,3 +233,24 @@ def test_laser_rejects_what_fp16_cannot_hold() -> None:
 
 def test_every_wrapper_is_tested() -> None:
     assert {name for name, _ in MADE.values()} == {*WRAPPERS}
+
+
+@pytest.mark.parametrize("name", ["differential", "differential_v2", "mixture"])
+def test_compiles_as_one_graph_for_all_lengths(name: str) -> None:
+    """einops splits and joins heads in the graph, also of symbolic sizes."""
+    attend, graphs = WRAPPERS[name]("ssmax", 2, 16), []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> Any:
+        return attend(q, k, v, is_causal=True, backend="eager", **attend.projected(x, x))
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=count)
+    for length in (9, 12, 17):
+        x = rand(2, length, 16).float()
+        q, k, v = (rand(2, n, length, 8, seed=n).float() for n in (2 * attend.queries, 2, 2))
+        assert torch.allclose(compiled(q, k, v, x), run(q, k, v, x), atol=1e-6)
+    assert len(graphs) == 1
+    torch.compiler.reset()

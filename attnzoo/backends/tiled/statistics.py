@@ -35,7 +35,7 @@ def with_gain(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) ->
         statistics = tiled_statistics(q=q, k=k, layout=layout_of(call), origin=origin)
     # set_grad_enabled must not cover this line: parameters of the gain may need gradients.
     # A query without keys has lse −∞ and entropy 0.
-    return replace(form, gain=form.gain.gain(statistics))
+    return replace(form, gain=form.gain.of(statistics))
 
 
 @operator

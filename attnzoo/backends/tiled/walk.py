@@ -11,7 +11,6 @@ If a query has a NaN among its scores, its whole output is NaN. Other queries ar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -189,7 +188,9 @@ def gradients(
         wide = None if shape is None else block.of(shape)[..., None]
         if how.activation.shifted:
             wide = block.of(tau)[..., None]
-        x, phi, slope, other_slope = _recompute_weights(how, s, hidden, block, tau, wide, peak)
+        # Relative to a sink far above them, scores would lose the digits that ∂lse/∂s needs.
+        logits = s.clone() if call.return_lse and sink is not None else None
+        phi, slope, other_slope = _recompute_weights(how, s, hidden, block, tau, wide, peak)
         # Dividing dO by Z divides both dV and dP.
         do_z = do[block.part].to(call.dtype)
         if how.normalize != "none":
@@ -226,18 +227,18 @@ def gradients(
             dp.sub_(c[..., None])
         if "shape" in made:
             assert how.activation.shape_slope is not None
-            shape_slope = how.activation.shape_slope(x, phi, wide)
+            shape_slope = how.activation.shape_slope(s, phi, wide)
             hide(shape_slope, hidden, 0.0)
             made["shape"][block.part] = (shape_slope * dp).sum(-1)
         ds = dp.mul_(slope)
         if c is not None and other_slope is not None:
             ds -= other_slope.mul_(c[..., None])
-        if given is not None and sink is not None:
+        if given is not None and logits is not None:
             # ∂lse/∂s = exp(s − lse), because lse does not include the sink.
             assert lse is not None
-            own = block.of(tau) - block.of(lse)
-            own = own.masked_fill(own == math.inf, 0.0)
-            ds += (x + own[..., None]).exp_() * given[..., None]
+            of_rows = block.of(lse)[..., None]
+            logits.sub_(of_rows.masked_fill(of_rows == NEG_INF, 0.0))
+            ds += logits.exp_().mul_(given[..., None])
         if "offset" in made:
             made["offset"][block.part] = -ds.sum(-1)
         grads.add(block, ds, queries, scored)
@@ -316,10 +317,10 @@ def _recompute_weights(
     tau: Tensor,
     wide: Tensor | None,
     peak: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return x = s − τ, φ(x), φ'(x) and μ'(x) for the saved τ, all but x with 0 at hidden keys.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return φ(x), φ'(x) and μ'(x) at x = s − τ for the saved τ, with 0 at hidden keys.
 
-    μ' is None if μ = φ.
+    s becomes x, or φ(x) for φ = exp. μ' is None if μ = φ.
     """
     if how.normalize == "select":
         s.masked_fill_(~kept(s, how.keep), NEG_INF)
@@ -327,8 +328,6 @@ def _recompute_weights(
         s.sub_(_peak(s) if peak is None else block.of(peak)[..., None])
     if how.normalize == "threshold" or how.activation.exponential:
         s.sub_(block.of(tau)[..., None])
-    # φ = exp overwrites s, but the gradient of lse needs x.
-    x = s.clone() if block.whole.return_lse else s
     other_slope = None
     if how.activation.normalizer is not None and how.activation.normalizer_slope is not None:
         mu = how.activation.normalizer(s, wide)
@@ -339,7 +338,7 @@ def _recompute_weights(
     slope = how.activation.slope(s, phi, wide)
     if slope is not phi:
         hide(slope, hidden, 0.0)
-    return x, phi, slope, other_slope
+    return phi, slope, other_slope
 
 
 def _mean_gradient(

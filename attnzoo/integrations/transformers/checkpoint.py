@@ -2,7 +2,8 @@
 
 `register` patches transformers: a model whose config has an attnzoo entry gets its variants when it
 is constructed, before its weights are loaded. Every loader of transformers therefore loads the
-learned values like all other weights. The saved config names "attnzoo" as attention implementation.
+learned values like all other weights, and every way to save a model writes the layers that are
+converted then into its config. The saved config names "attnzoo" as attention implementation.
 Transformers raises for this name in a process that has not imported this package, so the model
 never runs with softmax unnoticed.
 """
@@ -11,32 +12,31 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Collection
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 
-from attnzoo.integrations.transformers.convert import (
-    VERSION,
-    attach,
+from attnzoo.integrations.transformers.convert import attach, undone
+from attnzoo.integrations.transformers.masks import NAME
+from attnzoo.integrations.transformers.modules import restorer
+from attnzoo.integrations.transformers.spec import (
+    check_spec,
+    child_of,
+    needs_spec,
+    owns_spec,
     possible_names,
     write_spec,
+    write_specs,
 )
-from attnzoo.integrations.transformers.masks import NAME
-from attnzoo.integrations.transformers.wrapped import new_child
 from attnzoo.nn import Attention, Wrapper
 
 # Arguments of from_pretrained that select the files, also needed to load the config.
 LOCATION = (
     "revision", "cache_dir", "token", "subfolder", "local_files_only", "force_download", "proxies",
 )  # fmt: skip
-# Required keys of a layer's entry in the spec, and their types.
-ENTRY = {"variant": str, "num_heads": int, "params": dict}
-OPTIONS = ("learn", "given", "softcap", "head_dim")  # optional keys, arguments of `Attention`
-WRAPPER = {
-    "name": str, "arguments": dict, "embed_dim": int, "qk_dim": int, "v_dim": int, "layer": int,
-}  # fmt: skip  # keys of the optional entry "wrapper"
 
 
 def from_config(auto_class: Any, config: Any) -> Any:
@@ -63,15 +63,15 @@ def from_config(auto_class: Any, config: Any) -> Any:
     """
     check_spec(config)
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
-    return _check_complete(make(copy.deepcopy(config), attn_implementation=NAME))
+    return _check_complete(make(copy.deepcopy(config), **_implementation(config)))
 
 
 def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
     """Loads a converted model from `save_pretrained`: variants, layers and learned values.
 
     The class's own from_pretrained does the same once this package is imported. This function also
-    raises if the checkpoint is not of a converted model. Learned parameters that are missing in the
-    checkpoint get their initial values.
+    raises if the checkpoint is not of a converted model. If the checkpoint has no learned values of
+    variants at all, they are the initial ones.
 
     Args:
         auto_class: a class of transformers, e.g. `AutoModelForCausalLM` or `LlamaForCausalLM`.
@@ -82,7 +82,8 @@ def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
         The converted model; with ``output_loading_info=True`` a pair (model, info).
 
     Raises:
-        ValueError: the config has no attnzoo entry, or one that this version does not support.
+        ValueError: the config has no attnzoo entry, one that this version does not support, or one
+            that does not describe the layers in the checkpoint.
 
     Example:
         >>> import tempfile, transformers
@@ -102,49 +103,14 @@ def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
     if config is None or isinstance(config, (str, os.PathLike)):
         config = AutoConfig.from_pretrained(config or path, **location)
     check_spec(config)
-    loaded = auto_class.from_pretrained(path, **{"attn_implementation": NAME, **kwargs})
+    loaded = auto_class.from_pretrained(path, **{**_implementation(config), **kwargs})
     _check_complete(loaded[0] if kwargs.get("output_loading_info") else loaded)
     return loaded
 
 
-def check_spec(config: Any) -> dict[str, Any]:
-    """The attnzoo entry of a config, after checking it."""
-    spec = getattr(config, NAME, None)
-    if not spec:
-        raise ValueError(
-            f"config must be of a converted model, got one without {NAME!r}: load the model with "
-            "its own class and call convert()"
-        )
-    version = spec.get("version") if isinstance(spec, dict) else None
-    if not isinstance(version, int) or version < 1:
-        raise ValueError(f"config.{NAME} must have a version >= 1, got {spec!r}")
-    if version > VERSION:
-        raise ValueError(
-            f"config.{NAME} must be of version {VERSION} or older, got {version}: upgrade attnzoo"
-        )
-    layers = spec.get("layers")
-    if not isinstance(layers, dict) or not layers:
-        raise ValueError(f"config.{NAME} must have layers, got {spec!r}")
-    for name, entry in layers.items():
-        for key, kind in ENTRY.items():
-            if not isinstance(entry, dict) or not isinstance(entry.get(key), kind):
-                raise ValueError(
-                    f"config.{NAME}: layer {name!r} must have {key} of type {kind.__name__}, got "
-                    f"{entry!r}"
-                )
-        if unknown := sorted(set(entry) - {*ENTRY, *OPTIONS, "wrapper"}):
-            raise ValueError(f"config.{NAME}: layer {name!r} has unknown entries: {unknown}")
-        wrapper = entry.get("wrapper")
-        if wrapper is not None and not (
-            isinstance(wrapper, dict)
-            and set(wrapper) == {*WRAPPER}
-            and all(isinstance(wrapper[key], kind) for key, kind in WRAPPER.items())
-        ):
-            raise ValueError(
-                f"config.{NAME}: wrapper of layer {name!r} must have {', '.join(WRAPPER)}, got "
-                f"{wrapper!r}"
-            )
-    return spec
+def _implementation(config: Any) -> dict[str, str]:
+    """The argument that selects attnzoo, unless the config does, which may exclude parts."""
+    return {} if config._attn_implementation == NAME else {"attn_implementation": NAME}
 
 
 def attach_configured(model: Any) -> None:
@@ -152,10 +118,13 @@ def attach_configured(model: Any) -> None:
     if getattr(model.config, NAME, None) is None:
         return
     spec = check_spec(model.config)
-    entries = {}
+    entries: dict[str, Any] = {}
     for name, entry in spec["layers"].items():
         # A sub-model is constructed before the whole model and may have only some of the layers.
-        entries |= {n: entry for n in possible_names(model, name) if _has(model, n)}
+        names = [n for n in possible_names(model, name) if _has(model, n)]
+        entries |= dict.fromkeys(names, entry)
+        if not names:
+            _check_number(model, name)
     if not entries:
         return
     requested = model.config._attn_implementation
@@ -167,32 +136,77 @@ def attach_configured(model: Any) -> None:
         )
     with torch.device("cpu"):  # initial values are needed even if the model is on meta
         children = {
-            name: _child(entry)
+            name: child_of(entry)
             for name, entry in entries.items()
             if NAME not in model.get_submodule(name)._modules
         }
-    attach(model, children)
-    write_spec(model.config, spec)
+    undo = [restorer(model)]
+    with undone(undo):
+        attach(model, children, undo)
+        # The names in this model, unless it is a part that has not all of them.
+        layers = entries if len(entries) == len(spec["layers"]) else spec["layers"]
+        write_spec(model.config, {**spec, "layers": layers})
 
 
-def _child(entry: dict[str, Any]) -> Attention | Wrapper:
-    params: dict[str, Any] = {
-        key: _stored(value) if isinstance(value, list) else value
-        for key, value in entry["params"].items()
-    }
-    options = {name: entry[name] for name in OPTIONS if name in entry}
-    wrapper = entry.get("wrapper")
-    return new_child(entry["variant"], entry["num_heads"], wrapper, {**options, **params})
+def _check_number(model: Any, name: str) -> None:
+    """Raises if a layer that the config names lies beyond the last layer of a list."""
+    for possible in possible_names(model, name):
+        outer = possible.rpartition(".")[0]
+        while outer and not _has(model, outer):
+            outer = outer.rpartition(".")[0]
+        stack = model.get_submodule(outer)
+        if isinstance(stack, nn.ModuleList):
+            raise ValueError(
+                f"config.{NAME} must name layers of the model, got {name!r}, but {outer} of "
+                f"{type(model).__name__} has {len(stack)} layers"
+            )
 
 
-def _stored(values: list[Any]) -> torch.Tensor:
-    """A tensor of the spec in fp32, or in fp64 if fp32 would round it.
+def check_loaded_keys(model: Any, missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Raises if the layers in a checkpoint are not those that the config describes.
 
-    Without a dtype it would have the dtype of the model that transformers is loading.
+    Args:
+        model: the loaded model.
+        missing: names of the tensors that the checkpoint lacks.
+        unexpected: names of the tensors that only the checkpoint has.
     """
-    exact = torch.tensor(values, dtype=torch.float64)
-    single = exact.float()
-    return single if torch.equal(single.double(), exact) else exact
+    mark = f".{NAME}."
+    for key in unexpected:
+        layer = key.partition(mark)[0]
+        if mark in key and any(_has(model, name) for name in possible_names(model, layer)):
+            raise ValueError(
+                f"config.{NAME} must describe the layers of the checkpoint, but it does not have "
+                f"{key}: save the model with save_pretrained, which writes the config too"
+            )
+    tensors = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    learned = {name for name in tensors if mark in name}
+    absent = learned & set(missing)
+    if absent and absent != learned:
+        raise ValueError(
+            f"the checkpoint must have the learned values of all layers in config.{NAME} or of "
+            f"none, but lacks {min(absent)}"
+        )
+    converted = [name for name, module in model.named_modules() if NAME in module._modules]
+    for stack, length in {_stack(model, name) for name in converted}:
+        numbers = range(length)
+        inside = [{x for x in tensors if x.startswith(f"{stack}.{n}.")} for n in numbers]
+        lacking = [n for n in numbers if inside[n] and inside[n] <= set(missing)]
+        if lacking and len(lacking) < length:
+            raise ValueError(
+                f"config must have as many layers as the checkpoint, which has no weights of "
+                f"{stack}.{lacking[0]}"
+            )
+
+
+def _stack(model: Any, name: str) -> tuple[str, int]:
+    """The name and the length of the outermost list of layers that has a module."""
+    names = name.split(".")
+    for end in range(1, len(names)):
+        outer = model.get_submodule(".".join(names[:end]))
+        if isinstance(outer, nn.ModuleList):
+            return ".".join(names[:end]), len(outer)
+    return "", 0
 
 
 def _has(model: Any, name: str) -> bool:
@@ -212,10 +226,12 @@ def _check_complete(model: Any) -> Any:
 
 
 def register() -> None:
-    """Patches two methods of `PreTrainedModel` at import; transformers has no hooks for them."""
+    """Patches methods of `PreTrainedModel` at import; transformers has no hooks for them."""
     from transformers import PreTrainedModel
 
     post_init, initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
+    adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
+    save, state_dict = PreTrainedModel.save_pretrained, PreTrainedModel.state_dict
 
     @wraps(post_init)
     def with_variants(self: Any) -> None:
@@ -237,5 +253,35 @@ def register() -> None:
                     x.copy_(value)
             module._is_hf_initialized = True  # pyright: ignore
 
+    @wraps(adjust)
+    def with_check(self: Any, loading_info: Any) -> None:
+        check_loaded_keys(self, loading_info.missing_keys, loading_info.unexpected_keys)
+        adjust(self, loading_info)
+
+    @wraps(save)
+    def with_spec(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not needs_spec(self):
+            return save(self, *args, **kwargs)
+        # A part of a model may be saved: its names must not stay in a config that the model shares.
+        undo = [] if owns_spec(self) else [restorer(self)]
+        try:
+            write_specs(self)
+            save(self, *args, **kwargs)
+        finally:
+            for function in undo:
+                function()
+
+    @wraps(state_dict)
+    def with_present_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The config may be saved beside this state dict. Modules that contain the model call this
+        # with their own dict.
+        outermost = not args and kwargs.get("destination") is None
+        if outermost and needs_spec(self) and owns_spec(self):
+            write_specs(self)
+        return state_dict(self, *args, **kwargs)
+
     PreTrainedModel.post_init = with_variants
     PreTrainedModel._initialize_weights = with_initial_values
+    PreTrainedModel._adjust_missing_and_unexpected_keys = with_check
+    PreTrainedModel.save_pretrained = with_spec
+    PreTrainedModel.state_dict = with_present_spec

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
+from torch import nn
 
 from attnzoo.core.checks import is_int, plain
 from attnzoo.core.parameters import check_names
-from attnzoo.core.registry import get_variant
+from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.core.variant import REQUIRED
 from attnzoo.functional.explain import explain
 from attnzoo.integrations.transformers.interface import ObservedCall, host_sink, sink_variants
+from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import parts_of
 from attnzoo.integrations.transformers.wrapped import inner
 from attnzoo.nn import Attention, Wrapper
@@ -105,6 +108,19 @@ def check_own(variant: str, params: dict[str, Any]) -> None:
 def check_model(model: Any) -> None:
     from transformers import PreTrainedModel
 
+    inside = (
+        [x for x in model.modules() if isinstance(x, PreTrainedModel)]
+        if (isinstance(model, nn.Module))
+        else []
+    )
+    if inside and inside[0] is not model:
+        what = f"pass the {type(inside[0]).__name__} inside {type(model).__name__}, not the wrapper"
+        if hasattr(model, "get_base_model"):
+            what += (
+                f": convert it before get_peft_model, with {NAME!r} in modules_to_save; or pass "
+                "model.get_base_model(), without whose learned parameters adapters are saved"
+            )
+        raise TypeError(what)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     if not model._can_set_attn_implementation():
@@ -112,6 +128,35 @@ def check_model(model: Any) -> None:
             f"model must use transformers' AttentionInterface, which {type(model).__name__} does "
             "not"
         )
+
+
+def possible_identity(variant: str) -> dict[str, Any] | None:
+    """The identity of a variant, unless it fixes what the variant makes from hidden states."""
+    found = get_variant(variant)
+    projected = {param.name for param in found.params if param.projection}
+    return None if projected & set(found.identity or ()) else found.identity
+
+
+def warn_of_training(model: Any, variant: str, wrapper: Choice, start: str | None) -> None:
+    """Warns if a conversion changes what a loaded model has learned with softmax.
+
+    A softmax of other scores stays close to it. A model that was not loaded has no name.
+    """
+    spec = get_variant(variant)
+    in_eval = {param.name: param.default for param in spec.params} | spec.in_eval
+    identity = spec.identity or {}
+    is_softmax = spec.identity is not None and all(in_eval.get(x) == y for x, y in identity.items())
+    close = start is not None or spec.scores is not None or is_softmax
+    if not model.name_or_path or (close and wrapper is None):
+        return
+    able = [name for name in list_variants() if possible_identity(name)]
+    what = repr(variant) if wrapper is None else f"the wrapper {named_wrapper(wrapper)[0]!r}"
+    warnings.warn(
+        f"train the converted model before you use it: {what} does not keep what "
+        f"{model.name_or_path!r} has learned; without a wrapper, start='identity' keeps it for "
+        f"{', '.join(able)}; warn=False turns this warning off",
+        stacklevel=3,
+    )
 
 
 def check_not_half(model: Any) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
-from torch import Tensor
-
-from attnzoo.core.checks import plain
+from attnzoo.core.checks import check_bool
 from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.integrations.transformers.checks import (
     check_has_weights,
@@ -18,7 +17,9 @@ from attnzoo.integrations.transformers.checks import (
     check_own,
     check_projections,
     check_softcap,
+    possible_identity,
     taken_sink,
+    warn_of_training,
     wrapper_entry,
 )
 from attnzoo.integrations.transformers.interface import ObservedCall
@@ -28,25 +29,28 @@ from attnzoo.integrations.transformers.modules import (
     attention_modules,
     batches_of,
     chosen_names,
-    implementations,
-    minimal_batch,
-    parts_of,
+    configs_of,
+    restorer,
     run,
     set_implementations,
+)
+from attnzoo.integrations.transformers.spec import (
+    clear_spec,
+    former_implementations,
+    keep_entry,
+    new_entry,
+    write_specs,
 )
 from attnzoo.integrations.transformers.wrapped import (
     check_gate,
     check_query_layer,
-    inner,
     new_child,
     put,
-    query_layer,
 )
 from attnzoo.nn import Attention, Wrapper
 from attnzoo.nn.parameters import Names
 from attnzoo.nn.wrappers import Choice
 
-VERSION = 1
 ModelT = TypeVar("ModelT")
 
 
@@ -60,6 +64,7 @@ def convert(
     calibrate: Batch | Sequence[Batch] | None = None,
     inputs: Batch | Sequence[Batch] | None = None,
     wrapper: Choice = None,
+    warn: bool = True,
     **params: Any,
 ) -> ModelT:
     """Replaces the attention of a transformers model by a variant, in place.
@@ -74,7 +79,8 @@ def convert(
         variant: a name from `attnzoo.list_variants`.
         layers: the layers to convert: numbers in the order of execution, or module names. None is
             all layers that run on ``inputs``. The minimal batch of a model for text and images is
-            a text: give ``inputs`` with an image to convert the layers of the images too.
+            a text if it runs on one: give ``inputs`` with an image to convert the layers of the
+            images too.
         learn: names of the variant's parameters to learn, as for `attnzoo.nn.Attention`.
         start: "identity" starts with parameter values for which the variant equals softmax (ssmax:
             s = 0, b = 1; sink: b = -100), so that the model's outputs do not change. These
@@ -87,6 +93,10 @@ def convert(
             ``calibrate``. None uses ``calibrate`` if given, else a minimal batch.
         wrapper: a name from `attnzoo.nn.WRAPPERS`, or a pair (name, arguments of the wrapper); see
             Notes. None is no wrapper.
+        warn: whether to warn if the model was loaded, so that it is trained, and the variant's
+            weights are not a softmax of scores, or there is a wrapper: it then needs training. A
+            model is taken as loaded if its ``name_or_path`` is not empty; a new model made from
+            the config of a checkpoint has it too.
         **params: parameters of the variant, as for `attnzoo.nn.Attention`.
 
     Returns:
@@ -136,6 +146,7 @@ def convert(
     check_not_half(model)
     check_has_weights(model)
     check_own(variant, params)
+    check_bool("warn", warn)
     for other, given in (("start", start), ("inputs", inputs)):
         if calibrate is not None and given is not None:
             raise ValueError(f"{other} must be None when calibrate is given")
@@ -149,8 +160,8 @@ def convert(
     name = "inputs" if calibrate is None else "calibrate"
     given = inputs if calibrate is None else calibrate
     batches = None if given is None else batches_of(name, given, model)
-    calls = attention_modules(model, batches)
-    children, entries = {}, {}
+    calls, batch, idle = attention_modules(model, batches)
+    children: dict[str, Attention | Wrapper] = {}
     for name in chosen_names(calls, layers):
         call, own = calls[name], dict(params)
         if calibrate is not None:
@@ -165,35 +176,30 @@ def convert(
         wrapped = wrapper_entry(wrapper, call)
         dtype = None if call.hidden is None else call.hidden.dtype
         child = children[name] = new_child(variant, call.heads, wrapped, options, dtype)
+        keep_entry(child, new_entry(child, call, own, wrapped))
         check_softcap(call, child)
         check_gate(call.module, child)
         check_query_layer(model, call.module, child)
         check_loaded(name, call.module)
-        entries[name] = _entry(child, call, own, wrapped)
-    specs = [(part.config, _spec(part, prefix, entries)) for prefix, part in parts_of(model)]
-    _attach_and_try(model, children, batches or [minimal_batch(model)])
-    for config, spec in specs:
-        if spec["layers"]:
-            write_spec(config, spec)
+    undo, before = [restorer(model)], former_implementations(model)
+    with undone(undo):
+        attach(model, children, undo)
+        set_implementations(model, NAME, idle)
+        _run_once(model, batch)
+        write_specs(model, before)
+        if warn:
+            warn_of_training(model, variant, wrapper, start)
     return model
 
 
-def _attach_and_try(
-    model: Any, children: Mapping[str, Attention | Wrapper], batches: list[dict[str, Any]]
-) -> None:
-    """Adds the children and runs the model on the first batch. Undoes everything if this fails.
-
-    A variant may not support a call of the model, such as cross-attention. With a wrapper, a model
-    may do more with its queries than to split them into heads.
-    """
-    before, undo = implementations(model), []
+@contextmanager
+def undone(undo: list[Callable[[], None]]) -> Iterator[None]:
+    """If the body raises, calls the functions in ``undo``, the last one first."""
     try:
-        attach(model, children, undo)
-        _run_once(model, batches[0])
+        yield
     except BaseException:
         for function in reversed(undo):
             function()
-        set_implementations(model, before)
         raise
 
 
@@ -206,77 +212,10 @@ def _run_once(model: Any, batch: dict[str, Any]) -> None:
         ) from error
 
 
-def _entry(
-    child: Attention | Wrapper,
-    call: ObservedCall,
-    params: Mapping[str, Any],
-    wrapper: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """The config's entry of a converted layer; ``params`` are those given to ``child``."""
-    attention = inner(child)
-    return {
-        "variant": child.variant,
-        "num_heads": child.num_heads,
-        "learn": list(attention.learned),
-        "given": list(attention.given),
-        "softcap": child.softcap,
-        "params": {name: json_value(value) for name, value in params.items()},
-        **({"head_dim": call.qk_dim} if _learns_matrices(attention) else {}),
-        **({} if wrapper is None else {"wrapper": dict(wrapper)}),
-    }
-
-
-def _learns_matrices(attention: Attention) -> bool:
-    specs = get_variant(attention.variant).params
-    return any(spec.kind == "tensor" and spec.name in attention.learned for spec in specs)
-
-
-def _spec(part: Any, prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec for the config of a sub-model, with module names relative to that sub-model."""
-    start = f"{prefix}." if prefix else ""
-    inside = {n.removeprefix(start): e for n, e in entries.items() if n.startswith(start)}
-    # Two models may share a config: keep only entries of layers that this model has converted.
-    known = own_layers(part)
-    before = getattr(part.config, NAME)["before"] if known else implementations(part)
-    # A new dict, because copies of a config share the old one.
-    return {"version": VERSION, "before": before, "layers": {**known, **inside}}
-
-
-def write_spec(config: Any, spec: dict[str, Any]) -> None:
-    """Writes the variants of the layers into a config.
-
-    ``attn_implementation``, unlike ``_attn_implementation``, is saved, and transformers reads it
-    when it loads the config. A process that has not imported this package then gets an error.
-    """
-    setattr(config, NAME, spec)
-    config.attn_implementation = NAME
-
-
-def own_layers(model: Any) -> dict[str, Any]:
-    """The config's entries of the converted layers of this model, by module name."""
-    spec = getattr(model.config, NAME, None) or {"layers": {}}
-    children = {name for name, module in model.named_modules() if NAME in module._modules}
-    layers = {}
-    for name, entry in spec["layers"].items():
-        matches = [n for n in possible_names(model, name) if n in children]
-        layers |= dict.fromkeys(matches[:1], entry)
-    return layers
-
-
-def possible_names(model: Any, name: str) -> Iterator[str]:
-    """A module name with and without the prefix of the base model, e.g. "model."."""
-    prefix = f"{model.base_model_prefix}."
-    yield name
-    yield name.removeprefix(prefix)
-    yield prefix + name
-
-
 def attach(
-    model: Any,
-    children: Mapping[str, Attention | Wrapper],
-    undo: list[Callable[[], None]] | None = None,
+    model: Any, children: Mapping[str, Attention | Wrapper], undo: list[Callable[[], None]]
 ) -> None:
-    """Adds a child to each named module, on its device, and switches the model to "attnzoo".
+    """Adds a child to each named module, on its device.
 
     The weights may be on meta. Functions that remove the children are appended to ``undo``.
     """
@@ -286,10 +225,7 @@ def attach(
         # Transformers skips the initialization of modules with this attribute.
         for part in child.modules():
             part._is_hf_initialized = device.type != "meta"  # pyright: ignore
-        removed = put(module, child.to(device).train(module.training))
-        if undo is not None:
-            undo.append(removed)
-    set_implementations(model, NAME)
+        undo.append(put(module, child.to(device).train(module.training)))
 
 
 def revert(model: ModelT) -> ModelT:
@@ -322,19 +258,16 @@ def revert(model: ModelT) -> ModelT:
         raise ValueError(
             f"model must be a converted model, got {type(model).__name__} with softmax"
         )
-    for module in converted:
-        query_layer(module, None)  # raises before anything is changed
-    for module in converted:
-        put(module, None)
-    set_implementations(host, spec["before"])
-    for _, part in parts_of(host):
-        for name in (NAME, "attn_implementation"):
-            part.config.__dict__.pop(name, None)
+    undo = [restorer(host)]
+    with undone(undo):
+        for module in converted:
+            undo.append(put(module, None))
+        # Transformers loads the code of an implementation, if that is needed.
+        host.set_attn_implementation({"": spec["before"].get("", "eager")})
+        set_implementations(host, spec["before"])
+        for config in configs_of(host).values():
+            clear_spec(config)
     return model
-
-
-def json_value(value: Any) -> Any:
-    return value.detach().tolist() if isinstance(value, Tensor) else plain(value)
 
 
 def _calibrated(variant: str, call: ObservedCall) -> dict[str, Any]:
@@ -351,9 +284,9 @@ def _identity(variant: str, start: str, params: dict[str, Any], wrapper: Choice)
         raise ValueError(f"start must be 'identity' or None, got {start!r}")
     if wrapper is not None:
         raise ValueError(f"start must be None with a wrapper, got {start!r} with {wrapper!r}")
-    found = _possible_identity(variant)
+    found = possible_identity(variant)
     if found is None:
-        able = [name for name in list_variants() if _possible_identity(name) is not None]
+        able = [name for name in list_variants() if possible_identity(name) is not None]
         raise ValueError(
             f"start must be None: no parameters make {variant!r} equal to softmax at every length; "
             f"variants with start='identity': {', '.join(able)}"
@@ -362,13 +295,6 @@ def _identity(variant: str, start: str, params: dict[str, Any], wrapper: Choice)
         names = ", ".join(twice)
         raise ValueError(f"{names} must not be given with start='identity', which sets {names}")
     return found
-
-
-def _possible_identity(variant: str) -> dict[str, Any] | None:
-    """The identity of a variant, unless it fixes what the variant makes from hidden states."""
-    found = get_variant(variant)
-    projected = {param.name for param in found.params if param.projection}
-    return None if projected & set(found.identity or ()) else found.identity
 
 
 def _learned(

@@ -22,6 +22,7 @@ from attnzoo.integrations.transformers.masks import NAME, Layout
 from attnzoo.integrations.transformers.packed import chunked, packed_segments
 from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
+from attnzoo.nn.checks import check_cross_attention
 
 # Keywords that models pass to other attention functions and that attnzoo does not support.
 UNSUPPORTED = ("sinks", "position_bias", "head_mask", "cache", "indices")
@@ -164,11 +165,7 @@ def _for_shards(
 def _check_positions(variant: Variant, module: nn.Module, crossed: bool, windowed: bool) -> None:
     """Raise ValueError if the variant needs positions that are not known in this call."""
     layer = type(module).__name__
-    if crossed:
-        raise ValueError(
-            f"{variant.name} does not support the cross-attention of {layer}: positions of queries "
-            "among the keys of another sequence are undefined"
-        )
+    check_cross_attention(variant, layer, crossed)
     if variant.absolute and windowed:  # caches drop keys, and a dense mask looks like padding
         raise ValueError(
             f"{variant.name} does not support the sliding window or chunks of {layer}: the "

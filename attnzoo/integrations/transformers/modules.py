@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,17 +21,27 @@ from attnzoo.integrations.transformers.wrapped import observe_hidden_states
 Batch = Tensor | Mapping[str, Any]
 
 
-def attention_modules(
-    model: Any, batches: list[dict[str, Any]] | None = None
-) -> dict[str, ObservedCall]:
-    """The attention modules by name, in the order of execution. Does not change the model."""
-    before = implementations(model)
+class Observed(NamedTuple):
+    """What a run of a model shows."""
+
+    calls: dict[str, ObservedCall]  # by the name of the module, in the order of execution
+    batch: dict[str, Any]  # a batch that the model runs on
+    idle: list[Any]  # configs of parts without a call, such as those that did not run
+
+
+def attention_modules(model: Any, batches: list[dict[str, Any]] | None = None) -> Observed:
+    """The attention modules of a model. Does not change the model."""
+    restore = restorer(model)
     try:
         set_implementations(model, NAME)
         with observe_calls() as calls, observe_hidden_states(model) as hidden:
-            _run_or_ask(model, batches)
+            if batches is None:
+                batch = _run_minimal(model, calls)
+            else:
+                run(model, batches)
+                batch = batches[0]
     finally:
-        set_implementations(model, before)
+        restore()
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, ObservedCall] = {}
     for call in calls:
@@ -38,32 +51,60 @@ def attention_modules(
         raise ValueError(
             f"model must have attention layers, but {type(model).__name__} called none"
         )
-    return {
+    called = {id(call.module) for call in found.values()}
+    active, idle = [], []
+    for _, part in parts_of(model):
+        (idle if called.isdisjoint(map(id, part.modules())) else active).append(part.config)
+    idle = [config for config in idle if not any(config is other for other in active)]
+    numbered = {
         name: call._replace(number=number, hidden=hidden.get(id(call.module)))
         for number, (name, call) in enumerate(found.items())
     }
+    return Observed(numbered, batch, idle)
 
 
-def _run_or_ask(model: Any, batches: list[dict[str, Any]] | None) -> None:
-    """As `run`. If the model fails on a minimal batch, the error says how to give another one."""
-    if batches is not None:
-        run(model, batches)
-        return
-    batch = minimal_batch(model)
-    try:
-        run(model, [batch])
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} failed on the default batch; if it needs other inputs, give "
-            f"them as inputs=. {type(error).__name__}: {error}"
-        ) from error
+def _run_minimal(model: Any, calls: list[ObservedCall]) -> dict[str, Any]:
+    """Runs the model on a minimal batch and returns it; ``calls`` then hold this run only."""
+    cause: Exception | None = None
+    for batch in minimal_batches(model):
+        calls.clear()
+        try:
+            run(model, [batch])
+        except Exception as error:
+            if _is_raised_here(error):
+                raise ValueError(f"{type(model).__name__} cannot be converted: {error}") from error
+            cause = error
+        else:
+            return batch
+    name, main = type(model).__name__, model.main_input_name
+    reason = f"there is no default for its main input {main!r}"
+    if cause is not None:
+        first_line = str(cause).strip().partition("\n")[0]
+        reason = f"on a minimal batch its forward raised {type(cause).__name__}: {first_line}"
+    raise ValueError(
+        f"inputs must be given for {name}: convert(model, variant, inputs=a mapping of its forward "
+        f"arguments); {reason}"
+    ) from cause
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether attnzoo raised the error, not the model."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals["__name__"].startswith("attnzoo.")
 
 
 def run(model: Any, batches: list[dict[str, Any]]) -> None:
-    """Runs the model in evaluation mode, without gradients. The batches stay as they are."""
+    """Runs the model in evaluation mode, without gradients. The batches stay as they are.
+
+    Compiled layers run uncompiled, because a graph does not show their calls.
+    """
     training = {module: module.training for module in model.modules()}
+    compiler = "torch._dynamo" in sys.modules  # loading it takes seconds
+    uncompiled = torch.compiler.set_stance("force_eager") if compiler else nullcontext()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), uncompiled:
             for batch in batches:
                 model.eval()(**_with_own_caches(batch))
     finally:
@@ -88,23 +129,31 @@ class _CopiesWithoutGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def minimal_batch(model: Any) -> dict[str, Tensor]:
-    """A batch of one short input of zeros, sized by the config."""
-    config, main, device = model.config, model.main_input_name, model.device
-    if main == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        shape = 1, getattr(config, "num_channels", 3), height, width
-        return {main: torch.zeros(shape, device=device, dtype=model.dtype)}
-    if main == "input_ids":
-        ids = torch.zeros(1, 4, dtype=torch.long, device=device)
-        # Fewer, because a call with as many queries as keys does not show cross-attention.
-        decoder = {"decoder_input_ids": ids[:, :3]} if config.is_encoder_decoder else {}
-        return {main: ids, **decoder}
-    raise ValueError(
-        f"inputs must be given for {type(model).__name__}, because its main input {main!r} has no "
-        "default batch"
-    )
+def minimal_batches(model: Any) -> list[dict[str, Tensor]]:
+    """Batches of one short input of zeros, sized by the config. The model may need the last one."""
+    image = _image(model)
+    if model.main_input_name == "pixel_values" and image is not None:
+        return [{"pixel_values": image}]
+    if model.main_input_name != "input_ids":
+        return []
+    ids = torch.zeros(1, 4, dtype=torch.long, device=model.device)
+    # Fewer, because a call with as many queries as keys does not show cross-attention.
+    decoder = {"decoder_input_ids": ids[:, :3]} if model.config.is_encoder_decoder else {}
+    text = {"input_ids": ids, **decoder}
+    if image is None or "pixel_values" not in inspect.signature(model.forward).parameters:
+        return [text]
+    return [text, {**text, "pixel_values": image}]
+
+
+def _image(model: Any) -> Tensor | None:
+    """An image of zeros in the size that a config of the model names, or None."""
+    for config in configs_of(model).values():
+        size = getattr(config, "image_size", None)
+        size = [size, size] if isinstance(size, int) else size
+        if isinstance(size, (list, tuple)) and len(size) == 2:
+            shape = 1, getattr(config, "num_channels", 3), *size
+            return torch.zeros(shape, device=model.device, dtype=model.dtype)
+    return None
 
 
 def chosen_names(
@@ -131,25 +180,63 @@ def chosen_names(
     return chosen
 
 
-def implementations(model: Any) -> dict[str, str]:
-    """Attention implementations by the name of the sub-config, or "" for the model's config."""
-    subs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
-    configs = {"": model.config, **subs}
-    return {n: c._attn_implementation for n, c in configs.items() if c is not None}
+def configs_of(model: Any) -> dict[str, Any]:
+    """The configs of a model and of its parts, by name.
+
+    "" is the model's own. A sub-config has its name in the config, such as "text_config". Another
+    config of a part, such as T5's for its encoder, has the name of the module.
+    """
+    configs: dict[str, Any] = {}
+    for module_name, part in parts_of(model):
+        if any(part.config is config for config in configs.values()):
+            continue
+        name = module_name
+        while name in configs:  # the name of a sub-config too
+            name += "."
+        queue = [(name, part.config)]
+        while queue:
+            name, config = queue.pop()
+            configs[name] = config
+            for key in config.sub_configs:
+                sub = getattr(config, key, None)
+                if sub is not None and not any(sub is other for other in configs.values()):
+                    queue.append((f"{name}.{key}" if name else key, sub))
+    return configs
 
 
-def set_implementations(model: Any, chosen: str | dict[str, str]) -> None:
+def implementations(model: Any) -> dict[str, str | None]:
+    """Attention implementations by the name of the config, as in `configs_of`."""
+    found = {name: config._attn_implementation for name, config in configs_of(model).items()}
+    return {name: value for name, value in found.items() if value != NAME}
+
+
+def set_implementations(
+    model: Any, chosen: str | Mapping[str, str | None], excluded: Sequence[Any] = ()
+) -> None:
     """Sets the attention implementations of a model and of all its parts.
 
-    ``chosen`` is a name for all, or what `implementations` returned.
+    ``chosen`` is a name for all, or what `implementations` returned; ``excluded`` are configs that
+    stay as they are. Transformers' own setter skips some parts, and raises for a sub-config without
+    a sub-model, which has None.
     """
-    model.set_attn_implementation(chosen)
-    # Before 5.20, transformers skips parts with another config of the same class (T5's encoder).
-    config = model.config
-    reached = {id(x) for x in (config, *(getattr(config, n, None) for n in config.sub_configs))}
-    for _, part in parts_of(model):
-        if type(part.config) is type(config) and id(part.config) not in reached:
-            part.set_attn_implementation(config._attn_implementation)
+    fixed = [part.config for _, part in parts_of(model) if not part._can_set_attn_implementation()]
+    for name, config in configs_of(model).items():
+        if any(config is other for other in (*fixed, *excluded)):
+            continue
+        value = chosen if isinstance(chosen, str) else chosen.get(name, chosen.get("", "eager"))
+        config._attn_implementation_internal = value
+
+
+def restorer(model: Any) -> Callable[[], None]:
+    """A function that gives all configs of a model the values that they have now."""
+    states = [(config, dict(config.__dict__)) for config in configs_of(model).values()]
+
+    def restore() -> None:
+        for config, values in states:
+            config.__dict__.clear()
+            config.__dict__.update(values)
+
+    return restore
 
 
 def parts_of(model: Any) -> list[tuple[str, Any]]:

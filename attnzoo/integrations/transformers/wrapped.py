@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from attnzoo.integrations.transformers.masks import NAME
@@ -92,8 +93,10 @@ def observe_hidden_states(model: nn.Module) -> Iterator[dict[int, Tensor]]:
         if hidden is not None:
             found[id(module)] = hidden.new_empty(0, hidden.shape[-1])
 
-    hooks = [m.register_forward_pre_hook(record, with_kwargs=True) for m in model.modules()]
+    hooks = []
     try:
+        for module in model.modules():
+            hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
         yield found
     finally:
         for hook in hooks:
@@ -167,10 +170,12 @@ def set_queries(layer: nn.Linear, num_heads: int, before: int, after: int) -> No
     def changed(x: Tensor | None, std: Tensor | float) -> nn.Parameter | None:
         if x is None:
             return None
-        parts = x.detach().unflatten(0, (num_heads, before, -1))[:, :after]
+        parts = rearrange(x.detach(), "(h q d) ... -> h q d ...", h=num_heads, q=before)[:, :after]
         new = torch.randn_like(parts[:, :1].expand(-1, max(after - before, 0), *parts.shape[2:]))
         parts = torch.cat([parts, std * new], dim=1)
-        return nn.Parameter(parts.flatten(0, 2), requires_grad=x.requires_grad)
+        return nn.Parameter(
+            rearrange(parts, "h q d ... -> (h q d) ..."), requires_grad=x.requires_grad
+        )
 
     std = layer.weight.detach().std()
     _set_matrix(layer, changed(layer.weight, std), changed(layer.bias, 0.0))
@@ -192,15 +197,19 @@ def put(module: nn.Module, child: Attention | Wrapper | None) -> Callable[[], No
     former: Any = module._modules.get(NAME)
     layer = query_layer(module, child)
     old = None if layer is None else (layer.weight, layer.bias)
-    if layer is not None:
-        set_queries(layer, (child or former).num_heads, _queries(former), _queries(child))
-    _set_child(module, child)
 
     def undo() -> None:
         _set_child(module, former)
         if layer is not None and old is not None:
             _set_matrix(layer, *old)
 
+    try:
+        if layer is not None:
+            set_queries(layer, (child or former).num_heads, _queries(former), _queries(child))
+        _set_child(module, child)
+    except BaseException:
+        undo()
+        raise
     return undo
 
 

@@ -6,13 +6,24 @@ import inspect
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from attnzoo.core.arguments import check_heads
-from attnzoo.core.checks import DTYPES, check_bool, check_dense, check_sizes, is_int, shown
+from attnzoo.core.call import widened
+from attnzoo.core.checks import (
+    DTYPES,
+    check_bool,
+    check_dense,
+    check_device_and_dtype,
+    check_sizes,
+    is_int,
+    shown,
+)
 from attnzoo.functional.prepare import autocast_dtype
 from attnzoo.nn.attention import projecting_attention
 from attnzoo.nn.cache import Cache
+from attnzoo.nn.checks import check_not_of_forward, check_positional
 from attnzoo.nn.projections import HeadProjection
 
 
@@ -79,6 +90,8 @@ class Wrapper(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(num_heads=num_heads, embed_dim=embed_dim)
+        check_not_of_forward(self, variant, options)
+        check_device_and_dtype(device, dtype)
         self.embed_dim, self.key_dim = embed_dim, key_dim or embed_dim
         check_sizes(optional=True, qk_dim=qk_dim, v_dim=v_dim, key_dim=key_dim)
         check_layer(layer)
@@ -154,8 +167,7 @@ class Wrapper(nn.Module):
                 raise ValueError(f"{name} must be (B, N, {features}), got {tuple(x.shape)}")
         found = self.attention.projected(query, key)
         if self.gate is not None:
-            gate = self.gate(query).unflatten(1, (self.num_heads, self.gates))
-            found["gate"] = gate.transpose(2, 3)
+            found["gate"] = rearrange(self.gate(query), "b (h g) n -> b h n g", g=self.gates)
         return found
 
     def forward(
@@ -163,7 +175,7 @@ class Wrapper(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
+        *others: Any,
         gate: Tensor | None = None,
         cache: Cache | None = None,
         need_weights: bool = False,
@@ -189,8 +201,10 @@ class Wrapper(nn.Module):
         Raises:
             ValueError, TypeError: an argument is wrong; the message names it.
         """
+        check_positional("q, k and v", others)
         self._check_inputs(q, k, v, keywords.pop("enable_gqa", True))
         self._check_gate(gate, q)
+        gate = None if gate is None else widened(gate)  # outputs are combined in fp32
         if check_bool("return_lse", keywords.pop("return_lse", False)):
             raise ValueError(f"return_lse must be False for {type(self).__name__}, got True")
         options = {**keywords, "enable_gqa": True}

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
@@ -146,11 +147,10 @@ class DifferentialV2(Wrapper):
 
     def _mixed(self, x: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None
-        first, second = x.unflatten(1, (self.num_heads, 2)).unbind(2)
+        first, second = rearrange(x, "b (h map) n d -> map b h n d", map=2)
         return first - gate.sigmoid() * second
 
 
 def _halves(x: Tensor) -> Tensor:
     """(B, H, N, D) -> (B, 2·H, N, D/2): every second block of two features."""
-    blocks = x.unflatten(-1, (-1, 2, 2))  # [B, H, N, D/4, half, 2]
-    return torch.cat([half.flatten(-2) for half in blocks.unbind(-2)], dim=1)
+    return rearrange(x, "b h n (d half two) -> b (half h) n (d two)", half=2, two=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from einops import rearrange
 from torch import Tensor
 
 from attnzoo.core.checks import check_sizes, plain
@@ -55,8 +56,8 @@ class MixtureAttention(Wrapper):
 
     def _mixed(self, x: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None
-        prior = gate.softmax(-1).transpose(2, 3)[..., None]  # [B, H, K, Nq, 1]
-        return (prior * x.unflatten(1, (self.num_heads, -1))).sum(2)
+        prior = rearrange(gate.softmax(-1), "b h n k -> b h k n 1")
+        return (prior * rearrange(x, "b (h k) n d -> b h k n d", k=self.maps)).sum(2)
 
     def extra_repr(self) -> str:
         """The numbers of heads and of components, for repr()."""

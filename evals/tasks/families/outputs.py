@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from attnzoo import get_variant
 from attnzoo.nn import AdaptiveSoftmax, MixtureOutput, Transformer
 from commandline.variants import VariantCall, parse_spec
 
@@ -66,7 +67,9 @@ def build_with(
     in a training step.
     """
     if call.name == MIXTURE:
-        layer = MixtureOutput(width, vocabulary, **{"bias": False, **call.params})
+        mixed = get_variant(str(call.params.get("variant", "softmax")))
+        bias = mixed.output_bias is not None
+        layer = MixtureOutput(width, vocabulary, **{"bias": bias, **call.params})
         model = make(output=layer)
         layer.weight = model.embed.weight  # type: ignore[assignment]
         nn.init.normal_(layer.weight, std=MIXTURE_STD)

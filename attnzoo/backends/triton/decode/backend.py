@@ -45,7 +45,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     layout, gain, products = layout_of(call), form.gain, None
     if isinstance(gain, FromStatistics):
         products, *statistics = ops.decode_statistics(q=q, k=k, layout=layout)
-        gain = gain.gain(Statistics(*statistics))
+        gain = gain.of(Statistics(*statistics))
     layout, vectors, extras = vectors_of(form, gain, layout, call)
     kernel_form = flash.form_of(form)
     if form.normalize == "threshold":

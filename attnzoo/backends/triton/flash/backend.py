@@ -132,7 +132,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     if isinstance(gain, FromStatistics):
         with torch.no_grad():
             found = ops.flash_statistics(q=q.detach(), k=k.detach(), layout=layout)
-        gain = gain.gain(found)
+        gain = gain.of(found)
     layout, vectors, extras = vectors_of(form, gain, layout, call)
     maps, kernel_form = Maps(), form_of(form)
     if form.normalize == "threshold":
