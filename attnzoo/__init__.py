@@ -19,6 +19,7 @@ from attnzoo.functional.explain import Plan, explain
 from attnzoo.functional.linear_attention import LinearState, linear_attention
 from attnzoo.functional.probabilities import probabilities
 from attnzoo.functional.topk import TopK, topk_probabilities
+from attnzoo.functional.use_backend import use_backend
 from attnzoo.functional.varlen import varlen_attention
 from attnzoo.losses.linear_topk import linear_topk
 
@@ -54,5 +55,6 @@ __all__ = [
     "probabilities",
     "register_variant",
     "topk_probabilities",
+    "use_backend",
     "varlen_attention",
 ]

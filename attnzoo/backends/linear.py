@@ -2,7 +2,8 @@
 
 Products ψ(q)·ψ(k) are computed directly within a chunk. Keys of earlier chunks contribute through
 the state: Σ ψ(k) vᵀ, with Σ ψ(k) as an extra column. If gradients are needed, each chunk is
-checkpointed, so that only the states between chunks are kept.
+checkpointed, so that only the states between chunks are kept. In a graph with symbolic lengths,
+which cannot have a loop over chunks, all chunks are computed at once, and all states kept.
 
 On a CPU, `run` uses fp64 for forms whose sums may lose digits to cancellation (`Linear.cancels`). A
 state returned to the caller is fp32, or fp64 for fp64 inputs.
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends.base import Backend
 from attnzoo.core.call import Call
+from attnzoo.core.checks import is_symbolic
 from attnzoo.core.device import is_cpu
 from attnzoo.core.forms import Form, Linear, NoForm
 
@@ -115,7 +117,12 @@ def scan(
     out = [_zero_rows(v, call, keyless)]
     at = call.query_origin + keyless
     chunk = tokens_per_chunk(form, call)
-    parts = (split(x, chunk) for x in (q[:, :, keyless:], k[:, :, lead:], v[:, :, lead:]))
+    later = q[:, :, keyless:], k[:, :, lead:], v[:, :, lead:]
+    if is_symbolic(call.queries, call.keys):
+        here = torch.arange(later[0].shape[2], device=call.device) + at
+        done, state = _run(call, _all_chunks, *later, state, here, call, form, chunk)
+        return torch.cat([*out, done], dim=2), state
+    parts = (split(x, chunk) for x in later)
     for q_part, k_part, v_part in zip(*parts):
         here = torch.arange(q_part.shape[2], device=call.device) + at
         done, state = _run(call, _chunk, q_part, k_part, v_part, state, here, call, form)
@@ -176,11 +183,12 @@ def offsets(call: Call) -> tuple[int, int]:
 
 
 def split(x: Tensor, length: int) -> tuple[Tensor, ...]:
-    """Split x (B, H, N, …) into parts with ``length`` tokens; an empty x is one part.
+    """Split x (B, H, N, …) into parts with ``length`` tokens.
 
-    The compiler of torch 2.11 cannot trace torch's split of an empty tensor.
+    An empty x is one part, because the compiler of torch 2.11 cannot trace torch's split of it. So
+    is one of symbolic length.
     """
-    return x.split(length, dim=2) if x.shape[2] else (x,)
+    return (x,) if is_symbolic(x.shape[2]) or not x.shape[2] else x.split(length, dim=2)
 
 
 def _zero_rows(v: Tensor, call: Call, rows: int) -> Tensor:
@@ -253,6 +261,33 @@ def _chunk(
     inner = inner.masked_fill(later.repeat(call.group, 1), 0.0)
     out = _divide(inner @ values + psi_q @ sums, call)
     return out, sums + psi_k.transpose(-1, -2) @ values
+
+
+def _all_chunks(
+    q: Tensor, k: Tensor, v: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """`_chunk` for all chunks at once: the output [B, H, N, Dv], and the state after all."""
+    length = q.shape[2]
+    # One more than needed: a number of chunks that may be 1 would need a graph of its own.
+    count = (length + 2 * chunk - 1) // chunk
+    # Padding and slices would compare the length with count · chunk.
+    tokens = torch.arange(length, device=call.device)
+
+    def chunked(x: Tensor) -> Tensor:
+        """Tokens (…, N, F) as (…, chunks, c, F), padded with 0."""
+        padded = x.new_zeros(*x.shape[:2], count * chunk, x.shape[3]).index_copy(2, tokens, x)
+        return padded.unflatten(2, (count, chunk))
+
+    psi_q = chunked(form.of_queries(call.scale * q.to(call.dtype), at))
+    psi_q = psi_q.unflatten(1, (call.kv_heads, -1))  # [B, Hkv, G, chunks, c, F]
+    psi_k = chunked(form.features(k.to(call.dtype), at))  # [B, Hkv, chunks, c, F]
+    values = chunked(_values(v, at, call))
+    states = torch.cat([sums[:, :, None], psi_k.mT @ values], dim=2).cumsum(2)
+    inner = (psi_q @ psi_k.mT[:, :, None]).tril()  # [B, Hkv, G, chunks, c, c]
+    out = inner @ values[:, :, None] + psi_q @ states[:, :, None, :-1]
+    denominator = out[..., -1:]
+    out = out[..., :-1] / denominator.masked_fill(denominator == 0, 1.0)
+    return out.flatten(3, 4).flatten(1, 2).index_select(2, tokens), states[:, :, -1]
 
 
 BACKEND = Backend("linear", ("linear",), unsupported, run, scan)

@@ -14,14 +14,21 @@
     @attend.fake
     def _(*, q: Tensor) -> Attended: ...
 
+    @attend.flops
+    def _(*, q: Tensor) -> int: ...
+
     @attend.backward("q", "gain")
     def attend_backward(
         *, q: Tensor, vectors: Vectors, scale: float, lse: Tensor, dout: Tensor
     ) -> dict[str, Tensor]: ...
 
+    @attend_backward.flops
+    def _(*, q: Tensor) -> int: ...
+
 Operands are passed by name. Each field of a group becomes an operand of the torch schema.
 
-The parameters of a fake function are the operands that it needs.
+The parameters of a fake function, and of one that counts operations, are the operands that it
+needs.
 
 The parameters of a backward function are operands, outputs and gradients of outputs. The operands
 and outputs among them are saved by the forward. The gradient of an output is named ``d`` + the
@@ -46,11 +53,12 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
+from attnzoo.backends.flops import add_formula
 from attnzoo.core.checks import runs_eagerly
 
 NO_DOUBLE = (
     "attnzoo: this backend supports first derivatives only; for second derivatives, pass "
-    "backend='eager'"
+    "backend='eager', or call modules in `with attnzoo.use_backend('eager'):`"
 )
 
 # Types of operands and outputs, and their names in a torch schema.
@@ -148,6 +156,16 @@ class Operator(Generic[P, R]):
             return _tensors_only(values[0], function(**{name: operands[name] for name in names}))
 
         torch.library.register_fake(f"attnzoo::{self.name}", of_values)
+
+    def flops(self, function: Callable[..., int]) -> None:
+        """Register a function that counts operations from the operands that it names."""
+        names = inspect.signature(function).parameters
+
+        def of_values(*values: Any, out_val: Any) -> int:
+            operands = self._named(values)
+            return function(**{name: operands[name] for name in names})
+
+        add_formula(self.name, of_values)
 
     def backward(
         self,

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnzoo.backends.base import Backend, unsupported_extras
 from attnzoo.backends.tiled.statistics import with_gain
 from attnzoo.core.call import Call
-from attnzoo.core.checks import is_readable
+from attnzoo.core.checks import is_known, is_readable
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.core.visibility import visible_entries
 
@@ -136,7 +136,9 @@ def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tenso
     does not remove NaN. The sum over q and k is the cheapest test for NaN. If nothing is removed,
     the mask is None.
     """
-    if call.device.type != "cpu" or (call.mask is None and call.keys >= WIDER_THAN_A_VECTOR):
+    if call.device.type != "cpu" or (
+        call.mask is None and is_known(call.keys >= WIDER_THAN_A_VECTOR)
+    ):
         return q, k, None
     if is_readable(q) and is_readable(k) and bool((q.sum() + k.sum()).isfinite()):
         return q, k, None

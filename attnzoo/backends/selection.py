@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from torch.compiler import is_exporting
+
 from attnzoo.backends import BACKENDS, linear
 from attnzoo.backends.base import Backend
 from attnzoo.core.call import Call
-from attnzoo.core.checks import shown
-from attnzoo.core.forms import Form, FromStatistics, Linear, NoForm, Pairwise
+from attnzoo.core.checks import is_known, is_symbolic, shown
+from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, NoForm, Pairwise
 
 # Up to this many scores (half a MiB of fp32), the few dense operations of the definition cost less
 # than a loop over blocks.
@@ -45,7 +47,8 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
        to `FEW_FEATURES` features, and after `linear` with more.
     2. On a GPU, `decode`, which supports few queries only. It comes before `sdpa` for any number of
        keys, because each token of a decoding adds a key: torch may run cuDNN, which builds a plan
-       for each new shape, and this takes longer than the attention of one token.
+       for each new shape, and this takes longer than the attention of one token. If the number of
+       queries is symbolic, it comes after `sdpa` and `flash`.
     3. `sdpa`, torch's fused softmax. On a GPU it comes after `flash` if the gain comes from
        statistics of the logits, which `flash` computes in a kernel.
     4. On a GPU, `flash`.
@@ -53,27 +56,44 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
     6. `eager`, if no other backend supports the call.
 
     On a CPU up to `FEW_SCORES` scores: `sdpa`, then `eager`. Up to `FEWEST_SCORES` scores with a
-    gain from statistics: `eager`, then `sdpa`.
+    gain from statistics: `eager`, then `sdpa`. For symbolic lengths see `has_few_scores`.
     """
     linear_first = any(isinstance(f, Linear) and linear_is_cheaper(f, call) for f in forms)
     statistics = any(isinstance(f, Pairwise) and isinstance(f.gain, FromStatistics) for f in forms)
-    scores = call.batch * call.heads * call.queries * call.keys
     if call.device.type == "cuda":
-        order = ["decode", "flash", "sdpa"] if statistics else ["decode", "sdpa", "flash"]
+        order = ["flash", "sdpa"] if statistics else ["sdpa", "flash"]
+        # In a graph, `decode` would limit a symbolic number of queries to few.
+        order = [*order, "decode"] if is_symbolic(call.queries) else ["decode", *order]
         sizes = [f.size(call.head_dim) for f in forms if isinstance(f, Linear)]
         scans = ["flash_linear", "linear"]
         scans = scans if max(sizes, default=0) <= FEW_FEATURES else scans[::-1]
         order = [*scans, *order, "tiled"] if linear_first else [*order, "tiled", *scans]
         order += ["eager"]
-    elif scores <= FEW_SCORES:
+    elif has_few_scores(forms, call):
         order = ["linear", "tiled", "decode", "flash", "flash_linear"]
-        eager_first = statistics and scores <= FEWEST_SCORES
+        eager_first = statistics and is_known(scores_of(call) <= FEWEST_SCORES)
         order = (["eager", "sdpa"] if eager_first else ["sdpa", "eager"]) + order
     else:
         order = ["linear", "sdpa", "tiled"] if linear_first else ["sdpa", "tiled", "linear"]
         order += ["decode", "flash", "flash_linear", "eager"]
     backends = [BACKENDS[name] for name in order]
     return [(backend, form) for backend in backends for form in forms if _meets(backend, form)]
+
+
+def scores_of(call: Call) -> int:
+    return call.batch * call.heads * call.queries * call.keys
+
+
+def has_few_scores(forms: tuple[Form, ...], call: Call) -> bool:
+    """Whether the definition costs less than a loop over blocks.
+
+    In a graph with symbolic lengths the answer is False if the lengths may have many scores, so
+    that one graph serves all. A variant without a form has no such graph in blocks.
+    """
+    few = scores_of(call) <= FEW_SCORES
+    if all(isinstance(form, Definition | NoForm) for form in forms) and not is_exporting():
+        return bool(few)
+    return is_known(few)
 
 
 def _meets(backend: Backend, form: Form) -> bool:
@@ -88,6 +108,8 @@ def _meets(backend: Backend, form: Form) -> bool:
 
 
 def linear_is_cheaper(form: Linear, call: Call) -> bool:
+    if is_symbolic(call.queries, call.keys):  # the scan is cheaper for all but small lengths
+        return form.size(call.head_dim) <= FEW_FEATURES
     return linear_work(form, call) < 1
 
 
@@ -115,11 +137,15 @@ def candidates(name: str, forms: tuple[Form, ...], call: Call) -> Iterator[Candi
 
     ``forms``: all forms of the variant ``name``, including its definition.
     """
+    for backend, form in preference(with_absent(name, forms), call):
+        yield Candidate(backend.name, form, _unsupported(backend, form, call))
+
+
+def with_absent(name: str, forms: tuple[Form, ...]) -> tuple[Form, ...]:
+    """The forms, and a reason for each kind of form that is missing."""
     kinds = {form.kind for form in forms}
     absent = [k for k in ("pairwise", "linear") if k not in kinds]
-    forms += tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)
-    for backend, form in preference(forms, call):
-        yield Candidate(backend.name, form, _unsupported(backend, form, call))
+    return forms + tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)
 
 
 def _unsupported(backend: Backend, form: Form, call: Call) -> str | None:
@@ -134,11 +160,15 @@ def choose(
 ) -> tuple[Backend, Form]:
     """Return the first backend in the order of preference that supports the call, and its form."""
     reasons = []
-    for candidate, form, reason, _ in candidates(name, forms, call):
-        if backend not in (None, candidate):
-            continue
+    pairs = with_absent(name, forms)
+    if backend is None:
+        ordered = preference(pairs, call)
+    else:  # the order needs no comparison of sizes
+        ordered = [(BACKENDS[backend], f) for f in pairs if _meets(BACKENDS[backend], f)]
+    for candidate, form in ordered:
+        reason = _unsupported(candidate, form, call)
         if reason is None:
-            return BACKENDS[candidate], form
+            return candidate, form
         reasons.append(f"{form.kind}: {reason}")
     raise ValueError(f"backend {backend!r} cannot run {name!r} here: {'; '.join(reasons)}")
 

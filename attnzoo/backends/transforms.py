@@ -24,5 +24,6 @@ def reject_transforms(backend: str, *tensors: Tensor | None) -> None:
     if uses_transforms(*tensors):
         raise ValueError(
             f"backend {backend!r} supports neither torch.func transforms (vmap, grad, jvp, ...) "
-            "nor forward-mode derivatives: pass backend='eager'"
+            "nor forward-mode derivatives: pass backend='eager', or call modules in "
+            "`with attnzoo.use_backend('eager'):`"
         )

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
 
+_KEYS = torch._C._TorchDispatchModeKey
+RECORDING = (_KEYS.PROXY, _KEYS.FUNCTIONAL, _KEYS.FAKE)  # modes that trace
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -57,6 +59,35 @@ def is_traced() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
     )
+
+
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds: in a graph with symbolic sizes, for all of them.
+
+    Unlike ``bool(condition)``, this does not restrict the graph to the sizes of one answer.
+    """
+    if torch.compiler.is_compiling() or isinstance(condition, torch.SymBool):
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(condition)
+    return condition
+
+
+def is_symbolic(*sizes: int) -> bool:
+    """Whether a size stands for several sizes, in the graph of a compiler or an export."""
+    if not torch.compiler.is_compiling() and not any(isinstance(x, torch.SymInt) for x in sizes):
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not all(has_static_value(x) for x in sizes)
+
+
+def is_recorded() -> bool:
+    """Whether operations may run again on other values, so that Python must not read values.
+
+    Modes that only watch operations, such as a counter or selective checkpointing, do not matter.
+    """
+    return is_traced() or any(torch._C._get_dispatch_mode(key) for key in RECORDING)
 
 
 def runs_eagerly() -> bool:

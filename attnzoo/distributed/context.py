@@ -19,6 +19,7 @@ from attnzoo.distributed.gathered import Result, all_gather_attention, ulysses_a
 from attnzoo.distributed.inputs import Inputs
 from attnzoo.distributed.layout import Layout, shards_of
 from attnzoo.functional.prepare import Prepared, cast_by_autocast, check_supported, prepare
+from attnzoo.functional.use_backend import named_backend
 
 Method = Literal["auto", "ulysses", "all_gather", "ring"]
 METHODS = get_args(Method)
@@ -100,7 +101,7 @@ def context_parallel_attention(
         or their weights are dropped at equal places. A call whose ranks disagree raises on all
         ranks; this costs one small exchange per call.
     """
-    ranks = ranks_of(mesh)
+    ranks, backend = ranks_of(mesh), named_backend(backend)
 
     def check() -> tuple[tuple[Inputs, Prepared], str]:
         given, local = _checked(q, k, v, variant, arguments, ranks, method, layout, backend)

@@ -14,6 +14,7 @@ from attnzoo.functional import packed
 from attnzoo.functional.call_cache import find, key_of
 from attnzoo.functional.prepare import check_supported, prepare
 from attnzoo.functional.run import run
+from attnzoo.functional.use_backend import named_backend
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -124,7 +125,7 @@ def attention(
         dropout_p: Probability with which a weight is dropped after normalization; the others are
             divided by 1 − p. Random numbers differ between backends.
         backend: Name of the backend to use; an error is raised if it cannot run the call. None
-            lets the library choose (see `explain`).
+            is the one of `use_backend`, or lets the library choose (see `explain`).
         return_lse: Also return lse_i = log Σ_j exp(s_ij) of the scores s_ij after gain and bias.
             Supported by variants that are a softmax of scores. The sum does not include a sink.
         **params: Parameters of the variant: a number, or a tensor () or (H,) with one value per
@@ -170,6 +171,7 @@ def attention(
         dropout_p=dropout_p,
         return_lse=return_lse,
     )
+    backend = named_backend(backend)
     # The number of calls depends on the ids of segments that are split, so nothing is cached.
     split = segment_ids is not None and packed.splits(q, backend)
     key = None if split else key_of(q, k, v, variant, backend, arguments, params)

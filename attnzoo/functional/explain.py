@@ -11,6 +11,7 @@ from attnzoo.core.call import Call
 from attnzoo.core.forms import Linear
 from attnzoo.functional import packed
 from attnzoo.functional.prepare import Prepared, prepare
+from attnzoo.functional.use_backend import named_backend
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def explain(
         return_lse=return_lse,
     )
     ready = prepare(q, k, v, variant, arguments | params)
+    backend = named_backend(backend)
     check_backend(backend)
     if ready.unsupported is not None:
         return Plan(variant, None, (), ready.unsupported)

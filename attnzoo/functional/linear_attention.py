@@ -12,9 +12,10 @@ from attnzoo.backends.linear import LinearState
 from attnzoo.backends.selection import preference
 from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.call import Call, in_full_precision
-from attnzoo.core.checks import check_dense, is_int, shown
+from attnzoo.core.checks import check_dense, is_int, is_known, shown
 from attnzoo.core.forms import Linear, NoForm
 from attnzoo.functional.prepare import check_supported, prepare
+from attnzoo.functional.use_backend import named_backend
 
 # Calls with fewer tokens run in PyTorch, because they would not fill one chunk of a kernel.
 MIN_TOKENS = 64
@@ -98,15 +99,25 @@ def linear_attention(
     if sums is not None and torch.is_grad_enabled() and sums.requires_grad:
         call = replace(call, needs_grad=True)
     with in_full_precision(call.device):
-        scan = scan_for(form, call).scan
+        scan = scan_for(form, call, named_backend(None)).scan
         assert scan is not None
         out, sums = scan(ready.q, ready.k, ready.v, call, form, sums)
     return out.to(call.input_dtype), LinearState(sums, seen + call.keys)
 
 
-def scan_for(form: Linear, call: Call) -> Backend:
-    """The preferred backend that can start from a state."""
-    if call.keys < MIN_TOKENS:
+def scan_for(form: Linear, call: Call, name: str | None = None) -> Backend:
+    """The named backend, or the preferred one that can start from a state."""
+    if name is not None:
+        backend = BACKENDS[name]
+        reason = "cannot start from a state" if backend.scan is None else None
+        reason = reason or backend.unsupported(form, call)
+        if reason is not None:
+            raise ValueError(
+                f"backend {name!r} of use_backend cannot run linear_attention and state caches: it "
+                f"{reason}; use 'linear', or caches of keys (kind='keys')"
+            )
+        return backend
+    if is_known(call.keys < MIN_TOKENS):
         return BACKENDS["linear"]
     able = (b for b, _ in preference((form,), call) if b.scan and not b.unsupported(form, call))
     return next(able)

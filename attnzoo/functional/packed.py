@@ -19,7 +19,7 @@ from torch import Tensor
 from attnzoo.backends import BACKENDS
 from attnzoo.backends.selection import choose
 from attnzoo.core.call import Call
-from attnzoo.core.checks import is_readable, runs_eagerly
+from attnzoo.core.checks import is_readable, is_recorded
 from attnzoo.functional.prepare import Prepared, check_supported, why_unsupported
 
 Cut = list[tuple[Tensor, ...]]  # the runs of each row
@@ -63,7 +63,7 @@ def splits(q: Any, backend: Any) -> bool:
 
     The answer does not depend on the ids, which may still be unsorted.
     """
-    if not (isinstance(q, Tensor) and is_readable(q) and runs_eagerly()):
+    if not (isinstance(q, Tensor) and is_readable(q) and not is_recorded()):
         return False
     named = BACKENDS.get(backend) if isinstance(backend, str) else None
     return named is None or not named.walks_segments

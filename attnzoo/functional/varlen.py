@@ -10,7 +10,7 @@ from attnzoo.backends import BACKENDS
 from attnzoo.backends.selection import candidates, check_backend
 from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.call import in_full_precision
-from attnzoo.core.checks import runs_eagerly
+from attnzoo.core.checks import is_recorded
 from attnzoo.core.varlen_arguments import (
     Packed,
     TokenParams,
@@ -25,6 +25,7 @@ from attnzoo.functional.attention import attention
 from attnzoo.functional.packed import Runs, Segment
 from attnzoo.functional.padded import padded_attention, sequences
 from attnzoo.functional.prepare import prepare
+from attnzoo.functional.use_backend import named_backend
 
 if TYPE_CHECKING:
     from torch.nn.attention.varlen import AuxRequest
@@ -220,6 +221,7 @@ def varlen_attention(
     return_lse = return_lse or wants_lse(return_aux)
     ends, longest = (cu_seq_q, cu_seq_k), (max_q, max_k)
     given = check_packed((query, key, value), ends, longest, enable_gqa)
+    backend = named_backend(backend)
     check_backend(backend)
     check_torch_arguments(params)
     is_causal, window = with_window_size(window_size, is_causal, window)
@@ -256,7 +258,7 @@ def _attend(
         options |= {name: own.values[name][..., :0] for name in own.of_keys}
         result = attention(q, k[:, :, :0], v[:, :, :0], variant, backend=backend, **options)
         out, lse = (result, None) if isinstance(result, Tensor) else result
-    elif given.lengths is not None and runs_eagerly():
+    elif given.lengths is not None and not is_recorded():
         ready = prepare(q, k, v, variant, options)
         with in_full_precision(q.device):
             out, lse = packed.run(ready, _runs(*given.lengths), backend)

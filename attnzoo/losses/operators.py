@@ -131,6 +131,13 @@ def _(
     return per_token + [given[name].new_empty(given[name].shape, dtype=dtype) for name in wanted]
 
 
+@output_layer.flops
+def _(*, input: Tensor, weight: Tensor | None, target: Tensor, wanted: list[str]) -> int:
+    # The logits, and one product for each gradient. Without a matrix, the input is the logits.
+    products = 1 + ("input" in wanted) + ("weight" in wanted)
+    return 0 if weight is None else 2 * products * len(target) * weight.numel()
+
+
 DIFFERENTIABLE = ("input", "weight", "bias", *Vectors._fields)
 TENSORS = (*DIFFERENTIABLE, "class_mask", "target", "factor", "class_weight")
 

@@ -52,6 +52,11 @@ def _(*, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Moments:
     return Moments(weight.new_empty(size, dtype=dtype), weight.new_empty(size, size, dtype=dtype))
 
 
+@class_moments.flops
+def _(*, weight: Tensor, bias: Tensor | None) -> int:
+    return 2 * len(weight) * (weight.shape[1] + (bias is not None)) ** 2
+
+
 @class_moments.backward("weight", "bias", no_double=FIRST_ONLY)
 def class_moments_backward(
     *, weight: Tensor, bias: Tensor | None, mean: Tensor, gram: Tensor, dmean: Tensor,
@@ -70,6 +75,11 @@ def class_moments_backward(
                 found["bias"][start:stop] = de[:, -1]
             start = stop
     return found
+
+
+@class_moments_backward.flops
+def _(*, weight: Tensor, mean: Tensor) -> int:
+    return 2 * len(weight) * len(mean) ** 2
 
 
 def _rows(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -22,10 +22,20 @@ def _(*, weight: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.new_empty((len(target), weight.shape[1]), dtype=dtype)
 
 
+@target_rows.flops
+def _() -> int:
+    return 0  # no product
+
+
 @target_rows.backward("weight", no_double=FIRST_ONLY)
 def target_rows_backward(*, weight: Tensor, target: Tensor, dout: Tensor) -> dict[str, Tensor]:
     total = weight.new_zeros(weight.shape, dtype=dout.dtype).index_add_(0, target, dout)
     return {"weight": total.to(weight.dtype)}
+
+
+@target_rows_backward.flops
+def _() -> int:
+    return 0
 
 
 def hidden_states(batch: Batch) -> Tensor:

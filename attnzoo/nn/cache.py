@@ -149,7 +149,9 @@ class KVCache:
 
     def _allocate(self, x: Tensor) -> Tensor:
         with torch.inference_mode(False):  # see reorder
-            shape = *x.shape[:2], self.max_length, *x.shape[3:]
+            # With room for one more token, views of the tokens so far are never contiguous. The
+            # compiler would make another graph for the views of a full cache.
+            shape = *x.shape[:2], self.max_length + 1, *x.shape[3:]
             return torch.empty(shape, dtype=x.dtype, device=x.device)
 
     def __repr__(self) -> str:
@@ -180,23 +182,26 @@ class StateCache:
     """
 
     def __init__(self) -> None:
-        self.state: LinearState | None = None
+        # The compiler makes the length symbolic in the second graph, because it is there in the
+        # first one. The length of a state that the first call creates would need a third graph.
+        self._sums: Tensor | None = None
+        self.length = 0
         self.made_by: dict[str, Any] = {}
 
     @property
-    def length(self) -> int:
-        """The number of tokens in the state."""
-        return 0 if self.state is None else self.state.length
+    def state(self) -> LinearState | None:
+        """The state after the tokens so far; None before the first call."""
+        return None if self._sums is None else LinearState(self._sums, self.length)
 
     def update(self, state: LinearState, made_by: dict[str, Any]) -> LinearState:
         """Stores and returns ``state``, which includes the next tokens."""
-        self.state, self.made_by = state, made_by
+        self._sums, self.length, self.made_by = state.sums, state.length, made_by
         return state
 
     def crop(self, length: int) -> None:
         """Accepts only 0 (reset) and the current length: a sum does not keep single tokens."""
         if _checked_length(length, self.length) == 0:
-            self.state = None
+            self._sums, self.length = None, 0
         elif length != self.length:
             raise ValueError(
                 f"length must be 0 or {self.length}, got {length}: a state does not keep single "
@@ -209,10 +214,9 @@ class StateCache:
         Args:
             index: int32 or int64 tensor (B',) of batch indices; B' is the new batch size.
         """
-        _check_index(index, None if self.state is None else self.state.sums)
-        if self.state is not None:
-            sums = self.state.sums.index_select(0, index)
-            self.state = LinearState(sums, self.state.length)
+        _check_index(index, self._sums)
+        if self._sums is not None:
+            self._sums = self._sums.index_select(0, index)
 
     def __repr__(self) -> str:
         return f"StateCache(length={self.length})"
@@ -238,7 +242,8 @@ def cached_length(caches: Sequence[Cache], layers: int) -> int:
     if len({id(cache) for cache in caches}) < layers:
         raise ValueError("caches must hold a cache of its own for each layer, got one twice")
     lengths = [cache.length for cache in caches]
-    if len(set(lengths)) > 1:
+    # A set would hash the lengths, and the compiler would make a graph for each of them.
+    if any(length != lengths[0] for length in lengths):
         raise ValueError(
             f"caches must have equal lengths, got {lengths}; after a call that failed, crop them "
             "or start with new caches"

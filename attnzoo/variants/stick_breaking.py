@@ -37,7 +37,7 @@ def weights(q: Tensor, k: Tensor, call: Call) -> Tensor:
     unseen = ~(call.visible & (call.distance > 0))
     left = logsigmoid(-s).masked_fill(unseen, 0.0)
     # Σ over the keys after j, without forming a total from which its own term is subtracted.
-    after = pad(left.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1))
+    after = pad(left.flip(-1).cumsum(-1).flip(-1), (0, 1))[..., 1:]
     return (logsigmoid(s) + after).exp().masked_fill(unseen, 0.0)
 
 

@@ -25,8 +25,9 @@ from attnzoo.core.variant import Param, Variant
 def scores(q: Tensor, k: Tensor, call: Call, top_k: int) -> Tensor:
     s = call.scores(q, k) + call.bias
     with torch.no_grad():
-        order = call.hide(s).sort(stable=True, dim=-1, descending=True).indices[..., :top_k]
-        dropped = torch.ones_like(s, dtype=torch.bool).scatter(-1, order, False)
+        order = call.hide(s).sort(stable=True, dim=-1, descending=True).indices
+        later = torch.arange(call.keys, device=s.device) >= top_k
+        dropped = torch.empty_like(s, dtype=torch.bool).scatter(-1, order, later.expand_as(s))
         # Hidden keys are not dropped, because a row without visible keys would then be all −∞.
         dropped = call.zero_hidden(dropped)
     return s.masked_fill(dropped, float("-inf"))

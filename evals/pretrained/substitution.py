@@ -136,7 +136,11 @@ def _small_model(heads: int) -> Any:
     """A model with weights in which `convert` checks the arguments of a substitution."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {"hidden_size": 4 * heads, "intermediate_size": 4, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 4 * heads,
+        "intermediate_size": 4,
+        "num_hidden_layers": 1,
+    }
     config = LlamaConfig(vocab_size=2, num_attention_heads=heads, pad_token_id=None, **sizes)
     with torch.random.fork_rng(devices=()):
         return LlamaForCausalLM(config)

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import attnzoo
-from attnzoo.backends.selection import candidates
+from attnzoo.backends.selection import candidates, choose
 from attnzoo.functional.linear_attention import scan_for
 from attnzoo.functional.prepare import prepare
 from helpers.cases import ALL_VARIANTS, CASES, NO_LSE, VARIANTS, params_of, rand
@@ -296,3 +298,15 @@ def test_flash_without_triton_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = rand(3, 1, 2, 8, 8, dtype=torch.float32).unbind()
     with pytest.raises(ValueError, match=r"needs Triton: run pip install -e '\.\[gpu\]'"):
         attnzoo.attention(q, k, v, "sink", backend="flash")
+
+
+def test_choice_does_not_compare_symbolic_lengths() -> None:
+    shapes = ShapeEnv()
+    symbol = shapes.create_symbol(40, ConstantSource("n"), DimDynamic.DYNAMIC)
+    n: Any = shapes.create_symintnode(symbol, hint=40)
+    with FakeTensorMode(shape_env=shapes):
+        for variant, backend in (("softmax", "sdpa"), ("sink", "flash"), ("elu", "flash_linear")):
+            ready = prepare(*qkv(n, gradient=False), variant, {"is_causal": True})
+            forms = (*ready.forms, ready.definition)
+            assert choose(variant, forms, ready.call, None)[0].name == backend
+    assert not [guard for guard in shapes.guards if symbol in guard.expr.free_symbols]

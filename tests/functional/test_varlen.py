@@ -151,7 +151,7 @@ def test_agrees_with_calls_of_single_sequences(
     want = one_by_one(leaves, variant, row["layout"], **options)
     if row["path"] == "padded":
         # As where the lengths cannot be read
-        monkeypatch.setattr(varlen, "runs_eagerly", lambda: False)
+        monkeypatch.setattr(varlen, "is_recorded", lambda: True)
     have = packed(leaves, variant, row["layout"], **options)
     assert_equal_with_gradients(have, want, leaves)
 
@@ -164,7 +164,7 @@ def test_gates_per_key(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"is_causal": True, "enable_gqa": True, "return_lse": True}
     want = one_by_one(leaves, "forgetting", "ragged", **options)
     if path == "padded":
-        monkeypatch.setattr(varlen, "runs_eagerly", lambda: False)
+        monkeypatch.setattr(varlen, "is_recorded", lambda: True)
     have = packed(leaves, "forgetting", "ragged", **options)
     assert_equal_with_gradients(have, want, leaves)
 
@@ -184,7 +184,7 @@ def test_sequences_as_segments_of_a_backend_that_walks_them(
 
     walks = type(tiled)(**{**vars(tiled), "walks_segments": True, "run": run})
     monkeypatch.setitem(varlen.BACKENDS, "tiled", walks)
-    monkeypatch.setattr(varlen, "runs_eagerly", lambda: False)
+    monkeypatch.setattr(varlen, "is_recorded", lambda: True)
     for backend in (None, "tiled"):
         want = one_by_one(leaves, "ssmax", "ragged", **options)
         have = attnzoo.varlen_attention(

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    DataCollatorWithFlattening,
-    ModernBertConfig,
-    ModernBertModel,
-)
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DataCollatorWithFlattening, ModernBertConfig, ModernBertModel
 from transformers.masking_utils import create_chunked_causal_mask
 
 import attnzoo
@@ -183,6 +180,15 @@ def test_positions_that_do_not_restart_are_not_packed(positions: list[int]) -> N
     model, tokens = convert(large_llama(), "softmax"), ids(6)[:1]
     expected = eager(large_llama())(tokens, position_ids=given).logits
     assert torch.allclose(model(tokens, position_ids=given).logits, expected, atol=1e-5)
+
+
+def test_documents_are_recognized_while_a_mode_watches_operations() -> None:
+    model = convert(large_llama(), "softmax")
+    given = batch(return_position_ids=True)
+    expected = model(given["input_ids"], position_ids=given["position_ids"]).logits
+    with FlopCounterMode(display=False):
+        actual = model(given["input_ids"], position_ids=given["position_ids"]).logits
+    assert torch.allclose(actual, expected, atol=1e-5)
 
 
 def test_position_ids_are_read_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:

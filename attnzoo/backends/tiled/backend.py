@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_exporting
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends import eager
@@ -27,6 +28,7 @@ from attnzoo.backends.tiled.walk import NEG_INF
 from attnzoo.backends.transforms import reject_transforms
 from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call
+from attnzoo.core.checks import is_symbolic
 from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
 from attnzoo.core.registry import get_variant
 from attnzoo.core.visibility import cut
@@ -35,6 +37,8 @@ from attnzoo.core.visibility import cut
 def unsupported(form: Form, call: Call) -> str | None:
     if isinstance(form, Linear) and call.softcap is not None:
         return "does not support softcap for a linear form: there is no score to cap"
+    if isinstance(form, Definition) and is_exporting() and is_symbolic(call.queries, call.keys):
+        return "cannot export a variant without a form for lengths that vary (eager does)"
     if isinstance(form, Definition) or not call.return_lse:
         return None
     if isinstance(form, Pairwise) and form.activation.exponential:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Terms, Vectors
 from attnzoo.backends.tiled.blocks import call_of
@@ -61,6 +62,11 @@ def _(*, q: Tensor, v: Tensor, want_lse: bool) -> Attended:
     return Attended(out, torch.empty_like(tau) if want_lse else None, tau, torch.empty_like(tau))
 
 
+@tiled_forward.flops
+def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> int:
+    return flops.attended(q, k, v, layout)
+
+
 @tiled_forward.backward(
     "q", "k", "v", "mask", "alibi", "gain", "offset", "shape", "sink", "key_bias", "decay",
     "factor", keep_alive=_keep_alive,
@@ -78,3 +84,8 @@ def tiled_backward(
     with in_full_precision(q.device):
         formed = PairwiseCall(call, how, vectors, terms, seed)
         return gradients(formed, q, k, v, saved, dout, dlse, wanted)
+
+
+@tiled_backward.flops
+def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout, wanted: list[str]) -> int:
+    return flops.gradients(q, k, v, layout, wanted)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout
 from attnzoo.backends.tiled.blocks import Scratch, blocks, call_of, layout_of
@@ -49,6 +50,11 @@ def _(*, q: Tensor) -> Statistics:
     return Statistics(lse, torch.empty_like(lse))
 
 
+@tiled_statistics.flops
+def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
+    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+
+
 @tiled_statistics.backward("q", "k", "mask", "alibi")
 def tiled_statistics_backward(
     *, q: Tensor, k: Tensor, layout: Layout, origin: int, lse: Tensor, entropy: Tensor,
@@ -58,6 +64,12 @@ def tiled_statistics_backward(
     with in_full_precision(q.device):
         found = Statistics(lse, entropy)
         return statistics_gradients(call, q, k, found, Statistics(dlse, dentropy), wanted)
+
+
+@tiled_statistics_backward.flops
+def _(*, q: Tensor, k: Tensor, layout: Layout, wanted: list[str]) -> int:
+    products = 1 + ("q" in wanted) + ("k" in wanted)
+    return 2 * flops.pairs(q, k, layout) * products * q.shape[3]
 
 
 def statistics(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

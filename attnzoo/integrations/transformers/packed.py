@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from attnzoo.core.arguments import Segments
-from attnzoo.core.checks import check_dense, runs_eagerly
+from attnzoo.core.checks import check_dense, is_recorded, runs_eagerly
 from attnzoo.core.varlen_arguments import check_ends
 from attnzoo.integrations.transformers.masks import (
     NAME,
@@ -231,7 +231,7 @@ def preprocess_mask_arguments(
 def _readable(positions: Tensor) -> bool:
     """Whether values may be read: not in a trace and not in the capture of a CUDA graph."""
     capturing = positions.is_cuda and torch.cuda.is_current_stream_capturing()
-    return runs_eagerly() and not capturing
+    return not is_recorded() and not capturing
 
 
 masking_utils._preprocess_mask_arguments = preprocess_mask_arguments

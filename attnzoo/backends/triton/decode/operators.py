@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.kernel_operands import Extras, Form, like, new_vector
@@ -46,6 +47,11 @@ def _(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
     return Statistics(launch.new_products(q, k, layout), new_vector(q), new_vector(q))
 
 
+@decode_statistics.flops
+def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
+    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+
+
 class Threshold(NamedTuple):
     products: Tensor
     peak: Tensor
@@ -69,6 +75,11 @@ def _(*, q: Tensor, k: Tensor, layout: Layout) -> Threshold:
     return Threshold(launch.new_products(q, k, layout), new_vector(q), new_vector(q))
 
 
+@decode_threshold.flops
+def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
+    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+
+
 class Attended(NamedTuple):
     out: Tensor
     lse: Tensor | None
@@ -89,3 +100,9 @@ def decode_forward(
 @decode_forward.fake
 def _(*, q: Tensor, v: Tensor, want_lse: bool) -> Attended:
     return Attended(like(q, v.shape[3]), new_vector(q) if want_lse else None)
+
+
+@decode_forward.flops
+def _(*, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, layout: Layout) -> int:
+    size = v.shape[3] + (q.shape[3] if products is None else 0)
+    return 2 * flops.pairs(q, k, layout) * size

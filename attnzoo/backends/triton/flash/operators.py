@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.kernel_operands import (
@@ -49,6 +50,11 @@ def _(*, q: Tensor) -> Statistics:
     return Statistics(new_vector(q), new_vector(q))
 
 
+@flash_statistics.flops
+def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
+    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+
+
 class Threshold(NamedTuple):
     """The largest score of each query, τ relative to it, and the fields of `Maps`."""
 
@@ -76,6 +82,12 @@ def _(
 ) -> Threshold:
     maps = _modules().flash.empty_maps(q, k, v, layout, vectors.shape, extras)
     return Threshold(new_vector(q), new_vector(q), *maps)
+
+
+@flash_threshold.flops
+def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
+    # The number of steps of the solver is not known; the keys are read at least once.
+    return 2 * flops.pairs(q, k, layout) * q.shape[3]
 
 
 class Attended(NamedTuple):
@@ -113,6 +125,11 @@ def _(
     )
 
 
+@flash_forward.flops
+def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> int:
+    return flops.attended(q, k, v, layout)
+
+
 @flash_forward.backward(
     "q", "k", "v", "gain", "offset", "shape", "sink", "alibi", "key_bias", "base", "factor",
     "decay",
@@ -140,6 +157,11 @@ def flash_backward(
     if "decay" in wanted:
         found["decay"] = found["decay"].sum(-1)
     return found
+
+
+@flash_backward.flops
+def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout, wanted: list[str]) -> int:
+    return flops.gradients(q, k, v, layout, wanted)
 
 
 def _joined(gradient: Tensor, x: Tensor) -> Tensor:

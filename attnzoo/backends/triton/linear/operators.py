@@ -22,6 +22,19 @@ def _new_state(y: Tensor, v: Tensor) -> Tensor:
     return y.new_empty(shape, dtype=torch.float32)
 
 
+def _of_state(x: Tensor, value_dim: int) -> int:
+    """Operations to add x (B, H, N, F) to a state, to read it with x, or to differentiate these."""
+    return 2 * x.numel() * (value_dim + 1)
+
+
+def _of_chunks(x: Tensor, size: int) -> int:
+    """Operations of products with ``size`` operations per pair of tokens of a chunk."""
+    from attnzoo.backends.triton.linear.launch import chunk_length
+
+    batch, heads, length, _ = x.shape
+    return 2 * batch * heads * length * min(chunk_length(x), length) * size
+
+
 def _upstream(do: Tensor, out: Tensor, z: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """Return G = dO/Z and δ = G·o, see `launch.Upstream`.
 
@@ -49,6 +62,11 @@ def _(*, y: Tensor, v: Tensor) -> Tensor:
     return _new_state(y, v)
 
 
+@linear_state.flops
+def _(*, y: Tensor, v: Tensor) -> int:
+    return _of_state(y, v.shape[3])
+
+
 @linear_state.backward("y", "v", "first")
 def linear_state_backward(
     *, y: Tensor, v: Tensor, first: Tensor | None, dout: Tensor
@@ -62,6 +80,11 @@ def linear_state_backward(
     for work in launches:
         run(work)
     return {"y": dy, "v": dv, "first": dout.clone()}
+
+
+@linear_state_backward.flops
+def _(*, y: Tensor, v: Tensor) -> int:
+    return 2 * _of_state(y, v.shape[3])
 
 
 class Read(NamedTuple):
@@ -89,6 +112,11 @@ def _(*, x: Tensor, value_dim: int, dtype: torch.dtype) -> Read:
     return Read(out, x.new_empty(x.shape[:3], dtype=torch.float32))
 
 
+@linear_read.flops
+def _(*, x: Tensor, value_dim: int) -> int:
+    return _of_state(x, value_dim)
+
+
 @linear_read.backward("x", "state")
 def linear_read_backward(
     *, x: Tensor, state: Tensor, out: Tensor, z: Tensor, dout: Tensor
@@ -105,6 +133,11 @@ def linear_read_backward(
     run(of_x)
     run(of_state)
     return {"x": dx, "state": dstate.sum(2)}
+
+
+@linear_read_backward.flops
+def _(*, x: Tensor, out: Tensor) -> int:
+    return 2 * _of_state(x, out.shape[3])
 
 
 class Scanned(NamedTuple):
@@ -141,6 +174,13 @@ def _(*, x: Tensor, y: Tensor, v: Tensor) -> Scanned:
     return Scanned(out, x.new_empty(x.shape[:3], dtype=torch.float32), kept, _new_state(y, v))
 
 
+@linear_causal.flops
+def _(*, x: Tensor, y: Tensor, v: Tensor) -> int:
+    features, value_dim = x.shape[3], v.shape[3]
+    states = _of_state(x, value_dim) + _of_state(y, value_dim)
+    return states + _of_chunks(x, features + value_dim)
+
+
 @linear_causal.backward("x", "y", "v", "first")
 def linear_causal_backward(
     *, x: Tensor, y: Tensor, v: Tensor, first: Tensor | None, out: Tensor, z: Tensor, kept: Tensor,
@@ -159,3 +199,12 @@ def linear_causal_backward(
     for work in (of_x, back, *others):
         run(work)
     return {"x": dx, "y": dy, "v": dv, "first": dfirst.sum(2)}
+
+
+@linear_causal_backward.flops
+def _(*, x: Tensor, y: Tensor, v: Tensor) -> int:
+    # dx reads the states of the keys, dy and dv read a state of the gradients. In a chunk, each of
+    # the three takes two products.
+    features, value_dim = x.shape[3], v.shape[3]
+    states = 2 * _of_state(x, value_dim) + 2 * _of_state(y, value_dim)
+    return states + _of_chunks(x, 3 * (features + value_dim))
