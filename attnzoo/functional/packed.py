@@ -258,9 +258,10 @@ def run(ready: Prepared, runs: Runs, backend: str | None) -> tuple[Tensor, Tenso
         out, lse = chosen.run(part.q, part.k, part.v, part.call, form)
         out = out.to(call.input_dtype)  # [S, H, n, Dv]
         if len(segments) == sum(map(len, runs.queries)) and (even := _even(runs)):
-            out = rearrange(out, "(b s) h n d -> b h (s n) d", s=even)
+            # In memory the heads of one token are adjacent, as varlen_attention returns them.
+            out = rearrange(out, "(b s) h n d -> b (s n) h d", s=even).transpose(1, 2)
             if lse is not None:
-                lse = rearrange(lse, "(b s) h n -> b h (s n)", s=even)
+                lse = rearrange(lse, "(b s) h n -> b (s n) h", s=even).transpose(1, 2)
             return out, lse
         pieces = zip(
             segments, out.transpose(1, 2).unbind(0), [None] * len(segments) if lse is None else lse

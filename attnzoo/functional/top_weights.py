@@ -81,7 +81,7 @@ def parts(count: int, step: int) -> Iterator[slice]:
     """The rows of each step. In a graph there is one step, because their number may be unknown."""
     if torch.compiler.is_compiling():
         return iter((slice(0, count),))
-    return (slice(at, min(at + step, count)) for at in range(0, count, step))
+    return (slice(at, min(at + step, count)) for at in range(0, count, max(step, 1)))
 
 
 def _in_order_of_scores(form: Pairwise) -> bool:
