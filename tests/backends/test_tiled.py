@@ -298,3 +298,19 @@ def test_nan_or_inf_in_a_score_only_affects_its_query(variant: str, value: float
     assert not bool(found[:, :, 5].isfinite().any())
     found[:, :, 5] = clean[:, :, 5]
     assert torch.allclose(found, clean, atol=1e-6)
+
+
+@pytest.mark.parametrize("low", [-1e9, -3e38])
+def test_gradients_of_statistics_agree_with_low_mask_entries(low: float) -> None:
+    """At −1e9 an lse has no digits of log Z, so that weights must not be computed from it."""
+    leaves = [rand(1, 2, 40, 8, seed=i).float().requires_grad_() for i in range(3)]
+    mask = torch.zeros(1, 1, 40, 40)
+    mask[:, :, :5] = low
+    found = []
+    for backend in ("tiled", "eager"):
+        out = attnzoo.attention(
+            *leaves, "adaptive_temperature", differentiable=True, attn_mask=mask, backend=backend
+        )
+        found.append(torch.autograd.grad(out[:, :, :5].square().sum(), leaves))
+    for have, want in zip(*found, strict=True):
+        assert torch.allclose(have, want, atol=1e-5)

@@ -62,8 +62,7 @@ def tiled_statistics_backward(
 ) -> dict[str, Tensor]:  # fmt: skip
     call = call_of(q, k, layout, origin)
     with in_full_precision(q.device):
-        found = Statistics(lse, entropy)
-        return statistics_gradients(call, q, k, found, Statistics(dlse, dentropy), wanted)
+        return statistics_gradients(call, q, k, None, Statistics(dlse, dentropy), wanted)
 
 
 @tiled_statistics_backward.flops
@@ -92,13 +91,19 @@ def statistics(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def statistics_gradients(
-    call: Call, q: Tensor, k: Tensor, found: Statistics, given: Statistics, wanted: Collection[str]
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    found: Statistics | None,
+    given: Statistics,
+    wanted: Collection[str],
 ) -> dict[str, Tensor]:
     """The gradients of q, k and the operands in ``wanted``, by operand name.
 
     Args:
         call: The call of q and k, or of q and some of the keys.
-        found: The statistics over all keys.
+        found: The statistics over all keys. None if those of the call are all: they are then
+            computed again, relative to the maximum, because at −1e9 an lse has no digits of log Z.
         given: The gradients of the statistics.
     """
     scores, second = Scores(call, k), Scratch(call)
@@ -107,12 +112,16 @@ def statistics_gradients(
         queries = scores.queries(block, q)
         scored = scores.of(block, queries)
         s = scored.s
-        part = block.of(found.lse)
-        empty = part == float("-inf")
-        log_p = s.sub_(part.masked_fill(empty, 0.0)[..., None]).clamp_(min=FLOOR)
+        top = s.amax(-1) if found is None else block.of(found.lse)
+        log_p = s.sub_(top.masked_fill(top == float("-inf"), 0.0)[..., None])
         p = torch.exp(log_p, out=second.view(*s.shape))
+        if found is None:
+            z = p.sum(-1, keepdim=True).clamp_(min=torch.finfo(call.dtype).tiny)
+            log_p, p = log_p.sub_(z.log()), p.div_(z)
+        log_p.clamp_(min=FLOOR)
+        entropy = -torch.linalg.vecdot(p, log_p) if found is None else block.of(found.entropy)
         dh = block.of(given.entropy)
-        constant_part = block.of(given.lse) - dh * block.of(found.entropy)
+        constant_part = block.of(given.lse) - dh * entropy
         ds = log_p.mul_(-dh[..., None]).add_(constant_part[..., None]).mul_(p)
         grads.add(block, ds, queries, scored)
     return grads.named(k)

@@ -125,6 +125,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
             Config(64, 64, 8, 2),
             Config(16, 32, 4, 1),
         ),
+        "dkdv listed several": (Config(32, 64, 4, 1), Config(64, 32, 8, 2), full(64, 16, 8, 2)),
         "dq listed several": (Config(32, 64, 4, 1), Config(32, 64, 8, 1), Config(16, 32, 4, 1)),
     },
     (90, 16): {
@@ -193,7 +194,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
 # sm_80, D = 128, it spills 8 bytes if an operand does not start at a multiple of 16 bytes.
 SINCE = (3, 9)
 OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
-    (80, 32): {"dq several": {128: Config(32, 32, 8, 1, 32)}},
+    (80, 32): {"dq several": {128: full(32, 32, 8, 1, 16)}},
     (90, 32): {"forward several": {128: full(16, 32, 8, 1, 32)}},
     (100, 32): {
         "forward several": {128: full(16, 32, 8, 1, 32)},
@@ -205,6 +206,8 @@ OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
             128: Config(32, 64, 8, 2),
             256: Config(16, 32, 4, 2),
         },
+        "dq listed several": {64: full(32, 64, 4, 1)},
+        "dkdv listed several": {64: Config(64, 32, 8, 2)},
         "dq narrow": {64: full(16, 64, 4, 2)},
         "dq unaligned": {128: full(16, 32, 8, 1, 32)},
         "dkdv one": {128: Config(64, 64, 8, 1)},
