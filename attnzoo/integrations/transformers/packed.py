@@ -86,7 +86,8 @@ def packed_segments(
     steps = _once(module, positions, (batch, queries), _from_positions)
     if steps is None or layout.attn_mask is None:
         return steps[0] if steps is not None and steps[1] else None
-    return document_starts(positions.expand(batch, -1), layout.attn_mask[:, 0, 0])[0]
+    starts, packed = document_starts(positions.expand(batch, -1), layout.attn_mask[:, 0, 0])
+    return starts if bool(packed) else None
 
 
 def combined(documents: Segments, layout: Layout) -> Segments:
