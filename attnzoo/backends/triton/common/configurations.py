@@ -138,7 +138,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "dq one": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "dq filled": (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(128, 32, 8, 1)),
         "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 32, 4, 1)),
-        "dq heavy": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 8, 2)),
+        "dq heavy": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(128, 16, 8, 1)),
         "dkdv": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), turned(128, 32, 8, 1)),
         "dkdv one": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), turned(128, 32, 8, 1)),
         "dkdv listed": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), turned(128, 32, 8, 1)),
@@ -225,7 +225,7 @@ OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
         "dq one": {256: Config(128, 16, 8, 2)},
         "dq filled": {256: Config(128, 16, 8, 2)},
         "dq listed": {256: Config(64, 32, 8, 2)},
-        "dq heavy": {128: Config(64, 32, 8, 2)},
+        "dq heavy": {128: Config(64, 32, 8, 2), 256: Config(64, 32, 8, 2)},
         "dq several": {
             64: Config(128, 32, 8, 2),
             128: Config(128, 32, 8, 2),
