@@ -99,32 +99,8 @@ def varlen_attention(
     alibi: Tensor | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
-    return_lse: bool,
-    return_aux: None = None,
-    **params: Tensor | float | None,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-@overload
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int | Tensor,
-    max_k: int | Tensor,
-    variant: str = "softmax",
-    *,
-    is_causal: bool = False,
-    window: int | tuple[int, int] | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    softcap: float | None = None,
-    alibi: Tensor | None = None,
-    dropout_p: float = 0.0,
-    backend: str | None = None,
     return_lse: bool = False,
-    return_aux: AuxRequest | None,
+    return_aux: AuxRequest | None = None,
     **params: Tensor | float | None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(

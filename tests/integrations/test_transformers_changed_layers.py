@@ -120,6 +120,15 @@ def assert_equal_models(loaded: Any, model: Any) -> None:
     assert torch.equal(out, expected)
 
 
+def reloaded(model: LlamaForCausalLM, path: Path) -> Any:
+    """A model made from the config and the state dict, without save_pretrained."""
+    torch.save(model.state_dict(), path / "weights.pt")
+    model.config.save_pretrained(path)
+    loaded = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(path))
+    loaded.load_state_dict(torch.load(path / "weights.pt"))
+    return loaded
+
+
 @every_change
 def test_a_changed_model_is_saved_and_loaded(change: Any, tmp_path: Path) -> None:
     model = converted()
@@ -134,11 +143,7 @@ def test_a_changed_model_is_saved_and_loaded(change: Any, tmp_path: Path) -> Non
 def test_state_dict_and_config_are_those_of_the_changed_model(change: Any, tmp_path: Path) -> None:
     model = converted()
     change(model)
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
-    model.config.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(tmp_path))
-    loaded.load_state_dict(torch.load(tmp_path / "weights.pt"))
-    assert_equal_models(loaded, model)
+    assert_equal_models(reloaded(model, tmp_path), model)
 
 
 def by_hand(model: LlamaForCausalLM) -> None:
@@ -198,11 +203,7 @@ def test_a_change_that_cannot_be_described_raises(
 def test_a_shared_layer_is_saved_under_both_names(tmp_path: Path) -> None:
     model = convert(llama(), "entmax", layers=[0], alpha=1.3)
     model.model.layers[1] = model.model.layers[0]
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
-    model.config.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(tmp_path))
-    loaded.load_state_dict(torch.load(tmp_path / "weights.pt"))
-    assert_equal_models(loaded, model)
+    assert_equal_models(reloaded(model, tmp_path), model)
 
 
 # ---- parts of models --------------------------------------------------------------------------
