@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+import torch
+
 from benchmarks.harness import baselines
 from benchmarks.harness.cases import SOFTMAX, Attend, Case, Inputs, Setting, call
 from benchmarks.harness.correctness import Check, Reference, plan_of
@@ -194,6 +196,8 @@ class Bench:
             if row.backend is None:
                 # This call raises the reason, before a reference is made.
                 e.attend(inputs.q, inputs.k, inputs.v)
+        # A variant may draw noise. Its error must not depend on what was timed before.
+        torch.manual_seed(setting.seed)
         reference = self.reference_of(e, setting)
         checks: dict[bool, Check] = {}
         for row in e.rows.values():

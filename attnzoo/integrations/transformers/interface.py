@@ -178,11 +178,6 @@ def _for_shards(
     A window at least as long as the shard is missing in it.
     """
     name, positions = type(module).__name__, kwargs.get("position_ids")
-    if layout.chunk or layout.segment_ids is not None or kwargs.get("cu_seq_lens_q") is not None:
-        raise ValueError(
-            f"{name} must have neither chunked attention nor packed sequences when its sequence is "
-            "sharded; pass an attention_mask, as Batch.transformers does"
-        )
     if query.shape[2] == 1:
         raise ValueError(f"{name} must have at least 2 tokens per rank, got 1")
     if isinstance(positions, Tensor) and positions.dim() <= 2 and is_readable(positions):
@@ -193,6 +188,11 @@ def _for_shards(
                 f"Batch.positions; expected {expected[:4].tolist()}…, got "
                 f"{positions.reshape(-1, len(expected))[0, :4].tolist()}…"
             )
+    if layout.chunk or layout.segment_ids is not None or kwargs.get("cu_seq_lens_q") is not None:
+        raise ValueError(
+            f"{name} must have neither chunked attention nor packed sequences when its sequence is "
+            "sharded; pass an attention_mask, as Batch.transformers does"
+        )
     window = kwargs.get("sliding_window")
     return layout._replace(window=window) if window and not layout.window else layout
 

@@ -297,4 +297,6 @@ def decode_threshold(
         unsolved = (tl.max(is_unsolved.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
     # tl.max ignores NaN, so τ is set to NaN for queries with NaN among their scores.
     t = tl.where(has_nan > 0, float("nan"), t)
-    store_threshold(peak, tau, row + tl.arange(0, 1), tl.reshape(base, [1]), t, t == t)
+    store_threshold(
+        peak, tau, row + tl.arange(0, 1), tl.reshape(base, [1]), t, tl.arange(0, 1) == 0
+    )
