@@ -40,6 +40,7 @@ def test_every_operator_has_a_formula() -> None:
     assert not [name for name in names if getattr(torch.ops.attnzoo, name) not in flop_registry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["attnzoo", "torch.utils.flop_counter"])
 def test_formulas_are_registered_whichever_is_imported_first(order: str) -> None:
     code = (

@@ -64,6 +64,7 @@ def cases() -> list[Any]:
     return [pytest.param(*pair, marks=marks[pair in QUICK]) for pair in runs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "backend"), cases())
 def test_exports_with_a_dynamic_length(variant: str, backend: str | None) -> None:
     model = Attend(variant, backend)
@@ -72,6 +73,7 @@ def test_exports_with_a_dynamic_length(variant: str, backend: str | None) -> Non
         assert torch.allclose(program(*inputs(n)), model(*inputs(n)), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["sink", "elu"])
 def test_lengths_that_all_have_few_scores_keep_the_choice_of_few(variant: str) -> None:
     few, many = (exported(Attend(variant), inputs(40), 2, n) for n in (256, 300))

@@ -372,6 +372,7 @@ def test_errors(message: str) -> None:
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("variant", ["entmax", "adaptive_temperature"])
 def test_compiles_without_graph_breaks(variant: str, dynamic: bool) -> None:

@@ -193,6 +193,7 @@ def test_checkpoint_with_its_backward_inside(reentrant: bool, ran: list[str]) ->
     assert ran == ["eager", "eager"]
 
 
+@pytest.mark.slow
 def test_compiled_code_follows_each_choice() -> None:
     layer, (q, k, v) = Attention("sink", 2), inputs()
     graphs = CompileCounterWithBackend("aot_eager")

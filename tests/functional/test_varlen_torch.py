@@ -66,6 +66,7 @@ def test_further_arguments_of_torch() -> None:
     assert torch.equal(both, attnzoo.varlen_attention(**CALL, is_causal=True, window=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_ends", [False, True])
 def test_a_graph_pads_to_all_tokens_if_the_longest_lengths_are_tensors(same_ends: bool) -> None:
     ends, q = ends_of((2, 4)), rand(6, 2, 8).float()

@@ -294,6 +294,7 @@ def test_compiles_as_one_graph(variant: str, layers: list[int] | None) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_converted_too() -> None:
     """A graph does not show their calls."""
     model, plain = bert(), convert(bert(), "ssmax")

@@ -21,6 +21,7 @@ def fresh_compiler() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "kind", "options"),
     [
@@ -46,6 +47,7 @@ def test_transformer_compiles_two_graphs(variant: str, kind: Any, options: dict[
     assert {cache.length for cache in caches} == {LENGTH}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attn_mask", "segment_ids"])
 @torch.no_grad()
 def test_masks_and_segments_of_all_tokens_compile_two_graphs(name: str) -> None:

@@ -48,6 +48,7 @@ def test_the_list_has_all_modules() -> None:
     assert public - made <= {attnzoo.nn.Wrapper, VariantParameters}
 
 
+@pytest.mark.slow
 def test_reset_parameters_sets_the_shards_of_two_ranks() -> None:
     """Also where the ranks hold different numbers of heads, or heads are sharded before."""
     assert on_ranks(2, wrong_on_ranks) == [{}, {}]

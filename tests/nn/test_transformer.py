@@ -364,6 +364,7 @@ def test_a_layer_given_as_output_must_fit() -> None:
         model(output=torch.nn.Linear(32, 20))
 
 
+@pytest.mark.slow
 def test_caches_of_a_model_with_compiled_layers() -> None:
     made = model("ssmax")
     made.layers[0] = torch.compile(made.layers[0], backend="eager")

@@ -235,6 +235,7 @@ def test_every_wrapper_is_tested() -> None:
     assert {name for name, _ in MADE.values()} == {*WRAPPERS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["differential", "differential_v2", "mixture"])
 def test_compiles_as_one_graph_for_all_lengths(name: str) -> None:
     """einops splits and joins heads in the graph, also of symbolic sizes."""
