@@ -235,6 +235,10 @@ def _sum_over_queries(
     peak_ds, peak_p = peaks
     MASKED: tl.constexpr = mask is not None or k_segments is not None
     HIDES: tl.constexpr = EDGE or MASKED
+    ADDED: tl.constexpr = (
+        mask is not None or key_bias is not None or alibi is not None or base is not None
+        or DISTANCE is not None
+    )  # fmt: skip
     local = tl.arange(0, BLOCK_M)
     # Indices in `scores` are relative to the first query and the first key of the block.
     i = tl.expand_dims(local, 1 if TURNED else 0)
@@ -282,11 +286,12 @@ def _sum_over_queries(
             size_now, UNIT, DISTANCE, EDGE, MASKED,
         )  # fmt: skip
         if EDGE:
-            # Queries that do not exist are loaded as 0, but φ of their scores may be ∞, and ∞ · 0
-            # is NaN. Keys that do not exist need no comparison: their results are not stored.
+            # Queries that do not exist are loaded as 0. Added terms may make φ of their scores ∞,
+            # and ∞ · 0 is NaN; φ of 0 may be the running maximum. Keys that do not exist need no
+            # comparison: their results are not stored.
             seen = _limited(seen & (i < rest), i, j, keys - rest, left, right, TURNED)
             # Otherwise `activate` sets the weights of hidden keys to 0.
-            if VANISHES:
+            if VANISHES and (ADDED or PEAKED or left is not None or right is not None):
                 s = tl.where(seen, s, float("-inf"))
         HIDDEN: tl.constexpr = HIDES and not VANISHES
         if NORMALIZER:
