@@ -52,7 +52,9 @@ def test_weights_sum_to_one_for_gains_of_any_sign(
     found, alpha = solve(q, k, gain, right, name), ALPHA[name]
     scores = exact_scores(q, k, gain, right)
     seen = (scores > float("-inf")).any(-1)
-    x = (alpha - 1) * (scores - found.peak.double()[..., None] - found.tau.double()[..., None])
+    # Nothing is added to the products here, so the peak is a product.
+    largest = 0.5 * gain.double() * found.peak.double()
+    x = (alpha - 1) * (scores - largest[..., None] - found.tau.double()[..., None])
     weights = (1 + x).relu() ** (1 / (alpha - 1))
     exact = bisected(scores[seen], alpha)
     # The same bound as for `weights` in test_flash_edges: τ is rounded to fp32.
@@ -88,8 +90,9 @@ def test_large_equal_scores_of_full_and_edge_blocks_are_kept(
     q, k = torch.zeros(1, 1, 150, 16), torch.zeros(1, 1, 150, 16)
     q[..., 0], k[..., 0] = 1.0, gain * score
     found = solve(q, k, torch.full((1, 1, 150), gain), right, "entmax15")
-    # The forward rounds the score to fp32, like this.
-    assert bool((1 + 0.5 * (0.5 * score - found.peak - found.tau) > 0).all())
+    # The forward computes scores relative to the peak, which is a product, like this.
+    relative = (gain * score - found.peak) * (0.5 * gain)
+    assert bool((1 + 0.5 * (relative - found.tau) > 0).all())
     counts = [5, 5, 5] if right is None else [2, 4, 5]
     assert found.counts.tolist() == [counts]
 

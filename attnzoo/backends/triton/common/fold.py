@@ -184,7 +184,8 @@ def finish(
         elif stat is not None:
             tl.store(stat + at + index, z, mask=inside)
         if tau is not None:
-            acc += vectors[1] - vectors[1]  # Set NaN if τ is NaN: tl.maximum in φ removes NaN.
+            threshold = vectors[1] + vectors[6]  # one of them is 0
+            acc += threshold - threshold  # Set NaN if τ is NaN: tl.maximum in φ removes NaN.
     elif factor is not None:
         acc *= tl.load(factor + at + index, mask=inside, other=0.0)[:, None]
     return acc

@@ -161,9 +161,10 @@ def load_vectors(
     i, at, scale, gain, tau, shape, alibi, base, peak, queries,
     UNIT: tl.constexpr, TAU_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Return gain · scale, τ, shape, ALiBi slope, base and peak of the queries i, shaped as i.
+    """Return gain · scale, τ, shape, ALiBi slope, base, peak and threshold of the queries i.
 
-    ``at`` is the offset of the head. gain · scale and slope are multiplied by UNIT, τ by TAU_UNIT.
+    All are shaped as i. ``at`` is the offset of the head. gain · scale and slope are multiplied by
+    UNIT, τ by TAU_UNIT. With a peak, τ is returned as the threshold, which `scores` subtracts.
     TAU_UNIT is None for a τ that the forward has saved: it is finite and already in the unit.
     If τ, shape, alibi, base or peak is None, 0 is returned, and the compiler removes the operations
     with 0.
@@ -184,9 +185,11 @@ def load_vectors(
         slope = tl.load(alibi + at + i, mask=i < queries, other=0.0) * UNIT
     if base is not None:
         base_i = tl.load(base + at + i, mask=i < queries, other=0.0)
+    threshold = tl.zeros(i.shape, tl.float32)
     if peak is not None:
         peak_i = tl.load(peak + at + i, mask=i < queries, other=0.0)
-    return factor, tau_i, shape_i, slope, base_i, peak_i
+        threshold, tau_i = tau_i, threshold
+    return factor, tau_i, shape_i, slope, base_i, peak_i, threshold
 
 
 @triton.jit
@@ -282,15 +285,21 @@ def scores(
     and peak are not None if the vectors contain them. The product is from `capped`. DISTANCE: the
     function for the gain and bias by distance, or None. ``size``: (queries, keys, left, right).
     With EDGE the tile may extend beyond the matrix or beyond the range of keys that causality and
-    window allow. With ``peak`` the scores are relative to it.
+    window allow. With ``peak`` the scores are relative to it and to the threshold. Where nothing is
+    added to the products, the peak is a product: fewer instructions then give exactly 0 for the
+    largest score.
     """
     alibi = where[5]
     key_bias, bias_at, base, _, decay, peak = where[6]
     queries, keys = size[0], size[1]
     s, seen = product * vectors[0], j < keys
-    if peak is not None:
-        # Rounded here, as the peak was. Fused with the subtraction of the peak, it would not give
-        # 0 for the largest score.
+    MULTIPLE: tl.constexpr = where[0] is None and alibi is None and DISTANCE is None
+    PLAIN: tl.constexpr = MULTIPLE and key_bias is None and base is None
+    if peak is not None and PLAIN:
+        s = (product - vectors[5]) * vectors[0] - vectors[6]
+    elif peak is not None:
+        # Rounded here, as the peak was. Fused with the subtraction of the peak, it would not give 0
+        # for the largest score.
         s = tl.fma(product, vectors[0], 0.0)
     if DISTANCE is not None:
         a, m = by_distance(DISTANCE, i, j, size, decay)
@@ -307,8 +316,8 @@ def scores(
         s -= vectors[4] * UNIT
     if HIDES:
         s, seen = hide(s, i, j, segment, where, size, UNIT, EDGE)
-    if peak is not None:
-        s -= vectors[5]
+    if peak is not None and not PLAIN:
+        s = (s - vectors[5]) - vectors[6]
     return s, seen
 
 

@@ -259,6 +259,8 @@ def decode_threshold(
     terms = (key_bias, (b * heads + h) * keys, base, inner, decay_h, None)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
+    MULTIPLE: tl.constexpr = mask is None and alibi is None and DISTANCE is None
+    PLAIN: tl.constexpr = MULTIPLE and key_bias is None and base is None
     a = vectors[2] - 1.0  # α − 1, [1, 1]
     if ALPHA is not None:
         a = tl.full([1, 1], ALPHA - 1.0, tl.float32)
@@ -270,7 +272,7 @@ def decode_threshold(
     products += row * width
     candidates += row * width
     column = tl.arange(0, BLOCK)[None, :]
-    kept, has_nan = 0, 0
+    kept, has_nan, largest = 0, 0, tl.full([1], float("-inf"), tl.float32)
     for n in range(0, width, BLOCK):
         inside = n + column < width
         product = tl.load(products + n + column, mask=inside, other=0.0)
@@ -282,6 +284,10 @@ def decode_threshold(
         tl.store(candidates + kept + tl.cumsum(alive, 1) - 1, s - base, mask=alive > 0)
         kept += tl.sum(alive)
         has_nan = tl.maximum(has_nan, tl.max((s != s).to(tl.int32)))
+        if PLAIN:
+            signed = tl.where(vectors[0] < 0.0, -product, product)
+            signed = tl.where(s > float("-inf"), signed, float("-inf"))
+            largest = tl.maximum(largest, tl.max(signed, 1))
     t = tl.zeros([1], tl.float32)  # τ − base
     unsolved, step = kept > 0, 0
     tl.debug_barrier()  # threads read candidates that other threads wrote
@@ -297,6 +303,10 @@ def decode_threshold(
         unsolved = (tl.max(is_unsolved.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
     # tl.max ignores NaN, so τ is set to NaN for queries with NaN among their scores.
     t = tl.where(has_nan > 0, float("nan"), t)
-    store_threshold(
-        peak, tau, row + tl.arange(0, 1), tl.reshape(base, [1]), t, tl.arange(0, 1) == 0
-    )
+    base = tl.reshape(base, [1])
+    peak_here = base
+    if PLAIN:
+        peak_here = tl.where(largest == float("-inf"), 0.0, largest)
+        peak_here = tl.where(tl.reshape(vectors[0], [1]) < 0.0, -peak_here, peak_here)
+    at = row + tl.arange(0, 1)
+    store_threshold(peak, tau, at, peak_here, base, t, tl.arange(0, 1) == 0)

@@ -188,9 +188,11 @@ def _load_vectors(
         slope_i = _load_vector(alibi, row, i, rest, 0.0, EDGE) * UNIT
     if base is not None:
         base_i = _load_vector(base, row, i, rest, 0.0, EDGE)
+    threshold = zero
     if peak is not None:
         peak_i = _load_vector(peak, row, i, rest, 0.0, EDGE)
-    return gain_i, (factor, tau_i, shape_i, slope_i, base_i, peak_i)
+        threshold, tau_i = tau_i, zero
+    return gain_i, (factor, tau_i, shape_i, slope_i, base_i, peak_i, threshold)
 
 
 @triton.jit

@@ -90,9 +90,10 @@ def threshold(
     # factor came first, the compiler could fuse it with the subtraction, which then would not give
     # 0 for large scores. Where something is added to the products, r is the score.
     late = tl.full([BLOCK_M, 1], 1.0, tl.float32)
-    PLAIN: tl.constexpr = mask is None and alibi is None and DISTANCE is None
-    if PLAIN and key_bias is None and base is None:
-        sign = late
+    MULTIPLE: tl.constexpr = mask is None and alibi is None and DISTANCE is None
+    PLAIN: tl.constexpr = MULTIPLE and key_bias is None and base is None
+    if PLAIN:
+        sign, factor = late, vectors[0]
         # late is not 0, because 0 times the −∞ of hidden keys is NaN. A NaN must stay.
         late = tl.maximum(tl.abs(vectors[0]), 1e-37, propagate_nan=tl.PropagateNan.ALL)
         if FLIPS:
@@ -147,8 +148,11 @@ def threshold(
         step += 1
         unsolved = (tl.max(unsolved_queries.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
     # Here 0 again for a query without keys, even if its gain is NaN.
+    first = tl.where(m == float("-inf"), 0.0, m)
     base = tl.where(m == float("-inf"), 0.0, m * tl.reshape(late, [BLOCK_M]))
-    store_threshold(peak, tau, at + index, base, t, index < queries)
+    if PLAIN:
+        first = tl.where(tl.reshape(factor, [BLOCK_M]) < 0.0, -first, first)
+    store_threshold(peak, tau, at + index, first, base, t, index < queries)
     tl.store(counts + map_row, kept)
     tl.debug_barrier()
     for n in range(kept):
@@ -243,11 +247,11 @@ def newton(t, z, slopes, a):
 
 
 @triton.jit
-def store_threshold(peak, tau, at, base, t, inside):
-    """Store the largest score and τ relative to it.
+def store_threshold(peak, tau, at, first, base, t, inside):
+    """Store τ relative to the largest score ``base``, and the peak ``first`` that `scores` takes.
 
     Their sum may round to the largest score, and then has no digit of τ. τ is NaN if the largest
     score is NaN or ∞.
     """
-    tl.store(peak + at, base, mask=inside)
+    tl.store(peak + at, first, mask=inside)
     tl.store(tau + at, t + (base - base), mask=inside)
