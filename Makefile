@@ -3,7 +3,8 @@
 # make test             run all tests except those marked slow
 # make test-slow        run the tests marked slow
 # make test-all         run all tests
-# make test-arithmetic  run the numerical tests with every vector unit and BLAS kernel of this CPU
+# make test-arithmetic  run the quick tests of the library with every vector unit and BLAS kernel
+#                       of this CPU
 # make test-oldest      run the quick tests of the library with the oldest supported versions of
 #                       torch, Triton and transformers
 # make check            check formatting, lint and types

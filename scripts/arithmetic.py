@@ -1,4 +1,4 @@
-"""Run the numerical tests with several vector units and BLAS kernels of this CPU.
+"""Run the quick tests of the library with several vector units and BLAS kernels of this CPU.
 
 This is `make test-arithmetic`. Results depend on the order of additions, which differs between
 vector units, numbers of threads and BLAS kernels. Tests must pass with all of them. Tests of torch
@@ -20,15 +20,10 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-# Test files that compare computed numbers: test_<name>.py.
-NUMERICAL = (
-    "backends cache cache_per_key call call_cache causal_only checkpointing contract coverage "
-    "decode dropout error_budget extremes flash flash_edges flash_linear flash_ops flash_segments "
-    "flash_terms gradients large linear_state minilm multihead nn own_activations own_variants "
-    "packed packed_transformer papers projections score_terms taylor tensor_parameters threshold "
-    "tiled transformer transformers transformers_packed transformers_softcap_sinks "
-    "transformers_start varlen"
-).split()
+FOLDERS = [
+    f"tests/{name}"
+    for name in "backends core distributed functional integrations losses nn variants".split()
+]
 SETTINGS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 OF_NUMPY = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
@@ -60,11 +55,10 @@ def run(name: str, marker: str, values: dict[str, str], cleared: tuple[str, ...]
     Removes the ``cleared`` variables first. Starts one process if OMP_NUM_THREADS is 2, otherwise
     two workers.
     """
-    files = [str(next((ROOT / "tests").rglob(f"test_{part}.py"))) for part in NUMERICAL]
     workers = [] if values.get("OMP_NUM_THREADS") == "2" else ["-n", "2", "--dist", "worksteal"]
     environment = {key: value for key, value in os.environ.items() if key not in cleared}
     command = [sys.executable, "-m", "pytest", "-q", "--durations=0", "--durations-min=60"]
-    command += ["-m", f"not slow and {marker}", *workers, *files, *sys.argv[1:]]
+    command += ["-m", f"not slow and {marker}", *workers, *FOLDERS, *sys.argv[1:]]
     print(f"\n== {name}", flush=True)
     start = time.monotonic()
     status = subprocess.run(command, cwd=ROOT, env={**environment, **values}).returncode
