@@ -331,6 +331,7 @@ class MultiheadAttention(nn.Module):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Checks the inputs; returns whether they have a batch dimension."""
         given = {"query": query, "key": key, "value": value}
+        weight = self._weights()[0]
         for name, x in given.items():
             if isinstance(x, Tensor) and x.is_nested:
                 raise TypeError(
@@ -340,7 +341,7 @@ class MultiheadAttention(nn.Module):
             check_dense(name, x)
             if x.dtype not in DTYPES:
                 raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
-            check_like(name, x, self.out_proj.weight)
+            check_like(name, x, weight)
         if {x.dim() for x in given.values()} not in ({3}, {2}):
             shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in given.items())
             raise ValueError(
