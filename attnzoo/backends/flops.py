@@ -1,8 +1,8 @@
 """Counts of floating-point operations, for `torch.utils.flop_counter.FlopCounterMode`.
 
 They follow torch's own formulas. Only products of matrices count, with 2 operations for a
-multiplication and its addition. A mask, causality and a window lower no count. Products that a
-backward or a further pass over the keys repeats count again. Of packed sequences, as in torch's
+multiplication and its addition. Masks, causality and windows do not lower the counts. Products that
+a backward or a further pass over the keys repeats count again. Of packed sequences, as in torch's
 formulas, only products within a sequence count.
 """
 
