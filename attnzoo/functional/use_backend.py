@@ -49,7 +49,9 @@ def use_backend(name: str | None) -> Iterator[None]:
         The choice is made in the forward. Gradient checkpointing runs a forward again in the
         backward, so the backward must be inside too. On a GPU autograd does this in a thread of
         its own, which does not see the choice. With ``use_reentrant=False`` torch then raises if
-        the recomputed tensors differ, with True the library chooses for the second run. Losses, `probabilities` and `attention_weights` have no backends. State caches and
+        the recomputed tensors differ; with True, the library chooses for the second forward.
+
+        Losses, `probabilities` and `attention_weights` have no backends. State caches and
         `linear_attention` accept "linear" and "flash_linear" only.
     """
     check_backend(name)
