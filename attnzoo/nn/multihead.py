@@ -15,6 +15,7 @@ from attnzoo.core.checks import (
     check_device_and_dtype,
     check_probability,
     check_sizes,
+    is_dtensor,
 )
 from attnzoo.core.registry import get_variant
 from attnzoo.nn.attention import Attention
@@ -208,8 +209,13 @@ class MultiheadAttention(nn.Module):
 
         ``options`` may have a ``wrapper`` with as many queries per head as the layer has now.
         ``layer`` is the number of the layer; None keeps its number.
+
+        Raises:
+            ValueError, TypeError: an option is wrong, or the layer is sharded.
         """
-        weight = self.out_proj.weight
+        if any(map(is_dtensor, self.parameters())):
+            raise ValueError("the layer must not be sharded: call replace before fully_shard")
+        weight = self._weights()[0]
         number = self.layer if layer is None else layer
         new = self._attention(variant, options, weight.device, weight.dtype, number)
         new.train(self.training)
