@@ -208,10 +208,7 @@ class MultiheadAttention(nn.Module):
         """An `Attention` of another variant for this layer; assign it to ``layer.attend``.
 
         ``options`` may have a ``wrapper`` with as many queries per head as the layer has now.
-        ``layer`` is the number of the layer; None keeps its number.
-
-        Raises:
-            ValueError, TypeError: an option is wrong, or the layer is sharded.
+        ``layer`` is the number of the layer; None keeps its number. The layer must not be sharded.
         """
         if any(map(is_dtensor, self.parameters())):
             raise ValueError("the layer must not be sharded: call replace before fully_shard")
