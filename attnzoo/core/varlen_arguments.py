@@ -21,7 +21,7 @@ from attnzoo.core.checks import (
 from attnzoo.core.registry import get_variant
 
 NO_LIMIT = 2**30  # more than any distance between tokens
-# Arguments of torch's function that only None is accepted for, and what to do instead.
+# Arguments of torch's function that must be None, and what to do instead.
 NOT_SUPPORTED = {
     "seqused_k": "; pass the keys that take part, and their ends as cu_seq_k",
     "block_table": "; pass the keys in the order of their sequences",

@@ -78,7 +78,7 @@ def top_weights(
 
 
 def parts(count: int, step: int) -> Iterator[slice]:
-    """The rows of each step. In a graph there is one step, because their number may be unknown."""
+    """The rows of each step. A graph has one step, because the number of rows may be symbolic."""
     if torch.compiler.is_compiling():
         return iter((slice(0, count),))
     return (slice(at, min(at + step, count)) for at in range(0, count, max(step, 1)))
@@ -97,8 +97,9 @@ def _in_order_of_scores(form: Pairwise) -> bool:
 def _in_a_graph(
     bound: BoundVariant, call: RowCall, x: Tensor, mask: Tensor | None, gain: Column, k: int
 ) -> tuple[Tensor, Tensor]:
-    """All weights, and those of the largest scores. The host, which reads no value, cannot choose
-    fewer.
+    """The weights of the largest scores, from all weights.
+
+    Fewer weights would suffice, but how many depends on values, which a graph does not read.
     """
     weights = bound.weights(call)
     if isinstance(gain, Tensor) or gain <= 0:  # the order changes with the sign
@@ -113,12 +114,12 @@ def _from_definition(
     bound: BoundVariant, x: Tensor, mask: Tensor | None, k: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     most = EXACT if is_cpu(x.device) else EXACT_ON_GPU
-    found = []
+    tops = []
     for part in parts(len(x), max(1, most // x.shape[-1])):
         seen = mask if mask is None or len(mask) == 1 else mask[part]
         weights = bound.part(part).weights(row_call(x[part], seen, dtype))
-        found.append(largest(Blocks(weights), k))
-    values, indices = zip(*found)
+        tops.append(largest(Blocks(weights), k))
+    values, indices = zip(*tops)
     return torch.cat(values), torch.cat(indices)
 
 

@@ -18,8 +18,10 @@ from attnzoo.functional.prepare import autocast_dtype
 CALL_ARGUMENTS = {*ARGUMENTS, "backend", "cache", "need_weights", "dropout"} - {"softcap"}
 
 
-def check_like(name: str, x: Tensor, weight: Tensor) -> None:
+def check_like(name: str, x: Tensor, weight: Any) -> None:
     """Raises unless an input has the dtype, after autocast, and the device of a layer's weight."""
+    if not isinstance(weight, Tensor) or weight.is_meta:
+        return  # a method of a quantized layer, or on meta until an offloaded layer runs
     wanted, came = autocast_dtype(weight), autocast_dtype(x)
     if came != wanted and wanted in DTYPES:  # a quantized weight has another dtype
         raise TypeError(f"{name} must have the dtype of the layer, {wanted}, got {came}")

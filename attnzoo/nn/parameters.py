@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from attnzoo.core.checks import (
     DTYPES,
     check_dense,
-    check_device_and_dtype,
     did_you_mean,
     is_dtensor,
     is_number,
@@ -59,7 +58,6 @@ class VariantParameters(nn.Module):
         ``head_dim`` is needed for initial values of tensors (H, …). ``dtype`` is that of learned
         parameters; None is torch's default dtype.
         """
-        check_device_and_dtype(None, dtype)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         specs = {p.name: _with_default(p, defaults or {}) for p in self._specs(variant)}
         self.given = _given(variant, specs, given)

@@ -306,11 +306,11 @@ def test_gradients_of_statistics_agree_with_low_mask_entries(low: float) -> None
     leaves = [rand(1, 2, 40, 8, seed=i).float().requires_grad_() for i in range(3)]
     mask = torch.zeros(1, 1, 40, 40)
     mask[:, :, :5] = low
-    found = []
+    gradients = []
     for backend in ("tiled", "eager"):
         out = attnzoo.attention(
             *leaves, "adaptive_temperature", differentiable=True, attn_mask=mask, backend=backend
         )
-        found.append(torch.autograd.grad(out[:, :, :5].square().sum(), leaves))
-    for have, want in zip(*found, strict=True):
+        gradients.append(torch.autograd.grad(out[:, :, :5].square().sum(), leaves))
+    for have, want in zip(*gradients, strict=True):
         assert torch.allclose(have, want, atol=1e-5)

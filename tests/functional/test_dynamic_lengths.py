@@ -26,10 +26,6 @@ def fresh_compiler() -> None:
 
 LENGTHS = (2, 40, 65, 128, 129, 256, 257, 300)
 assert FEW_SCORES == 2 * 256**2
-QUICK = {
-    ("softmax", None), ("adaptive_temperature", None), ("sink", None), ("elu", None),
-    ("stick_breaking", None), ("topk", "eager"), ("elu", "linear"), ("entmax", "tiled"),
-}  # fmt: skip
 
 
 def inputs(n: int) -> tuple[Tensor, ...]:
@@ -51,17 +47,15 @@ def exported(model: nn.Module, example: tuple[Tensor, ...], dim: int, most: int 
     return export(model, example, dynamic_shapes=({dim: n},) * len(example))
 
 
-def cases() -> list[Any]:
+def cases() -> list[tuple[str, str | None]]:
     pairs = [(v, b) for v in ALL_VARIANTS for b in (None, "eager", "tiled", "linear", "sdpa")]
-    runs = [
+    return [
         (v, b)
         for v, b in pairs
         if b in (None, "eager")
         or (b == "tiled" and v in WITH_FORMS)
         or (b in ("linear", "sdpa") and VARIANT_BACKENDS[v][b] is RUNS)
     ]
-    marks = {False: [pytest.mark.slow], True: []}
-    return [pytest.param(*pair, marks=marks[pair in QUICK]) for pair in runs]
 
 
 @pytest.mark.slow
@@ -130,7 +124,7 @@ def test_states_masks_and_grouped_heads_in_one_graph() -> None:
     assert len(set(counts)) == 1
 
 
-class Own(nn.Module):
+class SelfAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attend = MultiheadAttention(8, 2, variant="ssmax", batch_first=True)
@@ -142,7 +136,7 @@ class Own(nn.Module):
 @pytest.mark.parametrize("name", ["multihead", "transformer"])
 def test_modules_export_with_a_dynamic_length(name: str) -> None:
     make = {
-        "multihead": lambda: (Own(), lambda n: rand(1, n, 8).float()),
+        "multihead": lambda: (SelfAttention(), lambda n: rand(1, n, 8).float()),
         "transformer": lambda: (
             Transformer(20, 8, 2, 1, "entmax"),
             lambda n: torch.arange(n)[None] % 20,

@@ -64,18 +64,18 @@ def test_the_name_of_one_part_does_not_compute_softmax() -> None:
 def test_other_layers_and_parts_of_a_converted_model_compute_softmax(tmp_path: Path) -> None:
     """Also in copies, after loading and after other implementations."""
     torch.manual_seed(0)
-    given = {"input_ids": ids(), "pixel_values": torch.randn(1, 3, 32, 32)}
+    batch = {"input_ids": ids(), "pixel_values": torch.randn(1, 3, 32, 32)}
     model = clip().eval()
-    plain = model(**given).image_embeds
-    model = convert(model, "ssmax", layers=["text_model.encoder.layers.0.self_attn"], inputs=given)
-    expected = model(**given).text_embeds
+    plain = model(**batch).image_embeds
+    model = convert(model, "ssmax", layers=["text_model.encoder.layers.0.self_attn"], inputs=batch)
+    expected = model(**batch).text_embeds
     model.save_pretrained(tmp_path)
     copies = [CLIPModel.from_pretrained(tmp_path), copy.deepcopy(model)]
     model.set_attn_implementation("sdpa")
-    assert not torch.allclose(model(**given).text_embeds, expected)
+    assert not torch.allclose(model(**batch).text_embeds, expected)
     model.set_attn_implementation("attnzoo")
     for one in (model, pickle.loads(pickle.dumps(model)), *copies):
-        out = one(**given)
+        out = one(**batch)
         assert torch.allclose(out.text_embeds, expected, atol=1e-6)
         assert torch.allclose(out.image_embeds, plain, atol=1e-5)
 

@@ -94,17 +94,17 @@ def statistics_gradients(
     call: Call,
     q: Tensor,
     k: Tensor,
-    found: Statistics | None,
-    given: Statistics,
+    total: Statistics | None,
+    dtotal: Statistics,
     wanted: Collection[str],
 ) -> dict[str, Tensor]:
     """The gradients of q, k and the operands in ``wanted``, by operand name.
 
     Args:
         call: The call of q and k, or of q and some of the keys.
-        found: The statistics over all keys. None if those of the call are all: they are then
-            computed again, relative to the maximum, because at −1e9 an lse has no digits of log Z.
-        given: The gradients of the statistics.
+        total: The statistics over all keys; None if the call has all keys. They are then computed
+            again, relative to the maximum, because at −1e9 an lse has no digits of log Z.
+        dtotal: The gradients of the statistics.
     """
     scores, second = Scores(call, k), Scratch(call)
     grads = ScoreGradients(scores, q, wanted)
@@ -112,16 +112,16 @@ def statistics_gradients(
         queries = scores.queries(block, q)
         scored = scores.of(block, queries)
         s = scored.s
-        top = s.amax(-1) if found is None else block.of(found.lse)
+        top = s.amax(-1) if total is None else block.of(total.lse)
         log_p = s.sub_(top.masked_fill(top == float("-inf"), 0.0)[..., None])
         p = torch.exp(log_p, out=second.view(*s.shape))
-        if found is None:
+        if total is None:
             z = p.sum(-1, keepdim=True).clamp_(min=torch.finfo(call.dtype).tiny)
             log_p, p = log_p.sub_(z.log()), p.div_(z)
         log_p.clamp_(min=FLOOR)
-        entropy = -torch.linalg.vecdot(p, log_p) if found is None else block.of(found.entropy)
-        dh = block.of(given.entropy)
-        constant_part = block.of(given.lse) - dh * entropy
+        entropy = -torch.linalg.vecdot(p, log_p) if total is None else block.of(total.entropy)
+        dh = block.of(dtotal.entropy)
+        constant_part = block.of(dtotal.lse) - dh * entropy
         ds = log_p.mul_(-dh[..., None]).add_(constant_part[..., None]).mul_(p)
         grads.add(block, ds, queries, scored)
     return grads.named(k)

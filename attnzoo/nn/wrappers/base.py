@@ -164,10 +164,10 @@ class Wrapper(nn.Module):
             check_dense(name, x)
             if x.dim() != 3 or x.shape[-1] != features:
                 raise ValueError(f"{name} must be (B, N, {features}), got {tuple(x.shape)}")
-        found = self.attention.projected(query, key)
+        made = self.attention.projected(query, key)
         if self.gate is not None:
-            found["gate"] = rearrange(self.gate(query), "b (h g) n -> b h n g", g=self.gates)
-        return found
+            made["gate"] = rearrange(self.gate(query), "b (h g) n -> b h n g", g=self.gates)
+        return made
 
     def forward(
         self,
