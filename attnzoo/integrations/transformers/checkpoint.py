@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Collection
 from functools import wraps
 from typing import Any
@@ -302,7 +303,13 @@ def register() -> None:
         # with their own dict.
         outermost = not args and kwargs.get("destination") is None
         if outermost and needs_spec(self) and owns_spec(self):
-            write_specs(self)
+            try:
+                write_specs(self)
+            except ValueError as error:  # the tensors are right, and training may need them
+                warnings.warn(
+                    f"config.{NAME} does not describe the layers of this state dict: {error}",
+                    stacklevel=2,
+                )
         return state_dict(self, *args, **kwargs)
 
     @wraps(set_implementation)
