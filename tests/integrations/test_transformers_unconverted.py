@@ -125,7 +125,7 @@ def test_continuous_batching_does_not_compute_softmax(monkeypatch: pytest.Monkey
     model = convert(llama(), "ssmax")
     manager = continuous_api.ContinuousBatchingManager
     switch = manager.switch_to_cb_friendly_attn
-    with pytest.raises(ValueError, match="Implementation attnzoo is not supported"):
+    with pytest.raises(ValueError, match="attnzoo.* is not supported"):
         switch(object.__new__(manager), model)
     for name in ("is_flash_attn_3_available", "is_flash_attn_2_available"):
         monkeypatch.setattr(continuous_api, name, lambda **_: True)
