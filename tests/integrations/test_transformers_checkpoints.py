@@ -261,6 +261,15 @@ def test_loading_with_another_implementation_raises(
 
 
 @every_loader
+def test_no_implementation_is_that_of_the_config(load: Any, tmp_path: Path) -> None:
+    """Scripts pass None if the user chooses nothing."""
+    model = convert(llama(), "ssmax", s=1.0)
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, attn_implementation=None)
+    assert torch.equal(loaded(ids()).logits, model(ids()).logits)
+
+
+@every_loader
 def test_a_checkpoint_of_an_earlier_version_names_what_to_do(load: Any, tmp_path: Path) -> None:
     model = convert(llama(), "scale_invariant", learn=("tau",), tau=7.0)
     model.save_pretrained(tmp_path)

@@ -110,12 +110,20 @@ def test_a_converted_model_takes_no_other_implementation(make: Any, act: Any) ->
     act(revert(model))
 
 
-def test_other_parts_of_a_converted_model_take_any_implementation() -> None:
+def test_other_parts_of_a_converted_model_take_any_implementation(tmp_path: Path) -> None:
     model = convert(clip().eval(), "ssmax", layers=["text_model.encoder.layers.0.self_attn"])
     model.set_attn_implementation({"vision_config": "eager"})
     model.vision_model.set_attn_implementation("sdpa")
     assert model.config.vision_config._attn_implementation == "sdpa"
     assert model.config.text_config._attn_implementation == "attnzoo"
+    model.save_pretrained(tmp_path)
+    for chosen in ({"vision_config": "eager"}, None):
+        config = CLIPModel.from_pretrained(tmp_path, attn_implementation=chosen).config
+        assert config.vision_config._attn_implementation == ("eager" if chosen else "sdpa")
+        assert config.text_config._attn_implementation == "attnzoo"
+    for wrong in ({"text_config": "sdpa"}, "sdpa"):
+        with pytest.raises(ValueError, match="layers of CLIPTextModel have variants, got 'sdpa'"):
+            CLIPModel.from_pretrained(tmp_path, attn_implementation=wrong)
 
 
 def test_continuous_batching_does_not_compute_softmax(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,6 +258,7 @@ def register() -> None:
     adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
     save, state_dict = PreTrainedModel.save_pretrained, PreTrainedModel.state_dict
     set_implementation = PreTrainedModel.set_attn_implementation
+    check_implementation = PreTrainedModel._check_and_adjust_attn_implementation
 
     @wraps(post_init)
     def with_variants(self: Any) -> None:
@@ -312,6 +313,13 @@ def register() -> None:
                 )
         return state_dict(self, *args, **kwargs)
 
+    @wraps(check_implementation)
+    def with_default(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        # None is the default, which the config sets.
+        if attn_implementation is None and getattr(self.config, NAME, None):
+            attn_implementation = NAME
+        return check_implementation(self, attn_implementation, *args, **kwargs)
+
     @wraps(set_implementation)
     def only_attnzoo(self: Any, *args: Any, **kwargs: Any) -> None:
         # Transformers calls this too: continuous batching selects flash attention.
@@ -322,6 +330,7 @@ def register() -> None:
 
     PreTrainedModel.post_init = with_variants
     PreTrainedModel.set_attn_implementation = only_attnzoo
+    PreTrainedModel._check_and_adjust_attn_implementation = with_default
     PreTrainedModel._initialize_weights = with_initial_values
     PreTrainedModel._adjust_missing_and_unexpected_keys = with_check
     PreTrainedModel.save_pretrained = with_spec
