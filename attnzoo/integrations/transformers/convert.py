@@ -265,11 +265,11 @@ def revert(model: ModelT) -> ModelT:
         for module in converted:
             undo.append(put(module, None))
         undo.append(unmark(host))
+        for config in configs_of(host).values():
+            clear_spec(config)
         # Transformers loads the code of an implementation, if that is needed.
         host.set_attn_implementation({"": spec["before"].get("", "eager")})
         set_implementations(host, spec["before"])
-        for config in configs_of(host).values():
-            clear_spec(config)
     return model
 
 

@@ -25,6 +25,8 @@ WRAPPER = {
 }  # fmt: skip  # keys of the optional entry "wrapper"
 # Parts of module names that torch adds when it wraps a module.
 ADDED = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+# Wrappers of a child that do not change the names of its tensors in a state dict
+WRAPPING = ("original_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # PEFT, torch
 # Attributes that a child may change without changing what it computes.
 FREE = ("training", "num_heads")  # shard_heads divides num_heads
 
@@ -131,7 +133,10 @@ def present_entry(name: str, child: Any) -> dict[str, Any]:
     Raises:
         ValueError: a child made from this entry would not be the same.
     """
-    child = getattr(child, "original_module", child)  # PEFT wraps a child
+    for key in WRAPPING:
+        child = child._modules.get(key, child)
+    if "_orig_mod" in child._modules:
+        raise _not_saved(name, "a compiled child: compile it in place, with its method compile()")
     entry = getattr(child, "spec_entry", None)
     if entry is None:
         raise _not_saved(name, "a child that convert() did not make")
