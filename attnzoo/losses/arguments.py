@@ -252,7 +252,7 @@ def bind_form(
     bound = bind_rows(function, variant, input, params, tuple(lead), output_layer=True)
     # A form depends on the number of scores, not on their values. One expanded number stands for
     # all scores, so that they take no memory.
-    scores = input.new_empty((), dtype=score_dtype(input)).expand(len(input), classes)
+    scores = input.new_empty((), dtype=score_dtype(input)).expand(input.shape[0], classes)
     call = row_call(scores, class_mask, input.dtype)
     form = bound.pairwise(call)
     if form is None:

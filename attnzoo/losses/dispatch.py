@@ -155,7 +155,7 @@ def _by_moments(form: Pairwise, given: LossArguments, batch: Batch) -> bool:
         and given.class_mask is None
         and not given.label_smoothing
         and batch.shard.whole
-        and quadratic.cheaper(len(batch.input), batch.classes, batch.input.shape[1])
+        and quadratic.cheaper(batch.input.shape[0], batch.classes, batch.input.shape[1])
     )
 
 
