@@ -78,9 +78,10 @@ def check_packed(
     """Validate (query, key, value), (cu_seq_q, cu_seq_k) and (max_q, max_k)."""
     query, key, value = tensors
     check_tokens(query, key, value, enable_gqa)
-    tokens, sizes = (query.shape[0], key.shape[0]), (ends[0].shape[0], ends[1].shape[0])
+    tokens = query.shape[0], key.shape[0]
     queries = check_ends("cu_seq_q", ends[0], "query", query, tokens[0])
     keys = check_ends("cu_seq_k", ends[1], "key", key, tokens[1])
+    sizes = ends[0].shape[0], ends[1].shape[0]
     if sizes[0] != sizes[1]:
         raise ValueError(
             "cu_seq_k must have as many entries as cu_seq_q, one more than there are sequences, "
@@ -151,7 +152,7 @@ def check_longest(
         and value.dtype in (torch.int32, torch.int64)
     ):
         value = int(value) if has_values(value) else tokens
-    if not is_int(value) and not isinstance(value, torch.SymInt):
+    if isinstance(value, Tensor) or not is_int(value):
         raise TypeError(f"{name} must be an int or a tensor () of ints, got {shown(value)}")
     if is_known(value < 0):
         raise ValueError(f"{name} must be at least 0, got {shown(value)}")
