@@ -83,7 +83,10 @@ def linear_topk(
     if class_mask is not None:
         mask = check_class_mask(class_mask, lead, classes, input.device)
     with in_full_precision(input.device):
-        bound = bind_rows("linear_topk", variant, input, params, tuple(lead), output_layer=True)
+        bound = bind_rows(
+            "linear_topk", variant, input, params, tuple(lead), output_layer=True,
+            keywords=("linear_bias", "class_mask", "softcap"),
+        )  # fmt: skip
         layer = Layer(input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, mask)
         count = layer.input.shape[0]
         step = count
