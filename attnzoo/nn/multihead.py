@@ -42,7 +42,7 @@ class MultiheadAttention(nn.Module):
     Args:
         embed_dim: number of features of queries and outputs, E.
         num_heads: number of query heads, H.
-        dropout: dropout probability of the weights, in training.
+        dropout: dropout probability of the weights in training, below 1.
         bias: whether the projections have a bias.
         add_bias_kv: whether to append a learned key and value. Must be False for variants whose
             weights depend on positions.
