@@ -115,8 +115,8 @@ def _from_definition(
 ) -> tuple[Tensor, Tensor]:
     most = EXACT if is_cpu(x.device) else EXACT_ON_GPU
     tops = []
-    for part in parts(len(x), max(1, most // x.shape[-1])):
-        seen = mask if mask is None or len(mask) == 1 else mask[part]
+    for part in parts(x.shape[0], max(1, most // x.shape[-1])):
+        seen = mask if mask is None or mask.shape[0] == 1 else mask[part]
         weights = bound.part(part).weights(row_call(x[part], seen, dtype))
         tops.append(largest(Blocks(weights), k))
     values, indices = zip(*tops)
@@ -160,7 +160,7 @@ def _threshold(
     entries outside have weight 0, and τ is the threshold of the whole row.
     """
     phi, shape = form.activation, _shape(form, rows.x)
-    flat = None if shape is None else shape.expand(len(top), 1)[:, 0]
+    flat = None if shape is None else shape.expand(top.shape[0], 1)[:, 0]
     peak = top[:, :1]
     if empty is not None:
         peak = peak.masked_fill(empty, 0.0)  # −∞ − −∞ would be NaN

@@ -24,8 +24,8 @@ from attnzoo.nn.checks import (
     check_cross_attention,
     check_heads,
     check_like,
-    check_not_of_forward,
     check_not_of_layers,
+    check_options_of,
     check_plain_layer,
 )
 from attnzoo.nn.masks import attended
@@ -43,7 +43,7 @@ class MultiheadAttention(nn.Module):
     Args:
         embed_dim: number of features of queries and outputs, E.
         num_heads: number of query heads, H.
-        dropout: dropout probability of the weights, in training.
+        dropout: dropout probability of the weights in training, below 1.
         bias: whether the projections have a bias.
         add_bias_kv: whether to append a learned key and value. Must be False for variants whose
             weights depend on positions.
@@ -113,7 +113,7 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)
-        check_not_of_forward(self, variant, params)
+        check_options_of(self, variant, params)
         check_device_and_dtype(device, dtype)
         check_sizes(optional=True, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
         kv_heads = check_heads(num_heads, num_kv_heads, embed_dim=embed_dim)

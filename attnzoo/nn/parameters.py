@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class VariantParameters(nn.Module):
         for name in params:
             if name not in specs:
                 known = ", ".join(specs) or "none"
-                nearest = did_you_mean(name, [*specs, "learn"])
+                nearest = did_you_mean(name, [*specs, *signature(type(self)).parameters])
                 raise TypeError(
                     f"variant {variant!r} has no parameter {name!r}; it has: {known}{nearest}"
                 )
