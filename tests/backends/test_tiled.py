@@ -129,6 +129,25 @@ def test_lse_does_not_include_the_sink(variant: str, backend: str) -> None:
     assert torch.equal(out, plain)
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("backend", ["tiled", "flash"])
+@pytest.mark.parametrize("low", [-1e9, -3e38, 0.0])
+def test_gradients_of_lse_beside_a_sink_far_above_the_scores(low: float, backend: str) -> None:
+    leaves = [rand(1, 2, n, 16, seed=n).float().requires_grad_() for n in (5, 40)]
+    b = torch.tensor([200.0, 0.0 if low else -200.0], requires_grad=True)
+    mask, weights = torch.full((40,), low), rand(1, 2, 5, seed=3).float()
+    found = []
+    for name in (backend, "eager"):
+        q, k = leaves
+        out, lse = attnzoo.attention(
+            q, k, k, "sink", b=b, attn_mask=mask, return_lse=True, backend=name
+        )
+        loss = (lse * weights).sum() + out.square().sum()
+        found.append(torch.autograd.grad(loss, (*leaves, b)))
+    for have, want in zip(*found, strict=True):
+        assert torch.allclose(have, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 def test_lse_of_queries_without_keys_has_no_gradient(backend: str) -> None:
     q, k, v = (rand(1, 2, 4, 6, seed=i).requires_grad_() for i in range(3))
