@@ -234,7 +234,7 @@ def test_blocks_divide_the_tiles_of_the_block_map(arch: int, dim: int, kind: str
         q, q, q, layout, form, vectors, Extras(), maps, False, arch, 132
     )
     backward, _ = describe_backward(
-        out, None, q, q, q, out, stat, None, None, layout, form, vectors, Extras(), maps, [], arch,
+        out, None, q, q, q, out, stat, None, layout, form, vectors, Extras(), maps, [], arch,
         132,
     )  # fmt: skip
     dq, dkdv = backward[0], backward[-1]

@@ -152,6 +152,12 @@ def finish(
     if ONLINE:
         if lse is not None:  # −∞ for a query without keys
             tl.store(lse + at + index, out_of_unit(m + tl.log2(z), UNIT), mask=inside)
+        empty = z == 0.0
+        # A query without keys has z = 0 and m = −∞. Its saved statistic is finite, so that the
+        # backward needs no guard against −∞ − (−∞) in its loops: hidden scores give 2^−∞ = 0.
+        if weight_sum is not None:
+            tl.store(stat + at + index, tl.where(empty, 0.0, m), mask=inside)
+            tl.store(weight_sum + at + index, tl.where(empty, 1.0, z), mask=inside)
         if sink is not None:
             last = tl.load(sink + at + index, mask=inside, other=0.0) * UNIT
             top = tl.maximum(m, last)
@@ -160,15 +166,9 @@ def finish(
             acc *= down[:, None]
             z = z * down + tl.exp2(last - top)
             m = top
-        # A query without keys has z = 0 and m = −∞. Its saved statistic is finite, so that the
-        # backward needs no guard against −∞ − (−∞) in its loops: hidden scores give 2^−∞ = 0.
-        empty = z == 0.0
-        divisor = tl.where(empty, 1.0, z)
-        acc /= divisor[:, None]
-        if weight_sum is not None:
-            tl.store(stat + at + index, tl.where(empty, 0.0, m), mask=inside)
-            tl.store(weight_sum + at + index, divisor, mask=inside)
-        elif stat is not None:
+            empty = z == 0.0
+        acc /= tl.where(empty, 1.0, z)[:, None]
+        if stat is not None and weight_sum is None:
             tl.store(stat + at + index, tl.where(empty, 0.0, m + tl.log2(z)), mask=inside)
     elif SUM:
         if sink is not None:

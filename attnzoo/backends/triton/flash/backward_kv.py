@@ -22,7 +22,6 @@ from attnzoo.backends.triton.common.tile import (
     by_distance,
     capped,
     dot,
-    in_unit,
     load_block,
     load_decay,
     load_segments,
@@ -43,7 +42,7 @@ def flash_dkdv(
     q, k, v, do, dk, dv,
     dkey_bias,  # fp32 [2, B, H, Nk], initially 0, or None; the gradient is the sum of both parts
     q_descriptor, do_descriptor,  # for TMA, with blocks of BLOCK_M rows; or None
-    gain, tau, per_z, shape, alibi, lse, dlse, delta, key_bias, base, peak,  # vectors or None
+    gain, tau, per_z, shape, alibi, delta, key_bias, base, peak,  # vectors or None
     decay,  # [B, H] or None
     mask, q_segments, k_segments, ranges,
     blocks, counts,  # from `list_queries`, per tile of MAP_N keys; or None
@@ -98,7 +97,7 @@ def flash_dkdv(
     if decay is not None:
         decay += b * heads + h
     head = (b, h, at, mask_at, bias_at)
-    vectors = (gain, tau, per_z, shape, alibi, lse, dlse, delta, scale, base, inner, decay, peak)
+    vectors = (gain, tau, per_z, shape, alibi, delta, scale, base, inner, decay, peak)
     where = (mask, mask_h, mask_m, mask_n, k_segments, q_segments, key_bias)
     size = (queries, keys - start, left, right)
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
@@ -168,7 +167,7 @@ def _load_vectors(
     EDGE: tl.constexpr,
 ):  # fmt: skip
     """Return the gain, and what `load_vectors` returns, of the queries row + i."""
-    gain, tau, _, shape, alibi, _, _, _, scale, base, _, _, peak = vectors
+    gain, tau, _, shape, alibi, _, scale, base, _, _, peak = vectors
     one = tl.full(i.shape, 1.0, tl.float32)
     factor, gain_i = one * (scale * UNIT), one
     zero = one * 0
@@ -230,7 +229,7 @@ def _sum_over_queries(
     q, q_h, q_n, q_descriptor, d = q_side
     do, do_h, do_n, do_descriptor, d_v = do_side
     b, h, at, mask_at, bias_at = head
-    _, _, per_z, _, alibi, lse, dlse, delta, _, base, inner, decay, peak = vectors
+    _, _, per_z, _, alibi, delta, _, base, inner, decay, peak = vectors
     mask, mask_h, mask_m, mask_n, k_segments, q_segments, key_bias = where
     queries, keys, left, right = size
     low, first, last, high = span
@@ -313,13 +312,6 @@ def _sum_over_queries(
             if delta is not None:
                 dp -= _load_vector(delta, row, i, rest, 0.0, EDGE)
             ds = slope * dp
-        if dlse is not None:
-            lse_i = _load_vector(lse, row, i, rest, float("-inf"), EDGE)
-            lse_i = tl.where(lse_i == float("-inf"), 0.0, in_unit(lse_i, UNIT))
-            dlse_i = _load_vector(dlse, row, i, rest, 0.0, EDGE)
-            if dkey_bias is None:
-                dlse_i *= gain_i
-            ds += tl.exp2(s - lse_i) * dlse_i
         if dkey_bias is not None:
             total += tl.sum(ds, 0 if TURNED else 1)
             ds *= gain_i

@@ -5,8 +5,8 @@
     With a normalizer μ ≠ φ: dS_ij = (φ'_ij dO_i·v_j − μ'_ij δ_i) / Z_i
     δ_i, by MEAN   "output": dO_i·o_i              "weights": Σ_j φ_ij dO_i·v_j / Z_i
                    "slopes": Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij       None: 0
-    A gradient dlse_i of lse is subtracted from δ_i. With a sink, which lse does not include,
-    e^{s−lse} dlse_i is added to dS_ij instead.
+    A gradient dlse_i of lse is subtracted from δ_i, times Z_i / (Z_i without the sink), because lse
+    does not include the sink.
 
 `flash_dq` has one program per (batch, head, block of queries). It loops over the keys that
 causality and window allow, and writes δ, dq and the gradients of per-query vectors. dv and
@@ -25,7 +25,6 @@ from attnzoo.backends.triton.common.tile import (
     by_distance,
     capped,
     dot,
-    in_unit,
     key_blocks,
     load_block,
     load_decay,
@@ -50,7 +49,7 @@ def flash_dq(
     k_descriptor, v_descriptor,  # for TMA, with blocks of BLOCK_N rows; or None
     # Vectors to write, or None. delta is gain · δ, or δ with PLAIN_DELTA. dtau: of τ or of base.
     delta, per_z, dgain, dtau, dshape, dsink, dalibi, dfactor, ddecay,
-    gain, tau, z, shape, sink, alibi, lse, dlse, key_bias, base, peak, factor,  # vectors or None
+    gain, tau, z, shape, sink, alibi, dlse, key_bias, base, peak, factor,  # vectors or None
     decay,  # [B, H] or None
     mask, q_segments, k_segments, ranges, blocks, counts,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
@@ -98,19 +97,25 @@ def flash_dq(
     v_matrix = (v, v_n * ALIGN, keys, v_descriptor, b_now, h_now)
     tiles_kv = (k_matrix, v_matrix, d, dv)
     per_z_i = tl.full([BLOCK_M, 1], 1.0, tl.float32)
-    lse_i, dlse_i = per_z_i, per_z_i
+    last, dlse_i = per_z_i, per_z_i
+    if sink is not None:
+        last = tl.load(sink + at + i, mask=i < queries, other=0.0) * UNIT - vectors[1]
+        if tau is not None:
+            # Saved statistics of a softmax may lie far below the sink. Weights of 2^−100 count as
+            # 0, those of 2^−127 would not have a finite factor Z / (Z without the sink).
+            last = tl.minimum(last, 100.0)
+    if dlse is not None:
+        dlse_i = tl.load(dlse + at + i, mask=i < queries, other=0.0)
     if z is not None:
-        per_z_i = 1.0 / tl.load(z + at + i, mask=i < queries, other=1.0)
+        z_i = tl.load(z + at + i, mask=i < queries, other=1.0)
+        if sink is not None and tau is not None:
+            whole = z_i + tl.exp2(last)
+            dlse_i *= whole / z_i
+            z_i = whole
+        per_z_i = 1.0 / z_i
         tl.store(per_z + at + i, per_z_i, mask=i < queries)
     if factor is not None:
         per_z_i = tl.load(factor + at + i, mask=i < queries, other=0.0)
-    if dlse is not None:
-        lse_i = tl.load(lse + at + i, mask=i < queries, other=float("-inf"))
-        dlse_i = tl.load(dlse + at + i, mask=i < queries, other=0.0)
-        dlse_i = tl.where(lse_i == float("-inf"), 0.0, dlse_i)
-        lse_i = tl.where(lse_i == float("-inf"), 0.0, in_unit(lse_i, UNIT))
-    # Without a sink, ∂lse/∂s are the weights. With one, they include it and lse does not.
-    SEPARATE: tl.constexpr = dlse is not None and sink is not None
 
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     tile_row = b * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
@@ -133,7 +138,11 @@ def flash_dq(
         )  # fmt: skip
     if THRESHOLD and dshape is not None:
         tl.store(dshape + at + index, change, mask=index < queries)
-    if dlse is not None and not SEPARATE:
+    if dsink is not None:
+        # The sink acts as a key whose value is 0.
+        slope = ACT(last, vectors[2])[3 if NORMALIZER else 1]
+        tl.store(dsink + at + i, -slope * mean * per_z_i, mask=i < queries)
+    if dlse is not None:
         mean -= dlse_i
     if MEAN is not None:
         # `flash_dkdv` multiplies the whole of dS by the gain.
@@ -141,13 +150,6 @@ def flash_dq(
         if gain is not None and not PLAIN_DELTA:
             gained *= tl.load(gain + at + i, mask=i < queries, other=0.0)
         tl.store(delta + at + i, gained, mask=i < queries)
-    if dsink is not None:
-        # The sink acts as a key whose value is 0.
-        last = tl.load(sink + at + i, mask=i < queries, other=0.0) * UNIT
-        last -= vectors[1]
-        last = ACT(last, vectors[2])[3 if NORMALIZER else 1]
-        tl.store(dsink + at + i, -last * mean * per_z_i, mask=i < queries)
-
     mean *= per_z_i
     # A threshold's dshape is known, see `_mean_over_keys`.
     SHAPE: tl.constexpr = None if THRESHOLD else SHAPE_SLOPE
@@ -168,17 +170,15 @@ def flash_dq(
     if SPLIT and blocks is None:
         acc, peak_ds, sums = _sum_over_keys(
             acc, peak_ds, sums, low, full, q_side, do_side, i, tiles_kv, size, vectors, segment,
-            per_z_i, mean, lse_i, dlse_i, where, None,
+            per_z_i, mean, where, None,
             ACT, SHAPE, DISTANCE, DISTANCE_SLOPE, UNIT, VANISHES, TOTAL, DISTANT, PRODUCTS, AMOUNT,
-            SEPARATE,
             NORMALIZER, PEAKED, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         low = full
     acc, peak_ds, sums = _sum_over_keys(
         acc, peak_ds, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment,
-        per_z_i, mean, lse_i, dlse_i, where, blocks,
+        per_z_i, mean, where, blocks,
         ACT, SHAPE, DISTANCE, DISTANCE_SLOPE, UNIT, VANISHES, TOTAL, DISTANT, PRODUCTS, AMOUNT,
-        SEPARATE,
         NORMALIZER, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
     total, dist, products, amount, change, decays = sums
@@ -302,11 +302,11 @@ def _mean_over_keys(
 @triton.jit
 def _sum_over_keys(
     acc, peak_ds, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
-    mean, lse_i, dlse_i, where, blocks,
+    mean, where, blocks,
     ACT: tl.constexpr, SHAPE: tl.constexpr, DISTANCE: tl.constexpr, DISTANCE_SLOPE: tl.constexpr,
     UNIT: tl.constexpr, VANISHES: tl.constexpr,
     TOTAL: tl.constexpr, DISTANT: tl.constexpr, PRODUCTS: tl.constexpr, AMOUNT: tl.constexpr,
-    SEPARATE: tl.constexpr, NORMALIZER: tl.constexpr, PEAKED: tl.constexpr,
+    NORMALIZER: tl.constexpr, PEAKED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -345,8 +345,6 @@ def _sum_over_keys(
                 shape_slope = tl.where(seen, shape_slope, 0.0)
             change += tl.sum(shape_slope * (dp * per_z_i - mean), 1)
         ds = slope * dp * per_z_i - other * mean if NORMALIZER else slope * (dp * per_z_i - mean)
-        if SEPARATE:
-            ds += tl.exp2(s - lse_i) * dlse_i
         if TOTAL:
             total += tl.sum(ds, 1)
         if DISTANT:

@@ -37,8 +37,8 @@ def flash_forward(
     # stat, weight_sum and lse are outputs: per-query vectors or None. With SUM, stat is Z. With
     # ONLINE and no weight_sum, stat is log2 Σ 2^s. With ONLINE and weight_sum, stat is the largest
     # score m and weight_sum is Σ 2^{s−m}. With SHIFTED, stat is M and weight_sum is Z.
-    # stat and weight_sum include the sink, lse does not. Of a
-    # query without keys stat is 0 with ONLINE, weight_sum and Z are 1, and lse is −∞.
+    # lse, and with ONLINE weight_sum and the m beside it, do not include the sink. Of a query
+    # without keys stat is 0 with ONLINE, weight_sum and Z are 1, and lse is −∞.
     q, k, v, o, stat, weight_sum, lse,
     k_descriptor, v_descriptor,  # for TMA, or both None
     gain, tau, shape, sink, alibi, key_bias, base, peak, factor,  # vectors or None

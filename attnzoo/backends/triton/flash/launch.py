@@ -181,7 +181,7 @@ def describe_forward(
     """Return the launches and their results: out, stat, weight_sum and lse, see `flash_forward`."""
     out = like(q, v.shape[3])
     stat = None if form.normalize == "none" else new_vector(q)
-    weight_sum = new_vector(q) if stands_apart(form, layout, extras) else None
+    weight_sum = new_vector(q) if stands_apart(form, layout, vectors, extras, want_lse) else None
     lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
     peaked = is_peaked(form, v)
@@ -214,8 +214,8 @@ def describe_forward(
 
 def describe_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    stat: Tensor | None, weight_sum: Tensor | None, lse: Tensor | None, layout: Layout,
-    form: Form, vectors: Vectors, extras: Extras, maps: Maps, wanted: Collection[str], arch: int,
+    stat: Tensor | None, weight_sum: Tensor | None, layout: Layout, form: Form,
+    vectors: Vectors, extras: Extras, maps: Maps, wanted: Collection[str], arch: int,
     processors: int,
 ) -> tuple[list[Launch], dict[str, Tensor]]:  # fmt: skip
     """Return the launches, and the gradients of q, k, v and the wanted vectors by name.
@@ -240,7 +240,6 @@ def describe_backward(
         "tau": tau, "per_z": None if z is None else new_vector(q),
         "key_bias": extras.key_bias, "base": extras.base, "peak": extras.peak,
         "decay": extras.decay, "DISTANCE": form.distance_act,
-        "lse": None if dlse is None else lse, "dlse": dlse,
         "delta": None if form.normalize == "none" else new_vector(q),
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "NORMALIZER": form.normalizer, "PEAKED": peaked,
@@ -264,7 +263,8 @@ def describe_backward(
         "MAP_M": map_args["MAP_M"],
         **descriptors(config, arch, config.block_n, k=k, v=v),
         **strides(align, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]), "o": out, "dq": grads["q"],
-        "z": z, "dgain": grads.get("gain"), "dtau": grads.get("offset", grads.get("base")),
+        "z": z, "dlse": dlse, "dgain": grads.get("gain"),
+        "dtau": grads.get("offset", grads.get("base")),
         "dsink": grads.get("sink"), "dfactor": grads.get("factor"), "factor": extras.factor,
         "PLAIN_DELTA": "key_bias" in grads, "dshape": grads.get("shape"),
         "dalibi": grads.get("alibi"), "sink": vectors.sink,
@@ -297,8 +297,6 @@ def describe_backward(
     }  # fmt: skip
     if extras.factor is not None:
         dkdv_args["per_z"] = extras.factor
-    if vectors.sink is None:  # δ contains dlse
-        dkdv_args |= {"lse": None, "dlse": None}
     zeroed = ("dkey_bias",) if "key_bias" in grads else ()
     programs = programs_of(k, config.block_n) * parts
     launches += [*before, *listing, Launch(flash_dkdv, programs, dkdv_args, config, zeroed)]
