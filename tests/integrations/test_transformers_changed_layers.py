@@ -360,3 +360,22 @@ def test_checkpoints_of_a_trainer_describe_a_changed_model(tmp_path: Path) -> No
     Trainer(model, arguments, train_dataset=data).train()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
     assert_equal_models(loaded, model)
+
+
+def test_a_model_that_shares_the_config_of_a_converted_one_does_not_change_it() -> None:
+    model = llama()
+    other = LlamaForCausalLM(model.config)
+    convert(model, "ssmax")
+    before = copy.deepcopy(model.config.attnzoo)
+    other.state_dict()
+    assert model.config.attnzoo == before
+    revert(model)
+
+
+def test_state_dict_draws_no_random_numbers() -> None:
+    model = converted()
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    model.state_dict()
+    assert torch.rand(1) == expected

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     CLIPModel,
     LlamaForCausalLM,
@@ -223,3 +224,13 @@ def test_revert_gives_each_part_its_former_implementation() -> None:
     whole.text_model.set_attn_implementation("eager")
     before = state(whole)
     assert state(revert(convert(whole, "ssmax"))) == before
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.0"])
+def test_sharded_models_are_refused(part: str, mesh: Any) -> None:
+    """FSDP would not manage the new parameters."""
+    model = llama()
+    fully_shard(model.get_submodule(part), mesh=mesh)
+    with pytest.raises(ValueError, match="convert before fully_shard"):
+        convert(model, "ssmax")
+    assert not any("attnzoo" in name for name, _ in model.named_modules())

@@ -14,6 +14,7 @@ from attnzoo.integrations.transformers.checks import (
     check_logits,
     check_model,
     check_not_half,
+    check_not_sharded,
     check_own,
     check_projections,
     check_softcap,
@@ -145,6 +146,7 @@ def convert(
     """
     check_model(model)
     check_not_half(model)
+    check_not_sharded(model)
     check_has_weights(model)
     check_own(variant, params)
     check_bool("warn", warn)
