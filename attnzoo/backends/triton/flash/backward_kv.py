@@ -224,7 +224,7 @@ def _sum_over_queries(
     ``span`` (low, first, last, high): the blocks [low, first) and [last, high) of each head.
     With ``blocks``, a list of tiles of PARTS blocks (see `list_queries`), ``span`` is not used.
     Blocks of the same head follow each other. After the last of them, Σ_i dS_ij is stored in
-    dkey_bias. Then ``delta`` is δ, otherwise gain · δ.
+    dkey_bias. Then ``delta`` is δ/Z, otherwise gain · δ/Z.
     """
     q, q_h, q_n, q_descriptor, d = q_side
     do, do_h, do_n, do_descriptor, d_v = do_side
@@ -299,13 +299,13 @@ def _sum_over_queries(
             p, slope, _mu, other = activate_both(ACT, s - loaded[1], loaded[2], seen, HIDDEN)
         else:
             p, slope = activate(ACT, s - loaded[1], loaded[2], seen, HIDDEN)
+        row_factor = gain_i
         if per_z is not None:
             per_z_i = _load_vector(per_z, row, i, rest, 1.0, EDGE)
-            p, slope = p * per_z_i, slope * per_z_i
-            if NORMALIZER:
-                other *= per_z_i
-        if dkey_bias is None:
-            dp *= gain_i
+            p *= per_z_i
+            row_factor = per_z_i if dkey_bias is not None else gain_i * per_z_i
+        if per_z is not None or dkey_bias is None:
+            dp *= row_factor
         if NORMALIZER:
             ds = slope * dp - other * _load_vector(delta, row, i, rest, 0.0, EDGE)
         else:

@@ -5,8 +5,8 @@
     With a normalizer μ ≠ φ: dS_ij = (φ'_ij dO_i·v_j − μ'_ij δ_i) / Z_i
     δ_i, by MEAN   "output": dO_i·o_i              "weights": Σ_j φ_ij dO_i·v_j / Z_i
                    "slopes": Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij       None: 0
-    A gradient dlse_i of lse is subtracted from δ_i, times Z_i / (Z_i without the sink), because lse
-    does not include the sink.
+    A gradient dlse_i of lse is subtracted from δ_i / Z_i, divided by Z_i without the sink, because
+    lse does not include the sink.
 
 `flash_dq` has one program per (batch, head, block of queries). It loops over the keys that
 causality and window allow, and writes δ, dq and the gradients of per-query vectors. dv and
@@ -47,7 +47,7 @@ RUNTIME = (*FORWARD, *"do_b do_h do_n dq_b dq_h dq_n dk_b dk_h dk_n dv_b dv_h dv
 def flash_dq(
     q, k, v, o, do, dq,
     k_descriptor, v_descriptor,  # for TMA, with blocks of BLOCK_N rows; or None
-    # Vectors to write, or None. delta is gain · δ, or δ with PLAIN_DELTA. dtau: of τ or of base.
+    # Vectors to write, or None. delta: gain · δ/Z, or δ/Z with PLAIN_DELTA. dtau: of τ or of base.
     delta, per_z, dgain, dtau, dshape, dsink, dalibi, dfactor, ddecay,
     gain, tau, z, shape, sink, alibi, dlse, key_bias, base, peak, factor,  # vectors or None
     decay,  # [B, H] or None
@@ -97,22 +97,25 @@ def flash_dq(
     v_matrix = (v, v_n * ALIGN, keys, v_descriptor, b_now, h_now)
     tiles_kv = (k_matrix, v_matrix, d, dv)
     per_z_i = tl.full([BLOCK_M, 1], 1.0, tl.float32)
-    last, dlse_i = per_z_i, per_z_i
+    last, dlse_i, sink_per_z = per_z_i, per_z_i, per_z_i
     if sink is not None:
         last = tl.load(sink + at + i, mask=i < queries, other=0.0) * UNIT - vectors[1]
         if tau is not None:
-            # Saved statistics of a softmax may lie far below the sink. Weights of 2^−100 count as
-            # 0, those of 2^−127 would not have a finite factor Z / (Z without the sink).
-            last = tl.minimum(last, 100.0)
+            # The saved statistic of a softmax may lie far below the sink, whose exponential would
+            # then overflow. All other weights are 0.
+            far = last > 126.0
+            last = tl.minimum(last, 126.0)
     if dlse is not None:
         dlse_i = tl.load(dlse + at + i, mask=i < queries, other=0.0)
     if z is not None:
         z_i = tl.load(z + at + i, mask=i < queries, other=1.0)
+        dlse_i /= z_i  # lse does not include the sink
         if sink is not None and tau is not None:
-            whole = z_i + tl.exp2(last)
-            dlse_i *= whole / z_i
-            z_i = whole
+            z_i += tl.exp2(last)
         per_z_i = 1.0 / z_i
+        sink_per_z = per_z_i
+        if sink is not None and tau is not None:
+            per_z_i = tl.where(far, 0.0, per_z_i)
         tl.store(per_z + at + i, per_z_i, mask=i < queries)
     if factor is not None:
         per_z_i = tl.load(factor + at + i, mask=i < queries, other=0.0)
@@ -141,7 +144,8 @@ def flash_dq(
     if dsink is not None:
         # The sink acts as a key whose value is 0.
         slope = ACT(last, vectors[2])[3 if NORMALIZER else 1]
-        tl.store(dsink + at + i, -slope * mean * per_z_i, mask=i < queries)
+        tl.store(dsink + at + i, -slope * mean * sink_per_z, mask=i < queries)
+    mean *= per_z_i
     if dlse is not None:
         mean -= dlse_i
     if MEAN is not None:
@@ -150,7 +154,6 @@ def flash_dq(
         if gain is not None and not PLAIN_DELTA:
             gained *= tl.load(gain + at + i, mask=i < queries, other=0.0)
         tl.store(delta + at + i, gained, mask=i < queries)
-    mean *= per_z_i
     # A threshold's dshape is known, see `_mean_over_keys`.
     SHAPE: tl.constexpr = None if THRESHOLD else SHAPE_SLOPE
     TOTAL: tl.constexpr = dtau is not None
