@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.core.checks import shown
-from attnzoo.core.keys import ACTIVATIONS, Keyed
+from attnzoo.core.function_keys import ACTIVATIONS, Keyed
 
 
 @dataclass(frozen=True)

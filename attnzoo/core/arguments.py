@@ -79,32 +79,32 @@ def check_call(
     )
 
 
-def layout_tensors(given: dict[str, Tensor], call: Call) -> dict[str, Any]:
+def layout_tensors(tensors: dict[str, Tensor], call: Call) -> dict[str, Any]:
     """The `Call` fields for mask, ALiBi and segments, whose shapes and dtypes are already valid."""
-    found: dict[str, Any] = {}
-    if (mask := given.get("attn_mask")) is not None:
-        found["mask"] = _as_mask(mask, call.keys)
-    if (alibi := given.get("alibi")) is not None:
-        found["alibi"] = _as_alibi(alibi, call.dtype)
-    if (ids := given.get("segment_ids")) is not None:
-        found["segments"] = ids.long(), ids.long()
-    return found
+    fields: dict[str, Any] = {}
+    if (mask := tensors.get("attn_mask")) is not None:
+        fields["mask"] = _as_mask(mask, call.keys)
+    if (alibi := tensors.get("alibi")) is not None:
+        fields["alibi"] = _as_alibi(alibi, call.dtype)
+    if (ids := tensors.get("segment_ids")) is not None:
+        fields["segments"] = ids.long(), ids.long()
+    return fields
 
 
 # The names of the arguments that are common to all variants, except q, k, v and backend.
 ARGUMENTS = frozenset(signature(check_call).parameters) - frozenset("qkv")
 
 
-def check_tensors(axes: str, given: dict[str, Tensor]) -> None:
+def check_tensors(axes: str, tensors: dict[str, Tensor]) -> None:
     """Raise unless all tensors have these axes, and the first one's dtype and device.
 
     Args:
         axes: The names of the axes, such as "B, H, N, D". The second one is of heads.
-        given: The queries first, by the names of the arguments.
+        tensors: The queries first, by the names of the arguments.
     """
-    (first, like), *_ = given.items()
+    (first, like), *_ = tensors.items()
     dims = len(axes.split(", "))
-    for name, x in given.items():
+    for name, x in tensors.items():
         check_dense(name, x)
         if x.dim() != dims:
             raise ValueError(f"{name} must have shape ({axes}), got {tuple(x.shape)}")

@@ -177,14 +177,14 @@ class Call(Visibility):
             def make() -> Tensor:
                 return torch.full(shape, value, dtype=self.dtype, device=self.device)
 
-            return make() if self.kept is None else self.kept.get(("full", value), make)
+            return make() if self.cache is None else self.cache.get(("full", value), make)
 
         def expand() -> Tensor:
             return value.expand(shape).contiguous()
 
-        if self.kept is None or not self.kept.holds(value, "log_n"):
+        if self.cache is None or not self.cache.holds(value, "log_n"):
             return expand()
-        return self.kept.get("expanded log_n", expand, source=value)
+        return self.cache.get("expanded log_n", expand, source=value)
 
     # ---- for backends ---------------------------------------------------------------------
 

@@ -170,5 +170,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = {one.lower(): one for one in known}
     similar = get_close_matches(name.lower(), names, n=1)
     contained = [x for x in names if min(len(x), len(name)) > 2 and (x in name or name in x)]
-    found = similar or contained
-    return f"; did you mean {names[found[0]]!r}?" if found else ""
+    matches = similar or contained
+    return f"; did you mean {names[matches[0]]!r}?" if matches else ""

@@ -23,7 +23,7 @@ _reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduc
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a one-dimensional mesh. ``rank``: the own number among them."""
+    """The ranks of a one-dimensional mesh. ``rank``: the number of this rank among them."""
 
     mesh: DeviceMesh
     rank: int
@@ -74,9 +74,9 @@ def all_gather(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     if ranks.count == 1:
         return x
     # Gloo has no bool, and the shards are joined along the first dimension.
-    given = x.dtype
-    moved = (x.to(torch.uint8) if given == torch.bool else x).movedim(dim, 0)
-    return _AllGather.apply(moved, ranks.group).movedim(0, dim).to(given)
+    dtype = x.dtype
+    moved = (x.to(torch.uint8) if dtype == torch.bool else x).movedim(dim, 0)
+    return _AllGather.apply(moved, ranks.group).movedim(0, dim).to(dtype)
 
 
 def all_to_all(
@@ -142,7 +142,8 @@ class _Exchange:
 def circulate(tensors: Sequence[Tensor], ranks: Ranks) -> Iterator[tuple[int, Sequence[Tensor]]]:
     """Pass tensors of equal shapes around the ring; yield (rank they came from, tensors).
 
-    The own tensors come first. The next ones travel while the caller works on the present ones.
+    The tensors of this rank come first. The next ones travel while the caller works on
+    these.
     Bytes sent per rank: (R − 1) · size of the tensors.
     """
     held: Sequence[Tensor] = tensors

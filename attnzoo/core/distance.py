@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.core.checks import shown
-from attnzoo.core.keys import DISTANCES, Keyed
+from attnzoo.core.function_keys import DISTANCES, Keyed
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ PerQuery = Tensor | float
 PerKey = Tensor | float
 Normalize = Literal["none", "sum", "threshold", "select"]
 # The fields that only one kind of normalization may have.
-_OWN = {"factor": "none", "sink": "sum", "eps": "sum", "keep": "select"}
+_NORMALIZE_OF = {"factor": "none", "sink": "sum", "eps": "sum", "keep": "select"}
 _NORMALIZE = ("none", "sum", "threshold", "select")
 
 
@@ -143,7 +143,7 @@ class Pairwise:
             raise ValueError(f"keep must be an int of at least 1, got {shown(self.keep)}")
         if not is_number(self.eps):
             raise TypeError(f"eps must be a finite number >= 0, got {shown(self.eps)}")
-        for field, needed in _OWN.items():
+        for field, needed in _NORMALIZE_OF.items():
             value = getattr(self, field)
             if value is not None and needed != how and not (field == "eps" and value == 0):
                 none = "0" if field == "eps" else "None"
@@ -226,7 +226,7 @@ class Pairwise:
             "eps": bool(self.eps),
             "normalizer": phi.normalizer is not None or phi.shifted,
         }
-        return tuple([name for name, given in used.items() if given])
+        return tuple([name for name, present in used.items() if present])
 
     @property
     def softmax(self) -> bool:

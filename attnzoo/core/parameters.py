@@ -45,12 +45,12 @@ MEANT = {
 }
 
 
-def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:
+def bind(variant: Variant, call: Call, params: dict[str, Any]) -> dict[str, Any]:
     """All parameters of the variant for this call, validated, with defaults filled in."""
-    check_names(variant, given, ARGUMENTS)
+    check_names(variant, params, ARGUMENTS)
     bound = {}
     for param in variant.params:
-        value = given.get(param.name, param.default)
+        value = params.get(param.name, param.default)
         # Not `value is REQUIRED`, in which the compiler of torch 2.11 accepts no symbolic number.
         if isinstance(value, Required):
             raise TypeError(missing(variant.name, param))
@@ -58,11 +58,11 @@ def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:
     return bound
 
 
-def check_names(variant: Variant, given: Iterable[str], others: Iterable[str] = ()) -> None:
+def check_names(variant: Variant, names: Iterable[str], others: Iterable[str] = ()) -> None:
     """Raise TypeError if a name is not that of a parameter. ``others``: names that the caller of
     the function may have meant instead."""
     known = [param.name for param in variant.params]
-    for name in given:
+    for name in names:
         if name not in known:
             allowed = ", ".join(known) if known else "none"
             nearest = MEANT.get(name) or did_you_mean(name, [*known, *others])
@@ -144,15 +144,15 @@ def _shapes(what: str, param: Param, call: Call) -> list[tuple[int, ...]]:
 def _size(what: str, param: Param, head_dim: int) -> tuple[int, ...]:
     """The dimensions of a tensor (H, …) after the first, validated because users write variants."""
     assert param.size is not None  # checked at registration
-    found = param.size(head_dim)
-    if not isinstance(found, tuple):
-        raise TypeError(f"{what}: size(D) must be a tuple of ints, got {shown(found)}")
-    for n in found:
+    size = param.size(head_dim)
+    if not isinstance(size, tuple):
+        raise TypeError(f"{what}: size(D) must be a tuple of ints, got {shown(size)}")
+    for n in size:
         if not (is_int(n) or isinstance(n, torch.SymInt)):
-            raise TypeError(f"{what}: size(D) must be a tuple of ints, got {shown(found)}")
+            raise TypeError(f"{what}: size(D) must be a tuple of ints, got {shown(size)}")
         if n < 1:
-            raise ValueError(f"{what}: size(D) must have ints of at least 1, got {shown(found)}")
-    return found
+            raise ValueError(f"{what}: size(D) must have ints of at least 1, got {shown(size)}")
+    return size
 
 
 def as_vector(what: str, param: Param, value: Tensor, call: Call) -> Tensor:
@@ -183,9 +183,9 @@ def checked_vectors(what: str, form: Pairwise, call: Call) -> Pairwise:
             continue
         width = {"Nq": call.queries, "Nk": call.keys, "1": 1}[last]
         full = (call.batch, call.heads, width)
-        # `n in (1, whole)` would fail: torch.compile does not find a symbolic size in a tuple.
+        # `n in (1, size)` would fail: torch.compile does not find a symbolic size in a tuple.
         sizes = zip(vector.shape, full)
-        fits = vector.dim() == 3 and all(n == 1 or n == whole for n, whole in sizes)
+        fits = vector.dim() == 3 and all(n == 1 or n == size for n, size in sizes)
         if not fits or not vector.is_floating_point():
             raise ValueError(
                 f"{what}: {name} must be a float or a float tensor that broadcasts to "

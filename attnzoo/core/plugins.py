@@ -85,8 +85,8 @@ def load_plugin(path: str | os.PathLike[str]) -> Plugin:
 def _owner(name: str) -> str | None:
     """The file or a description of the module that ``import name`` would load, or None."""
     if name in sys.modules:
-        found = getattr(sys.modules[name], "__file__", None)
-        return "a loaded module" if found is None else str(Path(found).resolve())
+        path = getattr(sys.modules[name], "__file__", None)
+        return "a loaded module" if path is None else str(Path(path).resolve())
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         return None

@@ -165,19 +165,19 @@ def _check_fields(variant: Variant) -> None:
         isinstance(alias, str) for alias in variant.aliases
     ):
         raise TypeError(f"{what}: aliases must be a tuple of str, got {shown(variant.aliases)}")
-    given = [param.name for param in variant.params]
-    if not set(variant.output_defaults or {}) <= set(given):
+    names = [param.name for param in variant.params]
+    if not set(variant.output_defaults or {}) <= set(names):
         raise ValueError(
-            f"{what}: output_defaults must name parameters ({', '.join(given) or 'none'}), got "
+            f"{what}: output_defaults must name parameters ({', '.join(names) or 'none'}), got "
             f"{shown(variant.output_defaults)}"
         )
     dense = ("q", "k", "call")
-    _check_function(f"{what}: weights", variant.weights, dense, given)
-    _check_function(f"{what}: forms", variant.forms, ("call",), given)
-    _check_function(f"{what}: unsupported", variant.unsupported, ("call",), given)
-    _check_function(f"{what}: has_state", variant.has_state, (), given)
+    _check_function(f"{what}: weights", variant.weights, dense, names)
+    _check_function(f"{what}: forms", variant.forms, ("call",), names)
+    _check_function(f"{what}: unsupported", variant.unsupported, ("call",), names)
+    _check_function(f"{what}: has_state", variant.has_state, (), names)
     if variant.scores is not None:
-        _check_function(f"{what}: scores", variant.scores, dense, given)
+        _check_function(f"{what}: scores", variant.scores, dense, names)
     if variant.calibrate is not None:
         _check_function(f"{what}: calibrate", variant.calibrate, ("log_n",), ())
     if variant.output_bias is not None:
@@ -192,10 +192,10 @@ def _check_type(what: str, value: Any, kind: type) -> None:
 
 
 def _check_function(
-    what: str, function: Callable[..., Any], places: tuple[str, ...], names: Iterable[str]
+    what: str, function: Callable[..., Any], positional: tuple[str, ...], names: Iterable[str]
 ) -> None:
     """Raise unless the function can be called as the library will call it."""
-    call = ", ".join([*places, *(f"{name}=…" for name in names)])
+    call = ", ".join([*positional, *(f"{name}=…" for name in names)])
     if not callable(function):
         raise TypeError(f"{what} must be a function of ({call}), got {shown(function)}")
     try:
@@ -203,7 +203,7 @@ def _check_function(
     except ValueError:  # some C functions have no signature
         return
     try:
-        signature.bind(*places, **dict.fromkeys(names))
+        signature.bind(*positional, **dict.fromkeys(names))
     except TypeError as error:
         raise TypeError(
             f"{what} must be a function of ({call}), got {signature}: {error}"

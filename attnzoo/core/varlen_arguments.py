@@ -213,7 +213,7 @@ def with_window_size(
 
 def with_batch(variant: str, params: dict[str, Any], query: Tensor, key: Tensor) -> TokenParams:
     """The parameters for a batch of one row: tensors (H, T) become (1, H, T)."""
-    found, of_queries, of_keys = dict(params), set(), set()
+    batched, of_queries, of_keys = dict(params), set(), set()
     for param in get_variant(variant).params:
         value = params.get(param.name)
         if not isinstance(value, Tensor) or value.dim() < 2 or param.kind != "per_head":
@@ -231,5 +231,5 @@ def with_batch(variant: str, params: dict[str, Any], query: Tensor, key: Tensor)
                 f"{variant}'s {param.name} must have shape {' or '.join(shapes)}, got "
                 f"{tuple(value.shape)}"
             )
-        found[param.name] = value[None]
-    return TokenParams(found, of_queries, of_keys)
+        batched[param.name] = value[None]
+    return TokenParams(batched, of_queries, of_keys)

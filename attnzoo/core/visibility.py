@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from attnzoo.core.kept import Kept
+from attnzoo.core.tensor_cache import TensorCache
 
-SMALL_SCORES = 2**10  # up to this many queries × keys, visible keys and distances are kept too
+SMALL_SCORES = 2**10  # up to this many queries × keys, visible keys and distances are cached too
 _ROWS = 256  # number of rows of a dense mask to count at once
 
 
@@ -30,11 +30,11 @@ def visible_entries(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask != float("-inf")
 
 
-class WholeRows(NamedTuple):
+class FullRows(NamedTuple):
     """What a block of queries needs to know of its rows in the whole call."""
 
     counts: Tensor  # n_i
-    places: Tensor | None  # None if the variant does not need them
+    positions: Tensor | None  # `Visibility.places`; None if the variant does not need them
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,8 +53,8 @@ class Visibility:
     right: int | None = None
     mask: Tensor | None = None  # [B|1, H|1, Nq|1, Nk], bool or float
     segments: tuple[Tensor, Tensor] | None = None  # int64 [B, Nq], [B, Nk]
-    whole: WholeRows | None = None  # set in a block of queries
-    kept: Kept | None = field(default=None, init=False)  # see `keeping`
+    full_rows: FullRows | None = None  # set in a block of queries
+    cache: TensorCache | None = field(default=None, init=False)  # see `with_cache`
 
     @property
     def counts(self) -> Tensor:
@@ -62,9 +62,9 @@ class Visibility:
 
         Against scores (B, H, Nq, Nk) use ``call.counts[..., None]``.
         """
-        if self.whole is not None:
-            return self.whole.counts
-        return self._kept("counts", lambda: _count_visible(self))
+        if self.full_rows is not None:
+            return self.full_rows.counts
+        return self._cached("counts", lambda: _count_visible(self))
 
     @property
     def places(self) -> Tensor:
@@ -73,20 +73,20 @@ class Visibility:
         A sequence begins at the first key of the query's segment that the mask does not hide, so
         that padding on the left is not counted. Causality and window do not change it.
         """
-        if self.whole is not None:
-            if self.whole.places is None:
+        if self.full_rows is not None:
+            if self.full_rows.positions is None:
                 raise ValueError("a variant that uses call.places must have absolute=True")
-            return self.whole.places
-        return self._kept("places", lambda: _places(self))
+            return self.full_rows.positions
+        return self._cached("places", lambda: _places(self))
 
-    def with_whole_rows(self, places: bool) -> Self:
-        """A copy whose blocks know n_i and, if ``places``, the places of their queries."""
-        return replace(self, whole=WholeRows(self.counts, self.places if places else None))
+    def with_full_rows(self, absolute: bool) -> Self:
+        """A copy whose blocks know n_i and, if ``absolute``, the `places` of their queries."""
+        return replace(self, full_rows=FullRows(self.counts, self.places if absolute else None))
 
     @property
     def log_n(self) -> Tensor:
         """log max(n_i, 1), in the shape of ``counts``. Do not modify."""
-        return self._kept("log_n", lambda: self.counts.clamp(min=1).log())
+        return self._cached("log_n", lambda: self.counts.clamp(min=1).log())
 
     @property
     def sees_no_later_key(self) -> bool:
@@ -110,7 +110,7 @@ class Visibility:
     @property
     def visible(self) -> Tensor:
         """True where query i may see key j; bool, broadcasts to (B, H, Nq, Nk)."""
-        return self._kept("visible", self._visible, dense=True)
+        return self._cached("visible", self._visible, dense=True)
 
     def _visible(self) -> Tensor:
         distance = self.distance
@@ -140,7 +140,7 @@ class Visibility:
     @property
     def distance(self) -> Tensor:
         """Position of query i minus position of key j, (Nq, Nk)."""
-        return self._kept("distance", self._distance, dense=True)
+        return self._cached("distance", self._distance, dense=True)
 
     def _distance(self) -> Tensor:
         return self.query_positions[:, None] - self.key_positions
@@ -172,16 +172,16 @@ class Visibility:
         if self.mask is not None or self.segments is not None:
             return [(slice(0, self.keys), ~self.visible)]
         offset = self.query_origin - self.key_origin
-        found = []
+        hidden = []
         if self.right is not None and (start := max(0, offset + self.right + 1)) < self.keys:
             columns = slice(start, self.keys)
-            found.append((columns, self.distance[:, columns] < -self.right))
+            hidden.append((columns, self.distance[:, columns] < -self.right))
         if self.left is not None:
             stop = min(self.keys, offset + self.queries - 1 - self.left)
             if stop > 0:
                 columns = slice(0, stop)
-                found.append((columns, self.distance[:, columns] > self.left))
-        return found
+                hidden.append((columns, self.distance[:, columns] > self.left))
+        return hidden
 
     def rows(self, batches: slice, heads: slice, rows: slice, **changes: Any) -> Self:
         """A copy for a block of queries and the keys in their `key_range`.
@@ -189,11 +189,13 @@ class Visibility:
         ``changes`` are new values of other fields.
         """
         keys = self.key_range(rows)
-        mask, segments, whole = self.mask, self.segments, self.whole
-        if whole is not None:
-            whole = WholeRows(
-                cut(whole.counts, batches, heads, rows),
-                None if whole.places is None else cut(whole.places, batches, heads, rows),
+        mask, segments, full_rows = self.mask, self.segments, self.full_rows
+        if full_rows is not None:
+            full_rows = FullRows(
+                cut(full_rows.counts, batches, heads, rows),
+                None
+                if full_rows.positions is None
+                else cut(full_rows.positions, batches, heads, rows),
             )
         if mask is not None:
             mask = cut(mask, batches, heads, rows, keys)
@@ -209,24 +211,24 @@ class Visibility:
             key_origin=self.key_origin + keys.start,
             mask=mask,
             segments=segments,
-            whole=whole,
+            full_rows=full_rows,
             **changes,
         )
 
-    def keeping(self) -> Self:
-        """A copy that keeps counts and log_n, and in small calls visible and distance.
+    def with_cache(self) -> Self:
+        """A copy that caches counts and log_n, and in small calls visible and distance.
 
         The call must have no mask, ALiBi or segments. ``dataclasses.replace`` of the copy gives an
-        object that keeps nothing.
+        object that caches nothing.
         """
         copy = replace(self)
-        object.__setattr__(copy, "kept", Kept(self.device))
+        object.__setattr__(copy, "cache", TensorCache(self.device))
         return copy
 
-    def _kept(self, name: str, make: Callable[[], Tensor], dense: bool = False) -> Tensor:
-        if self.kept is None or (dense and self.queries * self.keys > SMALL_SCORES):
+    def _cached(self, name: str, make: Callable[[], Tensor], dense: bool = False) -> Tensor:
+        if self.cache is None or (dense and self.queries * self.keys > SMALL_SCORES):
             return make()
-        return self.kept.get(name, make)
+        return self.cache.get(name, make)
 
 
 def _places(call: Visibility) -> Tensor:

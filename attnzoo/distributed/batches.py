@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnzoo.core.agree import agreed, described, ranks_of
 from attnzoo.core.checks import check_dense, is_int, is_number, plain, shown
 from attnzoo.core.collectives import all_gather
+from attnzoo.core.rank_agreement import agreed, described, ranks_of
 from attnzoo.distributed.layout import Layout, Shards, shards_of
 
 

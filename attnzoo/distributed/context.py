@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnzoo.backends.selection import check_backend
-from attnzoo.core.agree import agreed, described, ranks_of
 from attnzoo.core.arguments import ARGUMENTS, check_tensors
 from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import shown
 from attnzoo.core.collectives import Ranks
 from attnzoo.core.forms import Linear
+from attnzoo.core.rank_agreement import agreed, described, ranks_of
 from attnzoo.distributed.circulated import chunks_of, circulating_forms, ring_method
 from attnzoo.distributed.gathered import Result, all_gather_attention, ulysses_attention
 from attnzoo.distributed.inputs import Inputs

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.selection import choose
-from attnzoo.core.agree import agree
 from attnzoo.core.collectives import all_gather, all_to_all
+from attnzoo.core.rank_agreement import agree
 from attnzoo.core.registry import get_variant
 from attnzoo.distributed.inputs import Inputs
 from attnzoo.functional.prepare import prepare

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnzoo.core.agree import ranks_of
 from attnzoo.core.checks import check_bool
 from attnzoo.core.collectives import Ranks
+from attnzoo.core.rank_agreement import ranks_of
 from attnzoo.distributed.batches import unshard
 from attnzoo.distributed.context import Method, check_method, context_parallel_attention
 from attnzoo.distributed.gradients import Reducer

@@ -18,7 +18,7 @@ from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import EXP
 from attnzoo.core.call import in_full_precision, score_dtype
-from attnzoo.core.keys import ACTIVATIONS
+from attnzoo.core.function_keys import ACTIVATIONS
 from attnzoo.losses.batch import Batch
 from attnzoo.losses.chunks import PER_TOKEN, Layer, Rule, losses
 from attnzoo.losses.classes import WHOLE, ClassShard

@@ -23,9 +23,9 @@ from attnzoo.backends.tiled.threshold import (
     threshold_sums,
 )
 from attnzoo.core.activations import Activation
-from attnzoo.core.agree import agreed, described, ranks_of
 from attnzoo.core.checks import is_dtensor
 from attnzoo.core.collectives import joined, reduced
+from attnzoo.core.rank_agreement import agreed, described, ranks_of
 from attnzoo.functional.largest import Blocks, largest
 from attnzoo.functional.prepare import cast_by_autocast
 from attnzoo.losses.arguments import LossArguments, check_layer

@@ -250,7 +250,7 @@ class OutputLayer(VariantParameters):
         """
         from torch.distributed.tensor import Shard, distribute_tensor  # slow to import
 
-        from attnzoo.core.agree import ranks_of
+        from attnzoo.core.rank_agreement import ranks_of
 
         if is_dtensor(self.weight):
             raise ValueError("shard_classes must be called once, before other sharding of weight")

@@ -101,7 +101,7 @@ def test_a_mask_that_is_off_by_one_is_caught(
 
     def move(call: Any, form: Any) -> tuple[Any, Any]:
         mask = (torch.arange(100) < 50 + off)[None, None, None]
-        return replace(call.with_whole_rows(places=True), mask=mask), form
+        return replace(call.with_full_rows(absolute=True), mask=mask), form
 
     inject(monkeypatch, backend, move)
     assert exceeded(backend, dtype) != []

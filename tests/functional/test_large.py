@@ -40,7 +40,7 @@ def expected(
     """Compute the output and gradients of `ROWS` densely in fp64, and their error bounds."""
     leaves, arguments = inputs.arguments(torch.float64)
     whole = prepared(variant, backend, arguments, inputs, 1.0)
-    call, form = whole.call.with_whole_rows(places=True), whole.definition
+    call, form = whole.call.with_full_rows(absolute=True), whole.definition
     parts, out_bounds = [], []
     allowed = {"d" + name: torch.zeros_like(x, dtype=torch.float64) for name, x in leaves.items()}
     for rows in RANGES:

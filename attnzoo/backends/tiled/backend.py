@@ -91,7 +91,7 @@ def _by_definition(
     # Without blocks, the output would have no gradient.
     if 0 in (call.batch, call.queries, call.keys):
         return eager.run(q, k, v, call, form)
-    call = call.with_whole_rows(places=get_variant(form.name).absolute)
+    call = call.with_full_rows(absolute=get_variant(form.name).absolute)
     # Inputs are cast once, so that gradients of the blocks are summed in call.dtype.
     q, k, v = (x.to(call.dtype) for x in (q, k, v))
     if call.mask is not None and call.mask.is_floating_point():

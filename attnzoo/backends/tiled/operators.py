@@ -18,7 +18,7 @@ from attnzoo.backends.shared_operands import Layout, Terms, Vectors
 from attnzoo.backends.tiled.blocks import call_of
 from attnzoo.backends.tiled.walk import Normalizer, PairwiseCall, Saved, gradients, outputs
 from attnzoo.core.call import in_full_precision, score_dtype
-from attnzoo.core.keys import ACTIVATIONS, DISTANCES
+from attnzoo.core.function_keys import ACTIVATIONS, DISTANCES
 
 
 class Attended(NamedTuple):

@@ -1,4 +1,4 @@
-"""Tensors that depend only on the layout of a call, kept for later calls with this layout."""
+"""Tensors that depend only on the layout of a call, cached for later calls with this layout."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch import Tensor
 
 from attnzoo.core.checks import runs_eagerly
 
-MOST_BYTES = 2**25  # all kept tensors are dropped when they exceed this
+MOST_BYTES = 2**25  # all cached tensors are dropped when they exceed this
 OVERHEAD = 2**10  # bytes added per tensor, so that the number of small tensors is bounded too
 
-# (kept tensor, the tensor from which it was made or None, their versions), by `Kept`, name, stream
+# By `TensorCache`, name and stream: (cached tensor, the tensor from which it was made or None,
+# their versions)
 _tensors: dict[Hashable, tuple[Tensor, Tensor | None, int, int]] = {}
 _bytes = 0
 
 
-class Kept:
-    """The kept tensors of one layout and device."""
+class TensorCache:
+    """The cached tensors of one layout and device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -34,26 +35,26 @@ class Kept:
         if stream is None:
             return make()
         key = self, name, stream
-        found = _tensors.get(key)
+        entry = _tensors.get(key)
         # A tensor's version changes when a caller writes into it, except through `.data` and numpy.
         # A changed tensor is replaced.
-        if found is not None and found[1] is source:
-            tensor, _, version, source_version = found
+        if entry is not None and entry[1] is source:
+            tensor, _, version, source_version = entry
             if tensor._version == version and _version(source) == source_version:
                 return tensor
         # An inference tensor could not be used in a later call with gradients.
         with torch.inference_mode(False), torch.no_grad():
             made = make()
-        _keep(key, made, source)
+        _store(key, made, source)
         return made
 
     def holds(self, tensor: Tensor, name: Hashable) -> bool:
-        """Whether the tensor is the one that is kept under this name."""
-        found = _tensors.get((self, name, self._stream()))
-        return found is not None and found[0] is tensor
+        """Whether the tensor is the one that is cached under this name."""
+        entry = _tensors.get((self, name, self._stream()))
+        return entry is not None and entry[0] is tensor
 
     def _stream(self) -> int | None:
-        """The stream on which kernels of this call run; None if nothing may be kept.
+        """The stream on which kernels of this call run; None if nothing may be cached.
 
         A tensor is used only on the stream that wrote it, which needs no synchronization. A CUDA
         graph keeps the addresses of its tensors, so it must not use one that may be dropped.
@@ -72,13 +73,13 @@ class Kept:
 
 
 def clear() -> None:
-    """Drop all kept tensors."""
+    """Drop all cached tensors."""
     global _bytes
     _tensors.clear()
     _bytes = 0
 
 
-def _keep(key: Hashable, made: Tensor, source: Tensor | None) -> None:
+def _store(key: Hashable, made: Tensor, source: Tensor | None) -> None:
     global _bytes
     size = made.nbytes + OVERHEAD
     if size > MOST_BYTES // 4 or made.requires_grad or type(made) is not Tensor:

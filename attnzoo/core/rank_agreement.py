@@ -58,8 +58,8 @@ def agree(what: str, mine: str, error: Exception | None, ranks: Ranks) -> None:
     if ranks.count > 1:
         digest = hashlib.sha256(mine.encode()).digest()[:7]  # 56 bits: never `_FAILED`
         code = _FAILED if error is not None else int.from_bytes(digest, "little")
-        found = all_gather(torch.tensor([code], device=ranks.mesh.device_type), 0, ranks).tolist()
-        if _FAILED in found or len(set(found)) > 1:
+        codes = all_gather(torch.tensor([code], device=ranks.mesh.device_type), 0, ranks).tolist()
+        if _FAILED in codes or len(set(codes)) > 1:
             _explain(what, mine, error, ranks)
     if error is not None:
         raise error
@@ -70,27 +70,27 @@ def agreed(what: str, ranks: Ranks, check: Callable[[], tuple[T, str]]) -> T:
 
     If it raises on one rank, every rank raises, so that no rank waits for another.
     """
-    found, error, text = None, None, ""
+    result, error, text = None, None, ""
     try:
-        found, text = check()
+        result, text = check()
     except Exception as raised:
         error = raised
     agree(what, text, error, ranks)
-    assert found is not None
-    return found
+    assert result is not None
+    return result
 
 
 def _explain(what: str, mine: str, error: Exception | None, ranks: Ranks) -> None:
     """Exchange the texts or errors, and raise."""
     text = mine if error is None else f"{type(error).__name__}: {error}"
-    found: list[tuple[bool, str]] = [(False, "")] * ranks.count
-    dist.all_gather_object(found, (error is not None, text), group=ranks.group)
+    reports: list[tuple[bool, str]] = [(False, "")] * ranks.count
+    dist.all_gather_object(reports, (error is not None, text), group=ranks.group)
     if error is not None:
         raise error
-    failed = [f"rank {r}: {x}" for r, (raised, x) in enumerate(found) if raised]
+    failed = [f"rank {r}: {x}" for r, (raised, x) in enumerate(reports) if raised]
     if failed:
         raise ValueError(f"{what} raised on another rank; {'; '.join(failed)}")
-    mistaken = [f"rank {r}: {x}" for r, (_, x) in enumerate(found) if x != mine]
+    mistaken = [f"rank {r}: {x}" for r, (_, x) in enumerate(reports) if x != mine]
     raise ValueError(
         f"{what} must be called with equal arguments on all ranks; rank {ranks.rank}: {mine}; "
         f"{'; '.join(mistaken)}"

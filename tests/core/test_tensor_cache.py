@@ -1,4 +1,4 @@
-"""Counts and log n that are kept for repeated calls equal those of a first call."""
+"""Counts and log n that are cached for repeated calls equal those of a first call."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo.core import kept
-from attnzoo.core.kept import Kept
+from attnzoo.core import tensor_cache
+from attnzoo.core.tensor_cache import TensorCache
 from attnzoo.functional import call_cache
 from helpers.cases import rand
 
@@ -27,7 +27,7 @@ def _empty_caches() -> Iterator[None]:
 
 def forget() -> None:
     call_cache._CACHE.clear()
-    kept.clear()
+    tensor_cache.clear()
 
 
 def attend(variant: str, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
@@ -94,7 +94,7 @@ def counted(values: list[float]) -> Any:
 
 
 def test_tensor_is_made_again_after_a_change_of_it_or_of_its_source() -> None:
-    layout, source = Kept(torch.device("cpu")), torch.zeros(1)
+    layout, source = TensorCache(torch.device("cpu")), torch.zeros(1)
     make = counted([1.0, 2.0, 3.0])
     first = layout.get("x", make, source)
     assert layout.get("x", make, source) is first
@@ -107,26 +107,26 @@ def test_tensor_is_made_again_after_a_change_of_it_or_of_its_source() -> None:
 
 def test_layouts_do_not_share_tensors() -> None:
     make = counted([1.0, 2.0])
-    first, second = Kept(torch.device("cpu")), Kept(torch.device("cpu"))
+    first, second = TensorCache(torch.device("cpu")), TensorCache(torch.device("cpu"))
     assert [x.get("x", make).item() for x in (first, second, first)] == [1.0, 2.0, 1.0]
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST_BYTES", 20_000)
-    layout = Kept(torch.device("cpu"))
+    monkeypatch.setattr(tensor_cache, "MOST_BYTES", 20_000)
+    layout = TensorCache(torch.device("cpu"))
     for n in range(100):
         layout.get(n, lambda: torch.zeros(500))
-        assert sum(found[0].nbytes for found in kept._tensors.values()) <= 20_000
-    assert kept._tensors
-    kept.clear()
+        assert sum(entry[0].nbytes for entry in tensor_cache._tensors.values()) <= 20_000
+    assert tensor_cache._tensors
+    tensor_cache.clear()
     layout.get("large", lambda: torch.zeros(5000))  # more than a quarter
-    assert not kept._tensors
+    assert not tensor_cache._tensors
 
 
-def test_tensor_with_a_gradient_is_not_kept() -> None:
-    layout = Kept(torch.device("cpu"))
+def test_tensor_with_a_gradient_is_not_cached() -> None:
+    layout = TensorCache(torch.device("cpu"))
     layout.get("x", lambda: torch.zeros(1, requires_grad=True))
-    assert not kept._tensors
+    assert not tensor_cache._tensors
 
 
 def test_gpu_tensors_belong_to_a_stream_and_not_to_a_graph(
@@ -137,7 +137,7 @@ def test_gpu_tensors_belong_to_a_stream_and_not_to_a_graph(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams.get, raising=False)
     make = counted([1.0, 2.0, 3.0, 4.0])
-    layout = Kept(torch.device("cuda", 1))
+    layout = TensorCache(torch.device("cuda", 1))
     first = layout.get("x", make)
     assert layout.get("x", make) is first
     assert layout.holds(first, "x")
@@ -158,23 +158,23 @@ def test_gpu_tensors_belong_to_a_stream_and_not_to_a_graph(
 
 
 def test_a_device_without_streams_keeps_nothing() -> None:
-    layout = Kept(torch.device("meta"))
+    layout = TensorCache(torch.device("meta"))
     layout.get("x", lambda: torch.zeros(1))
-    assert not kept._tensors
+    assert not tensor_cache._tensors
 
 
-def test_nothing_is_kept_under_a_mode_or_transform() -> None:
+def test_nothing_is_cached_under_a_mode_or_transform() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    layout = Kept(torch.device("cpu"))
+    layout = TensorCache(torch.device("cpu"))
     with FakeTensorMode():
         layout.get("x", lambda: torch.zeros(1))
     torch.func.grad(lambda x: (x * layout.get("x", lambda: torch.zeros(1))).sum())(torch.ones(1))
-    assert not kept._tensors
+    assert not tensor_cache._tensors
 
 
 def test_replaced_tensors_do_not_count() -> None:
-    layout = Kept(torch.device("cpu"))
+    layout = TensorCache(torch.device("cpu"))
     for _ in range(3):
         layout.get("x", lambda: torch.zeros(100)).add_(1)
-    assert kept._bytes == 400 + kept.OVERHEAD
+    assert tensor_cache._bytes == 400 + tensor_cache.OVERHEAD
