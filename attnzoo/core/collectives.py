@@ -143,8 +143,7 @@ def circulate(tensors: Sequence[Tensor], ranks: Ranks) -> Iterator[tuple[int, Se
     """Pass tensors of equal shapes around the ring; yield (rank they came from, tensors).
 
     The tensors of this rank come first. The next ones travel while the caller works on
-    these.
-    Bytes sent per rank: (R − 1) · size of the tensors.
+    these. Bytes sent per rank: (R − 1) · size of the tensors.
     """
     held: Sequence[Tensor] = tensors
     spare: list[Tensor] | None = None  # tensors that have been sent on, to be overwritten

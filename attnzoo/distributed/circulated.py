@@ -26,10 +26,10 @@ from attnzoo.distributed.ring import ring_attention
 from attnzoo.distributed.rows import Ring, Rows
 from attnzoo.distributed.statistics import ring_statistics
 from attnzoo.functional.linear_attention import scan_for
-from attnzoo.functional.prepare import Prepared
+from attnzoo.functional.prepare import ValidatedCall
 
 
-def ring_method(given: Inputs, readies: list[Prepared], forms: list[Form]) -> Result:
+def ring_method(given: Inputs, readies: list[ValidatedCall], forms: list[Form]) -> Result:
     """Run the form of each chunk; see `circulating_form`."""
     call = readies[0].call
     with in_full_precision(call.device):
@@ -40,7 +40,7 @@ def ring_method(given: Inputs, readies: list[Prepared], forms: list[Form]) -> Re
     return out.to(call.input_dtype), lse
 
 
-def chunks_of(given: Inputs, whole: Inputs) -> list[Prepared]:
+def chunks_of(given: Inputs, whole: Inputs) -> list[ValidatedCall]:
     """The call of each chunk of this rank with all keys of the sequence."""
     shards = given.shards
     k, v = (placeholder(x, shards.total) for x in (given.k, given.v))
@@ -53,7 +53,7 @@ def chunks_of(given: Inputs, whole: Inputs) -> list[Prepared]:
     return found
 
 
-def circulating_form(given: Inputs, ready: Prepared, forms: Sequence[Form]) -> Form | str:
+def circulating_form(given: Inputs, ready: ValidatedCall, forms: Sequence[Form]) -> Form | str:
     """The form that the ring runs, or the reason why it runs none."""
     name = ready.variant.name
     linears = [form for form in forms if isinstance(form, Linear)]
@@ -74,7 +74,7 @@ def circulating_form(given: Inputs, ready: Prepared, forms: Sequence[Form]) -> F
     return why[0] if why else f"{name} has only a definition, which needs all scores of a row"
 
 
-def _by_ring(given: Inputs, readies: list[Prepared], forms: list[Form]) -> Result:
+def _by_ring(given: Inputs, readies: list[ValidatedCall], forms: list[Form]) -> Result:
     q, k, v, calls = given.q, given.k, given.v, [ready.call for ready in readies]
     pairwise = [form for form in forms if isinstance(form, Pairwise)]
     if not pairwise:
@@ -135,7 +135,7 @@ def _as_pairwise(
     return q, k, v, made, [Pairwise(IDENTITY, "sum")] * len(made)
 
 
-def _by_states(given: Inputs, readies: list[Prepared], forms: list[Linear]) -> Tensor:
+def _by_states(given: Inputs, readies: list[ValidatedCall], forms: list[Linear]) -> Tensor:
     """Each rank adds up the states of the chunks that its queries see."""
     shards, ranks = given.shards, given.ranks
     calls, states = [], []
@@ -165,7 +165,7 @@ def _by_states(given: Inputs, readies: list[Prepared], forms: list[Linear]) -> T
 
 
 def circulating_forms(
-    given: Inputs, readies: list[Prepared], forms: Sequence[Sequence[Form]]
+    given: Inputs, readies: list[ValidatedCall], forms: Sequence[Sequence[Form]]
 ) -> list[Form]:
     """The form of each chunk. Raises ValueError if the ring cannot run the variant."""
     found = []

@@ -18,7 +18,7 @@ from attnzoo.distributed.circulated import chunks_of, circulating_forms, ring_me
 from attnzoo.distributed.gathered import Result, all_gather_attention, ulysses_attention
 from attnzoo.distributed.inputs import Inputs
 from attnzoo.distributed.layout import Layout, shards_of
-from attnzoo.functional.prepare import Prepared, cast_by_autocast, check_supported, prepare
+from attnzoo.functional.prepare import ValidatedCall, cast_by_autocast, check_supported, prepare
 from attnzoo.functional.use_backend import named_backend
 
 Method = Literal["auto", "ulysses", "all_gather", "ring"]
@@ -103,7 +103,7 @@ def context_parallel_attention(
     """
     ranks, backend = ranks_of(mesh), named_backend(backend)
 
-    def check() -> tuple[tuple[Inputs, Prepared], str]:
+    def check() -> tuple[tuple[Inputs, ValidatedCall], str]:
         given, local = _checked(q, k, v, variant, arguments, ranks, method, layout, backend)
         return (given, local), _description(given, method, layout, backend)
 
@@ -117,7 +117,7 @@ def check_method(method: Any) -> None:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {shown(method)}")
 
 
-def _run(given: Inputs, local: Prepared, method: str, backend: str | None) -> Result:
+def _run(given: Inputs, local: ValidatedCall, method: str, backend: str | None) -> Result:
     if method == "auto":
         method = _choice(given, local)
         if backend is not None and method == "ring":
@@ -136,7 +136,7 @@ def _run(given: Inputs, local: Prepared, method: str, backend: str | None) -> Re
     return ring_method(given, readies, circulating_forms(given, readies, forms))
 
 
-def _choice(given: Inputs, local: Prepared) -> str:
+def _choice(given: Inputs, local: ValidatedCall) -> str:
     """The method that "auto" stands for. It is the same on all ranks."""
     linears = [form for form in local.forms if isinstance(form, Linear)]
     if linears and given.sums_states(linears[0], local.call):
@@ -147,7 +147,7 @@ def _choice(given: Inputs, local: Prepared) -> str:
 def _checked(
     q: Any, k: Any, v: Any, variant: Any, arguments: dict[str, Any], ranks: Ranks, method: Any,
     layout: Any, backend: Any,
-) -> tuple[Inputs, Prepared]:  # fmt: skip
+) -> tuple[Inputs, ValidatedCall]:  # fmt: skip
     """The validated arguments, and the call as if the shard were the whole sequence."""
     check_method(method)
     check_backend(backend)

@@ -21,7 +21,7 @@ from attnzoo.core.rank_agreement import agree
 from attnzoo.core.registry import get_variant
 from attnzoo.distributed.inputs import Inputs
 from attnzoo.functional.prepare import prepare
-from attnzoo.functional.run import run
+from attnzoo.functional.run_on_backend import run_on_backend
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -47,7 +47,7 @@ def all_gather_attention(given: Inputs, whole: Inputs, backend: str | None) -> R
                 error = found
     if backend is not None:
         agree("context_parallel_attention", "", error, ranks)
-    return joined([run(ready, backend) for ready in readies])
+    return joined([run_on_backend(ready, backend) for ready in readies])
 
 
 def joined(found: list[Result]) -> Result:
@@ -103,7 +103,7 @@ def ulysses_attention(given: Inputs, whole: Inputs, backend: str | None) -> Resu
         k, v = (x.index_select(1, index) for x in (k, v))
     arguments, params = _of_heads(given, whole, heads.queries(ranks.rank))
     ready = prepare(q, k, v, given.variant, arguments | params)
-    out, lse = run(ready, backend)
+    out, lse = run_on_backend(ready, backend)
     out = _to_tokens(out, heads, given)
     if lse is not None:
         lse = _to_tokens(lse[..., None], heads, given)[..., 0]

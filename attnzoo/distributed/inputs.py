@@ -14,7 +14,7 @@ from attnzoo.core.collectives import Ranks, all_gather
 from attnzoo.core.forms import Form
 from attnzoo.core.registry import get_variant
 from attnzoo.distributed.layout import Shards
-from attnzoo.functional.prepare import Prepared, prepare
+from attnzoo.functional.prepare import ValidatedCall, prepare
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class Inputs:
     def _whole(self, x: Tensor, dim: int) -> Tensor:
         return self.shards.to_sequence(all_gather(x, dim, self.ranks), dim)
 
-    def of_chunk(self, part: slice, start: int, keys: int, k: Tensor, v: Tensor) -> Prepared:
+    def of_chunk(self, part: slice, start: int, keys: int, k: Tensor, v: Tensor) -> ValidatedCall:
         """The call of one chunk of queries and the first ``keys`` keys of the sequence.
 
         Args:

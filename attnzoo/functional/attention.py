@@ -13,7 +13,7 @@ from attnzoo.core.checks import shown
 from attnzoo.functional import packed
 from attnzoo.functional.call_cache import find, key_of
 from attnzoo.functional.prepare import check_supported, prepare
-from attnzoo.functional.run import run
+from attnzoo.functional.run_on_backend import run_on_backend
 from attnzoo.functional.use_backend import named_backend
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -183,7 +183,7 @@ def attention(
         ready = prepare(q, k, v, variant, arguments | params)
         call = ready.call
         check_backend(backend)
-        out, lse = run(ready, backend, key, params)
+        out, lse = run_on_backend(ready, backend, key, params)
     if out.dtype != call.input_dtype:
         out = out.to(call.input_dtype)
     if not return_lse:

@@ -22,7 +22,7 @@ from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwis
 from attnzoo.core.parameters import VECTORS, as_vector, vectors_in
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Param, Variant
-from attnzoo.functional.prepare import Prepared, definition_of
+from attnzoo.functional.prepare import ValidatedCall, definition_of
 
 MAX_ENTRIES = 4096
 
@@ -44,17 +44,19 @@ class Entry(NamedTuple):
     with_grad: bool  # gradients were enabled
     outlines: tuple[Hashable, ...]  # one per form; see `_outline`
 
-    def rebuild(self, arguments: dict[str, Any], given: dict[str, Any]) -> tuple[Call, Form] | None:
+    def rebuild(
+        self, arguments: dict[str, Any], values: dict[str, Any]
+    ) -> tuple[Call, Form] | None:
         """(Call, form) with the tensors of a new call; None if the new call needs validation."""
         call, params = self.call, self.params
         if self.has_tensors:
             tensors = {name: arguments[name] for name in _LAYOUT if arguments[name] is not None}
             if tensors:
                 call = replace(call, **layout_tensors(tensors, call))
-            own = {
-                p.name: as_vector(what, p, given[p.name], call) for what, p in self.tensor_params
+            vectors = {
+                p.name: as_vector(what, p, values[p.name], call) for what, p in self.tensor_params
             }
-            params = params | own
+            params = params | vectors
             if self.variant.unsupported(call, **params) is not None:
                 return None
         if self.form_index < 0 and not self.with_grad:
@@ -140,7 +142,7 @@ def find(
 
 def remember(
     key: Hashable | None,
-    ready: Prepared,
+    ready: ValidatedCall,
     forms: tuple[Form, ...],
     backend: Backend,
     form: Form,
@@ -157,14 +159,14 @@ def remember(
     )
     layout = any(x is not None for x in (call.mask, call.alibi, call.segments))
     call = replace(call, mask=None, alibi=None, segments=None) if layout else call.with_cache()
-    own = {name: x for name, x in ready.params.items() if name not in tensors}
+    constants = {name: x for name, x in ready.params.items() if name not in tensors}
     if len(_CACHE) >= MAX_ENTRIES:
         oldest = list(_CACHE)[0]  # noqa: RUF015 (an iterator fails if another thread writes)
         _CACHE.pop(oldest, None)
     _CACHE[key] = Entry(
         ready.variant,
         call,
-        own,
+        constants,
         tensor_params,
         backend,
         form_index,

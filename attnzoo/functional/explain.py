@@ -10,7 +10,7 @@ from attnzoo.backends.selection import Candidate, candidates, check_backend, lin
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Linear
 from attnzoo.functional import packed
-from attnzoo.functional.prepare import Prepared, prepare
+from attnzoo.functional.prepare import ValidatedCall, prepare
 from attnzoo.functional.use_backend import named_backend
 
 
@@ -118,12 +118,12 @@ def explain(
     return replace(plan, parts=len(plans))
 
 
-def _plan(ready: Prepared, backend: str | None) -> Plan:
+def _plan(ready: ValidatedCall, backend: str | None) -> Plan:
     name, call = ready.variant.name, ready.call
-    found = candidates(name, (*ready.forms, ready.definition), call)
-    found = tuple(_with_note(candidate, call) for candidate in found)
-    able = [c.backend for c in found if c.reason is None and backend in (None, c.backend)]
-    return Plan(name, able[0] if able else None, found)
+    considered = candidates(name, (*ready.forms, ready.definition), call)
+    considered = tuple(_with_note(candidate, call) for candidate in considered)
+    able = [c.backend for c in considered if c.reason is None and backend in (None, c.backend)]
+    return Plan(name, able[0] if able else None, considered)
 
 
 def _with_note(candidate: Candidate, call: Call) -> Candidate:

@@ -84,11 +84,11 @@ class Candidates:
 
     Attributes:
         values: (R, c).
-        rest: The largest entry that is not a candidate, (R, 1); None if all entries are candidates.
+        excluded: The largest entry that is not a candidate, (R, 1); None if all entries are.
     """
 
-    def __init__(self, values: Tensor, chosen: Tensor | None, size: int, rest: Tensor | None):
-        self.values, self.rest = values, rest
+    def __init__(self, values: Tensor, chosen: Tensor | None, size: int, excluded: Tensor | None):
+        self.values, self.excluded = values, excluded
         self._chosen, self._size = chosen, size
 
     def index(self, place: Tensor) -> Tensor:
@@ -110,9 +110,9 @@ def largest(rows: Blocks, k: int) -> tuple[Tensor, Tensor]:
     x = rows.x
     # Entry k + 1 shows whether entries that are left out are equal to entry k.
     wanted = min(k + 1, x.shape[-1])
-    found = rows.candidates(wanted)
-    top, order = _top(found.values, wanted)
-    values, indices = top[:, :k], found.index(order[:, :k])
+    entries = rows.candidates(wanted)
+    top, order = _top(entries.values, wanted)
+    values, indices = top[:, :k], entries.index(order[:, :k])
     if not is_readable(x):
         return values, indices
     # `torch.topk` does not specify which of equal entries it takes, nor in which order.
@@ -146,7 +146,7 @@ def _first_of_equals(x: Tensor, values: Tensor, indices: Tensor) -> Tensor:
     counts = torch.bincount(row, minlength=len(x))
     first = counts.cumsum(0) - counts
     place = others[row] + torch.arange(len(row), device=x.device) - first[row]
-    kept = place < values.shape[-1]
+    fits = place < values.shape[-1]
     indices = indices.clone()
-    indices[row[kept], place[kept]] = column[kept]
+    indices[row[fits], place[fits]] = column[fits]
     return indices

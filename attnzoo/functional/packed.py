@@ -20,7 +20,7 @@ from attnzoo.backends import BACKENDS
 from attnzoo.backends.selection import choose
 from attnzoo.core.call import Call
 from attnzoo.core.checks import is_readable, is_recorded
-from attnzoo.functional.prepare import Prepared, check_supported, why_unsupported
+from attnzoo.functional.prepare import ValidatedCall, check_supported, why_unsupported
 
 Cut = list[tuple[Tensor, ...]]  # the runs of each row
 
@@ -55,7 +55,7 @@ class Part(NamedTuple):
     """A call on segments of equal lengths, as one batch."""
 
     segments: list[Segment]
-    ready: Prepared
+    ready: ValidatedCall
 
 
 def splits(q: Any, backend: Any) -> bool:
@@ -69,7 +69,7 @@ def splits(q: Any, backend: Any) -> bool:
     return named is None or not named.walks_segments
 
 
-def runs_of(ready: Prepared) -> Runs | None:
+def runs_of(ready: ValidatedCall) -> Runs | None:
     """The runs of a call with segments; None if it must run as one call.
 
     That is so if the tokens of a segment are not contiguous, if no query has a key, and if a
@@ -80,13 +80,13 @@ def runs_of(ready: Prepared) -> Runs | None:
         return None
     queries, keys, segments = [], [], []
     for row, ids in enumerate(zip(*(x.numpy() for x in call.segments))):
-        (of_queries, own_queries), (of_keys, own_keys) = map(_runs, ids)
-        found = {x: i for i, x in enumerate(of_keys)}
-        if len(found) < len(of_keys) or len(set(of_queries)) < len(of_queries):
+        (of_queries, query_lengths), (of_keys, key_lengths) = map(_runs, ids)
+        key_run = {x: i for i, x in enumerate(of_keys)}
+        if len(key_run) < len(of_keys) or len(set(of_queries)) < len(of_queries):
             return None
-        segments += [Segment(row, i, found[x]) for i, x in enumerate(of_queries) if x in found]
-        queries.append(own_queries)
-        keys.append(own_keys)
+        segments += [Segment(row, i, key_run[x]) for i, x in enumerate(of_queries) if x in key_run]
+        queries.append(query_lengths)
+        keys.append(key_lengths)
     runs = Runs(queries, keys, segments)
     if not segments or (_per_key(ready) and not _own_keys_inside(call, runs)):
         return None
@@ -99,7 +99,7 @@ def _runs(ids: np.ndarray) -> tuple[list[int], list[int]]:
     return ids[ends].tolist(), np.diff(ends, prepend=-1).tolist()
 
 
-def _per_key(ready: Prepared) -> bool:
+def _per_key(ready: ValidatedCall) -> bool:
     return any(param.per_key for param in ready.variant.params)
 
 
@@ -108,7 +108,7 @@ def _origins(call: Call, runs: Runs) -> Iterator[tuple[int, int, int]]:
 
     The position is relative to the first key of the segment.
     """
-    starts = [[[0, *accumulate(own)] for own in side] for side in (runs.queries, runs.keys)]
+    starts = [[[0, *accumulate(lengths)] for lengths in side] for side in (runs.queries, runs.keys)]
     for row, i, j in runs.segments:
         queries, keys = runs.queries[row][i], runs.keys[row][j]
         origin = keys - queries
@@ -122,7 +122,7 @@ def _own_keys_inside(call: Call, runs: Runs) -> bool:
     return all(0 <= at <= keys - queries for queries, keys, at in _origins(call, runs))
 
 
-def _groups(ready: Prepared, runs: Runs) -> dict[tuple[int, int, int], list[Segment]]:
+def _groups(ready: ValidatedCall, runs: Runs) -> dict[tuple[int, int, int], list[Segment]]:
     """Segments by number of queries, number of keys and position of the first query.
 
     The group with the most scores comes first, so that later ones fit in the memory it has freed.
@@ -143,7 +143,7 @@ def _groups(ready: Prepared, runs: Runs) -> dict[tuple[int, int, int], list[Segm
     return dict(sorted(groups.items(), key=scores, reverse=True))
 
 
-def parts_of(ready: Prepared, runs: Runs) -> Iterator[Part]:
+def parts_of(ready: ValidatedCall, runs: Runs) -> Iterator[Part]:
     """Split a call into calls on segments of equal lengths, each a batch of segments.
 
     The call with the most scores comes first.
@@ -154,17 +154,17 @@ def parts_of(ready: Prepared, runs: Runs) -> Iterator[Part]:
     for (queries, keys, origin), segments in groups.items():
         q, k, v = cuts.tensors(segments)
         mask, params = cuts.mask(segments), cuts.params(segments)
-        own = replace(
+        segment_call = replace(
             call, batch=len(segments), queries=queries, keys=keys, query_origin=origin,
             key_origin=0, segments=None, mask=mask,
         )  # fmt: skip
-        reason = why_unsupported(ready.variant, own, params) if runs.restart else None
-        yield Part(segments, Prepared(q, k, v, own, ready.variant, params, reason))
+        reason = why_unsupported(ready.variant, segment_call, params) if runs.restart else None
+        yield Part(segments, ValidatedCall(q, k, v, segment_call, ready.variant, params, reason))
 
 
 def _even(runs: Runs) -> int | None:
     """Number of segments per row if they cover all tokens in order, as many in each row."""
-    counts = {len(own) for own in (*runs.queries, *runs.keys)}
+    counts = {len(lengths) for lengths in (*runs.queries, *runs.keys)}
     count = max(counts)
     expected = [Segment(row, i, i) for row in range(len(runs.queries)) for i in range(count)]
     return count if len(counts) == 1 and runs.segments == expected else None
@@ -180,7 +180,7 @@ def _cut(x: Tensor, lengths: list[list[int]], dim: int) -> Cut:
     The backward of a split is one concatenation. That of a slice would fill a whole row.
     """
     rows = x.expand(len(lengths), *x.shape[1:]).unbind(0)
-    return [row.split(own, dim - 1) for row, own in zip(rows, lengths, strict=True)]
+    return [row.split(row_lengths, dim - 1) for row, row_lengths in zip(rows, lengths, strict=True)]
 
 
 def _stack(pieces: list[Tensor]) -> Tensor:
@@ -190,7 +190,7 @@ def _stack(pieces: list[Tensor]) -> Tensor:
 class _Cuts:
     """The tensors of a call, cut into their runs once for all parts."""
 
-    def __init__(self, ready: Prepared, runs: Runs, even: int | None) -> None:
+    def __init__(self, ready: ValidatedCall, runs: Runs, even: int | None) -> None:
         self.ready, self.runs, self.even = ready, runs, even
         if even is None:
             self.q = _cut(ready.q, runs.queries, 2)
@@ -201,8 +201,8 @@ class _Cuts:
             self.key_mask = _cut(mask, runs.keys, 3)
         elif mask is not None:
             self.dense_mask = _cut(mask, runs.queries, 2)
-            ends = ([0, *accumulate(own)] for own in runs.keys)
-            self.columns = [[slice(*pair) for pair in pairwise(own)] for own in ends]
+            ends = ([0, *accumulate(lengths)] for lengths in runs.keys)
+            self.columns = [[slice(*pair) for pair in pairwise(bounds)] for bounds in ends]
         self.per_query, self.per_key = {}, {}
         for param in ready.variant.params:
             value = ready.params[param.name]
@@ -233,9 +233,9 @@ class _Cuts:
 
     def params(self, segments: list[Segment]) -> dict[str, Any]:
         """The parameters of segments of equal lengths."""
-        found = {name: _of_queries(cut, segments) for name, cut in self.per_query.items()}
-        found |= {name: _of_keys(cut, segments) for name, cut in self.per_key.items()}
-        return self.ready.params | found
+        cut_params = {name: _of_queries(cut, segments) for name, cut in self.per_query.items()}
+        cut_params |= {name: _of_keys(cut, segments) for name, cut in self.per_key.items()}
+        return self.ready.params | cut_params
 
 
 def _of_queries(cut: Cut, segments: list[Segment]) -> Tensor:
@@ -246,11 +246,13 @@ def _of_keys(cut: Cut, segments: list[Segment]) -> Tensor:
     return _stack([cut[row][j] for row, _, j in segments])
 
 
-def run(ready: Prepared, runs: Runs, backend: str | None) -> tuple[Tensor, Tensor | None]:
+def attend_segments(
+    ready: ValidatedCall, runs: Runs, backend: str | None
+) -> tuple[Tensor, Tensor | None]:
     """The output (B, H, Nq, Dv) in the dtype of the inputs, and lse if the call asks for it."""
     call, even = ready.call, None
-    outs: list[list[Tensor | None]] = [[None] * len(own) for own in runs.queries]
-    lses: list[list[Tensor | None]] = [[None] * len(own) for own in runs.queries]
+    outs: list[list[Tensor | None]] = [[None] * len(lengths) for lengths in runs.queries]
+    lses: list[list[Tensor | None]] = [[None] * len(lengths) for lengths in runs.queries]
     for segments, part in parts_of(ready, runs):
         check_supported(part)
         forms = (*part.forms, part.definition)
@@ -266,23 +268,23 @@ def run(ready: Prepared, runs: Runs, backend: str | None) -> tuple[Tensor, Tenso
         pieces = zip(
             segments, out.transpose(1, 2).unbind(0), [None] * len(segments) if lse is None else lse
         )
-        for (row, i, _), own, own_lse in pieces:
-            outs[row][i], lses[row][i] = own, own_lse
+        for (row, i, _), piece, piece_lse in pieces:
+            outs[row][i], lses[row][i] = piece, piece_lse
     out = _join(outs, runs, ready.q.new_zeros(1, call.heads, call.value_dim))
     if not call.return_lse:
         return out.transpose(1, 2), None
     nothing = ready.q.new_full((1, call.heads), float("-inf"), dtype=call.dtype)
-    turned = [[None if x is None else x.mT for x in own] for own in lses]
+    turned = [[None if x is None else x.mT for x in row_lses] for row_lses in lses]
     return out.transpose(1, 2), _join(turned, runs, nothing).transpose(1, 2)
 
 
 def _join(pieces: list[list[Tensor | None]], runs: Runs, nothing: Tensor) -> Tensor:
     """The pieces (n, H, …) as (B, N, H, …). A piece that is None is ``nothing`` for all tokens."""
     rows = []
-    for own, lengths in zip(pieces, runs.queries, strict=True):
-        whole = [
+    for row_pieces, lengths in zip(pieces, runs.queries, strict=True):
+        filled = [
             nothing.expand(n, *nothing.shape[1:]) if x is None else x
-            for x, n in zip(own, lengths, strict=True)
+            for x, n in zip(row_pieces, lengths, strict=True)
         ]
-        rows.append(torch.cat(whole))
+        rows.append(torch.cat(filled))
     return _stack(rows)

@@ -16,7 +16,7 @@ from attnzoo.core.varlen_arguments import Packed, TokenParams
 from attnzoo.functional.attention import attention
 
 
-class Rows(NamedTuple):
+class PaddedRows(NamedTuple):
     """Where the tokens of a packed tensor are in a batch of rows.
 
     Attributes:
@@ -28,12 +28,12 @@ class Rows(NamedTuple):
     valid: Tensor
 
     @staticmethod
-    def of(ends: Tensor, tokens: int, width: int) -> Rows:
+    def of(ends: Tensor, tokens: int, width: int) -> PaddedRows:
         first, last = ends[:-1, None].long(), ends[1:, None].long()
         index = last - width + torch.arange(width, device=ends.device)
         valid = index >= first
         # Padding repeats a token, so that parameters keep allowed values.
-        return Rows(torch.maximum(index, first).clamp(0, tokens - 1), valid)
+        return PaddedRows(torch.maximum(index, first).clamp(0, tokens - 1), valid)
 
 
 def sequences(ends: Tensor, tokens: int) -> Tensor:
@@ -43,30 +43,34 @@ def sequences(ends: Tensor, tokens: int) -> Tensor:
 
 
 def padded_attention(
-    given: Packed, variant: str, backend: str | None, arguments: dict[str, Any], own: TokenParams
+    inputs: Packed,
+    variant: str,
+    backend: str | None,
+    arguments: dict[str, Any],
+    token_params: TokenParams,
 ) -> tuple[Tensor, Tensor | None]:
     """The output (Tq, H, Dv) of `varlen_attention`, and lse (H, Tq) if the call asks for it."""
     queries, keys = (
-        Rows.of(ends, x.shape[0], width)
-        for ends, x, width in zip(given.ends, (given.query, given.key), given.longest)
+        PaddedRows.of(ends, x.shape[0], width)
+        for ends, x, width in zip(inputs.ends, (inputs.query, inputs.key), inputs.longest)
     )
-    q = given.query[queries.tokens].transpose(1, 2)  # [S, H, max_q, D]
-    k, v = (x[keys.tokens].transpose(1, 2) for x in (given.key, given.value))
-    params = dict(own.values)
-    for rows, names in ((queries, own.of_queries), (keys, own.of_keys)):
+    q = inputs.query[queries.tokens].transpose(1, 2)  # [S, H, max_q, D]
+    k, v = (x[keys.tokens].transpose(1, 2) for x in (inputs.key, inputs.value))
+    params = dict(token_params.values)
+    for rows, names in ((queries, token_params.of_queries), (keys, token_params.of_keys)):
         for name in names:
             params[name] = params[name][0][:, rows.tokens].transpose(0, 1)  # [S, H, width]
     # A repeated gate would be summed over the padding, and cumulative sums lose digits.
     neutral = get_variant(variant).identity or {}
-    for name in neutral.keys() & set(own.of_keys):
+    for name in neutral.keys() & set(token_params.of_keys):
         params[name] = params[name].where(keys.valid[:, None], neutral[name])
     result = attention(
         q, k, v, variant, attn_mask=keys.valid[:, None, None], backend=backend, **arguments,
         **params,
     )  # fmt: skip
-    tokens, width = given.query.shape[0], given.longest[0]
-    row = sequences(given.ends[0], tokens)
-    place = torch.arange(tokens, device=row.device) - given.ends[0][1:][row] + width
+    tokens, width = inputs.query.shape[0], inputs.longest[0]
+    row = sequences(inputs.ends[0], tokens)
+    place = torch.arange(tokens, device=row.device) - inputs.ends[0][1:][row] + width
 
     def unpadded(x: Tensor) -> Tensor:
         """(S, H, max_q, …) as (Tq, H, …)."""

@@ -1,4 +1,4 @@
-"""Validation: turns the arguments of a call into a `Prepared` call."""
+"""Validation: turns the arguments of a call into a `ValidatedCall`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Variant
 
 
-class Prepared(NamedTuple):
+class ValidatedCall(NamedTuple):
     """A validated call: q, k, v after autocast, the variant and its validated parameters."""
 
     q: Tensor
@@ -51,18 +51,18 @@ class Prepared(NamedTuple):
 
 def definition_of(variant: Variant, params: dict[str, Any]) -> Definition:
     """The variant's definition, with tensor parameters that broadcast against scores."""
-    shaped, whole = dict(params), []
+    shaped, unshaped = dict(params), []
     for param in variant.params:
         value = params[param.name]
         if not isinstance(value, Tensor):
             continue
         if param.kind == "tensor":
-            whole.append(param.name)
+            unshaped.append(param.name)
         else:
             # A per-key tensor with one entry per head broadcasts like a per-query one.
             per_key = param.per_key and value.shape[-1] != 1
             shaped[param.name] = value.unsqueeze(-2 if per_key else -1)
-    return Definition(variant.name, variant.weights, variant.scores, shaped, tuple(whole))
+    return Definition(variant.name, variant.weights, variant.scores, shaped, tuple(unshaped))
 
 
 def prepare(
@@ -72,7 +72,7 @@ def prepare(
     variant: str,
     arguments: dict[str, Any],
     positions: tuple[int, int] | None = None,
-) -> Prepared:
+) -> ValidatedCall:
     """Validate a call and bind the variant's parameters.
 
     Args:
@@ -80,25 +80,25 @@ def prepare(
         positions: The positions of the first query and the first key. None: the first key is at 0,
             the last query at the last key.
     """
-    found = get_variant(variant)
-    given = q
+    chosen = get_variant(variant)
+    uncast = q
     q, k, v = cast_by_autocast(q, k, v)
     common = {name: value for name, value in arguments.items() if name in ARGUMENTS}
     params = {name: value for name, value in arguments.items() if name not in ARGUMENTS}
     mask = common.get("attn_mask")
-    if q is not given and isinstance(mask, Tensor) and mask.dtype == given.dtype:
+    if q is not uncast and isinstance(mask, Tensor) and mask.dtype == uncast.dtype:
         common["attn_mask"] = mask.float()  # the mask had q's dtype before autocast
     call = check_call(q, k, v, **common)
     if positions is not None:
         call = replace(call, query_origin=positions[0], key_origin=positions[1])
     with in_full_precision(call.device):
-        bound = bind(found, call, params)
-        reason = why_unsupported(found, call, bound)
+        bound = bind(chosen, call, params)
+        reason = why_unsupported(chosen, call, bound)
     inputs = [q, k, v, call.alibi, call.mask, *bound.values()]
     needs_grad = torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in inputs
     )
-    return Prepared(q, k, v, replace(call, needs_grad=needs_grad), found, bound, reason)
+    return ValidatedCall(q, k, v, replace(call, needs_grad=needs_grad), chosen, bound, reason)
 
 
 def why_unsupported(variant: Variant, call: Call, bound: dict[str, Any]) -> str | None:
@@ -132,8 +132,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     kind = x.device.type
     if kind in WITHOUT_AUTOCAST or not torch.is_autocast_enabled(kind):
         return x.dtype
-    kept = not x.is_floating_point() or x.dtype == torch.float64
-    return x.dtype if kept else torch.get_autocast_dtype(kind)
+    exempt = not x.is_floating_point() or x.dtype == torch.float64
+    return x.dtype if exempt else torch.get_autocast_dtype(kind)
 
 
 def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -144,6 +144,6 @@ def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(autocast_dtype(x)) if isinstance(x, Tensor) else x for x in tensors)
 
 
-def check_supported(ready: Prepared) -> None:
+def check_supported(ready: ValidatedCall) -> None:
     if ready.unsupported is not None:
         raise ValueError(ready.unsupported)

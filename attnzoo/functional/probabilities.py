@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.core.checks import check_dense
-from attnzoo.functional.rows import as_rows, row_call
+from attnzoo.functional.score_rows import as_rows, row_call
 
 
 def probabilities(
@@ -67,8 +67,8 @@ def probabilities(
     with in_full_precision(scores.device):
         rows = as_rows("probabilities", scores, variant, dim, mask, params)
         dtype = score_dtype(rows.scores)
-        given = rows.scores.to(dtype)
+        logits = rows.scores.to(dtype)
         if rows.mask is not None:  # a NaN that takes no part must not reach the gradients
-            given = given.masked_fill(~rows.mask, 0.0)
-        call = row_call(given, rows.mask, scores.dtype)
+            logits = logits.masked_fill(~rows.mask, 0.0)
+        call = row_call(logits, rows.mask, scores.dtype)
         return rows.restore(rows.bound.weights(call)).to(scores.dtype)

@@ -16,7 +16,7 @@ from attnzoo.backends.tiled.threshold import solve_threshold
 from attnzoo.core.device import is_cpu
 from attnzoo.core.forms import FromStatistics, Pairwise
 from attnzoo.functional.largest import Blocks, largest
-from attnzoo.functional.rows import BoundVariant, RowCall, row_call
+from attnzoo.functional.score_rows import BoundVariant, RowCall, row_call
 
 # Number of scores for which a definition is computed at once, on a CPU and on a GPU.
 EXACT, EXACT_ON_GPU = 2**17, 2**24
@@ -31,7 +31,7 @@ Column = Tensor | float  # a number, (R, 1) or (1, 1)
 
 
 def top_weights(
-    bound: BoundVariant, x: Tensor, mask: Tensor | None, k: int, dtype: torch.dtype, own: bool
+    bound: BoundVariant, x: Tensor, mask: Tensor | None, k: int, dtype: torch.dtype, inplace: bool
 ) -> tuple[Tensor, Tensor]:
     """Values and indices of the k largest weights of each row.
 
@@ -39,7 +39,7 @@ def top_weights(
         x: Scores (R, n) in fp32 or fp64.
         mask: Bool (R, n) or (1, n), or None.
         dtype: The dtype of the scores that the user gave.
-        own: Whether x may be overwritten.
+        inplace: Whether x may be overwritten.
     """
     call = row_call(x, mask, dtype)
     form = bound.pairwise(call)
@@ -50,9 +50,9 @@ def top_weights(
         return _in_a_graph(bound, call, x, mask, gain, k)
     if not bool((gain > 0).all() if isinstance(gain, Tensor) else gain > 0):
         # The order changes with the sign, and 0 · −∞ would be NaN.
-        x, own, gain = x.mul_(gain) if own else x * gain, True, 1.0
+        x, inplace, gain = x.mul_(gain) if inplace else x * gain, True, 1.0
     if mask is not None:
-        fill = x.masked_fill_ if own else x.masked_fill
+        fill = x.masked_fill_ if inplace else x.masked_fill
         x = fill(~mask, float("-inf"))
     rows = Blocks(x)
     size = x.shape[-1]
@@ -166,12 +166,12 @@ def _threshold(
         peak = peak.masked_fill(empty, 0.0)  # −∞ − −∞ would be NaN
     blocks, tau = min(top.shape[-1] + 1, rows.x.shape[-1]), 0.0
     while True:
-        found = rows.candidates(blocks)
-        values = found.values if found.rest is not None else _above(form, rows.x, peak, gain, tau)
+        entries = rows.candidates(blocks)
+        next_largest = entries.excluded
+        all_taken = next_largest is None
+        values = _above(form, rows.x, peak, gain, tau) if all_taken else entries.values
         tau = solve_threshold((values - peak) * gain, flat, phi)[:, None]
-        if found.rest is None:
-            break
-        if not bool((phi.value((found.rest - peak) * gain - tau, shape) > 0).any()):
+        if all_taken or not bool((phi.value((next_largest - peak) * gain - tau, shape) > 0).any()):
             break
         blocks *= WIDER
     return phi.value((top - peak) * gain - tau, shape)

@@ -14,12 +14,12 @@ from attnzoo.core.checks import (
     plain,
 )
 from attnzoo.core.device import is_cpu
-from attnzoo.functional.rows import as_rows
+from attnzoo.functional.score_rows import as_rows
 from attnzoo.functional.top_weights import parts, top_weights
 
-# Number of scores per step: GIVEN on a CPU, COPIED on a CPU if scores are cast or masked first, and
-# ON_GPU on a GPU, which needs larger steps.
-GIVEN, COPIED, ON_GPU = 2**23, 2**20, 2**26
+# Number of scores per step: UNCOPIED on a CPU, COPIED on a CPU if scores are cast or masked first,
+# and ON_GPU on a GPU, which needs larger steps.
+UNCOPIED, COPIED, ON_GPU = 2**23, 2**20, 2**26
 
 
 class TopK(NamedTuple):
@@ -94,15 +94,15 @@ def topk_probabilities(
         count, size = rows.scores.shape
         k = check_k(k, size, f"the size of scores along dim, {size}")
         dtype = score_dtype(scores)
-        held = GIVEN if dtype == scores.dtype and mask is None else COPIED
+        held = UNCOPIED if dtype == scores.dtype and mask is None else COPIED
         step = rows_per_step(held, size, scores.device)
-        found = []
+        results = []
         for part in parts(count, step):
             x = rows.scores[part].to(dtype)
             seen = rows.mask if rows.mask is None or rows.mask.shape[0] == 1 else rows.mask[part]
-            own = dtype != scores.dtype  # x is a copy
-            found.append(top_weights(rows.bound.part(part), x, seen, k, scores.dtype, own))
-        values, indices = joined(found, k, scores)
+            is_copy = dtype != scores.dtype  # x is a copy
+            results.append(top_weights(rows.bound.part(part), x, seen, k, scores.dtype, is_copy))
+        values, indices = joined(results, k, scores)
         return TopK(rows.restore(values), rows.restore(indices))
 
 
@@ -111,10 +111,10 @@ def rows_per_step(held: int, size: int, device: torch.device) -> int:
     return max(1, (held if is_cpu(device) else ON_GPU) // size)
 
 
-def joined(found: list[tuple[Tensor, Tensor]], k: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    if not found:
+def joined(results: list[tuple[Tensor, Tensor]], k: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    if not results:
         return like.new_empty(0, k), torch.empty(0, k, dtype=torch.long, device=like.device)
-    values, indices = zip(*found)
+    values, indices = zip(*results)
     return torch.cat(values).to(like.dtype), torch.cat(indices)
 
 

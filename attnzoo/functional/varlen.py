@@ -196,7 +196,7 @@ def varlen_attention(
     """
     return_lse = return_lse or wants_lse(return_aux)
     ends, longest = (cu_seq_q, cu_seq_k), (max_q, max_k)
-    given = check_packed((query, key, value), ends, longest, enable_gqa)
+    inputs = check_packed((query, key, value), ends, longest, enable_gqa)
     backend = named_backend(backend)
     check_backend(backend)
     check_torch_arguments(params)
@@ -216,8 +216,8 @@ def varlen_attention(
         dropout_p=dropout_p,
         return_lse=return_lse,
     )
-    own = with_batch(variant, params, query, key)
-    out, lse = _attend(given, variant, backend, arguments, own)
+    token_params = with_batch(variant, params, query, key)
+    out, lse = _attend(inputs, variant, backend, arguments, token_params)
     if not return_lse:
         return out
     assert lse is not None
@@ -225,25 +225,29 @@ def varlen_attention(
 
 
 def _attend(
-    given: Packed, variant: str, backend: str | None, arguments: dict[str, Any], own: TokenParams
+    inputs: Packed,
+    variant: str,
+    backend: str | None,
+    arguments: dict[str, Any],
+    token_params: TokenParams,
 ) -> tuple[Tensor, Tensor | None]:
     """The output (Tq, H, Dv), and lse (H, Tq) if the call asks for it."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (given.query, given.key, given.value))
-    options = arguments | own.values
-    if not given.attends:
-        options |= {name: own.values[name][..., :0] for name in own.of_keys}
+    q, k, v = (x.transpose(0, 1)[None] for x in (inputs.query, inputs.key, inputs.value))
+    options = arguments | token_params.values
+    if not inputs.attends:
+        options |= {name: token_params.values[name][..., :0] for name in token_params.of_keys}
         result = attention(q, k[:, :, :0], v[:, :, :0], variant, backend=backend, **options)
         out, lse = (result, None) if isinstance(result, Tensor) else result
-    elif given.lengths is not None and not is_recorded():
+    elif inputs.lengths is not None and not is_recorded():
         ready = prepare(q, k, v, variant, options)
         with in_full_precision(q.device):
-            out, lse = packed.run(ready, _runs(*given.lengths), backend)
+            out, lse = packed.attend_segments(ready, _runs(*inputs.lengths), backend)
     else:
         walked = None
-        if given.ends[0] is given.ends[1]:
-            walked = _walked(q, k, v, given.ends[0], variant, backend, options)
+        if inputs.ends[0] is inputs.ends[1]:
+            walked = _walked(q, k, v, inputs.ends[0], variant, backend, options)
         if walked is None:
-            return padded_attention(given, variant, backend, arguments, own)
+            return padded_attention(inputs, variant, backend, arguments, token_params)
         out, lse = walked
     return out[0].transpose(0, 1), None if lse is None else lse[0]
 

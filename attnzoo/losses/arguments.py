@@ -22,7 +22,7 @@ from attnzoo.core.checks import (
 )
 from attnzoo.core.forms import FromStatistics, Pairwise
 from attnzoo.core.variant import Variant
-from attnzoo.functional.rows import BoundVariant, RowCall, bind_rows, row_call
+from attnzoo.functional.score_rows import BoundVariant, RowCall, bind_rows, row_call
 
 REDUCTIONS = ("none", "mean", "sum")
 

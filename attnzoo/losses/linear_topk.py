@@ -8,7 +8,7 @@ from torch import Tensor
 from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.core.checks import check_dense
 from attnzoo.functional.prepare import cast_by_autocast
-from attnzoo.functional.rows import bind_rows
+from attnzoo.functional.score_rows import bind_rows
 from attnzoo.functional.top_weights import top_weights
 from attnzoo.functional.topk import TopK, check_k, joined, parts, rows_per_step
 from attnzoo.losses.arguments import check_class_mask, check_layer, check_plain, check_softcap
@@ -101,6 +101,6 @@ def linear_topk(
             if softcap is not None:
                 z.div_(softcap).tanh_().mul_(softcap)
             seen = mask if mask is None or mask.shape[0] == 1 else mask[part]
-            found.append(top_weights(bound.part(part), z, seen, k, given.dtype, own=True))
+            found.append(top_weights(bound.part(part), z, seen, k, given.dtype, inplace=True))
         values, indices = joined(found, k, given)
         return TopK(values.reshape(*lead, k), indices.reshape(*lead, k))

@@ -13,7 +13,7 @@ from attnzoo.core.checks import check_bool, check_device_and_dtype, check_sizes,
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Param
 from attnzoo.functional.prepare import cast_by_autocast
-from attnzoo.functional.rows import check_has_rows
+from attnzoo.functional.score_rows import check_has_rows
 from attnzoo.functional.topk import TopK
 from attnzoo.losses.arguments import check_layer, check_options
 from attnzoo.losses.linear_loss import linear_loss

@@ -89,7 +89,7 @@ def test_processing_few_rows_at_a_time_gives_the_same_result(
     }
     params = {**params_of(variant), **own}
     want = topk_probabilities(scores, 5, variant, mask=mask, **params)
-    for name in ("GIVEN", "COPIED"):
+    for name in ("UNCOPIED", "COPIED"):
         monkeypatch.setattr(module, name, 2000)
     monkeypatch.setattr("attnzoo.functional.top_weights.EXACT", 900)
     monkeypatch.setattr("attnzoo.functional.top_weights.SUMMED", 900)

@@ -11,11 +11,11 @@ from attnzoo.backends.selection import choose
 from attnzoo.core.call import in_full_precision
 from attnzoo.functional import packed
 from attnzoo.functional.call_cache import remember
-from attnzoo.functional.prepare import Prepared, check_supported
+from attnzoo.functional.prepare import ValidatedCall, check_supported
 
 
-def run(
-    ready: Prepared, backend: str | None, key: Hashable | None = None,
+def run_on_backend(
+    ready: ValidatedCall, backend: str | None, key: Hashable | None = None,
     params: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The output (B, H, Nq, Dv) in the dtype of the inputs, and lse if the call asks for it.
@@ -29,7 +29,7 @@ def run(
         if call.segments is not None and packed.splits(ready.q, backend):
             runs = packed.runs_of(ready)
         if runs is not None:
-            return packed.run(ready, runs, backend)
+            return packed.attend_segments(ready, runs, backend)
         forms = ready.forms
         chosen, form = choose(ready.variant.name, (*forms, ready.definition), call, backend)
         remember(key, ready, forms, chosen, form, params or {})

@@ -28,12 +28,12 @@ from attnzoo.functional.prepare import definition_of
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowCall(Call):
-    """A call whose scores are given: ``given`` is (1, R, 1, n)."""
+    """A call whose scores are given: ``row_scores`` is (1, R, 1, n)."""
 
-    given: Tensor
+    row_scores: Tensor
 
     def scores(self, q: Any, k: Any) -> Tensor:
-        return self.given
+        return self.row_scores
 
 
 class _Absent:
@@ -67,11 +67,11 @@ class BoundVariant(NamedTuple):
 
     def part(self, rows: slice) -> BoundVariant:
         """The variant and its parameters for ``rows``."""
-        own = {
+        part = {
             name: cut(x, slice(None), rows) if isinstance(x, Tensor) else x
             for name, x in self.params.items()
         }
-        return BoundVariant(self.variant, own)
+        return BoundVariant(self.variant, part)
 
     def weights(self, call: RowCall) -> Tensor:
         """The weights of the variant's definition, (R, n)."""
@@ -91,8 +91,8 @@ class BoundVariant(NamedTuple):
     def extras(self, call: RowCall) -> list[str]:
         """The `Pairwise.extras` of the variant's forms for this call."""
         forms = self.variant.forms(call, **self.params)
-        found = [name for form in forms if isinstance(form, Pairwise) for name in form.extras]
-        return list(dict.fromkeys(found))
+        names = [name for form in forms if isinstance(form, Pairwise) for name in form.extras]
+        return list(dict.fromkeys(names))
 
 
 def row_call(scores: Tensor, mask: Tensor | None, input_dtype: torch.dtype) -> RowCall:
@@ -112,7 +112,7 @@ def row_call(scores: Tensor, mask: Tensor | None, input_dtype: torch.dtype) -> R
         device=scores.device,
         query_origin=size - 1,
         mask=None if mask is None else mask[None, :, None],
-        given=scores[None, :, None],
+        row_scores=scores[None, :, None],
     )
 
 
@@ -135,36 +135,36 @@ def bind_rows(
             only ``per_token`` parameters may have one value per row.
         keywords: The other keywords of the function, for errors.
     """
-    found = get_variant(variant)
+    chosen = get_variant(variant)
     check_has_rows(function, variant)
-    check_names(found, params, keywords)
-    known = {param.name: param for param in found.params if param.kind == "per_head"}
+    check_names(chosen, params, keywords)
+    known = {param.name: param for param in chosen.params if param.kind == "per_head"}
     if output_layer:
-        params = {**(found.output_defaults or {}), **params}
+        params = {**(chosen.output_defaults or {}), **params}
     rows = {}
     for name, x in params.items():
         if name in known and isinstance(x, Tensor):
             shape = lead if known[name].per_token or not output_layer else ()
-            x = _row_values(f"{found.name}'s {name}", x, shape, example)
+            x = _row_values(f"{chosen.name}'s {name}", x, shape, example)
         rows[name] = x
     count = prod(lead)
     # One entry per row is enough to validate parameters.
     call = row_call(example.new_zeros(count, 1, dtype=score_dtype(example)), None, example.dtype)
-    bound = bind(found, call, rows)
-    reason = found.unsupported(call, **bound)
+    bound = bind(chosen, call, rows)
+    reason = chosen.unsupported(call, **bound)
     if reason is not None:
         raise ValueError(reason)
-    return BoundVariant(found, bound)
+    return BoundVariant(chosen, bound)
 
 
 def check_has_rows(function: str, variant: str) -> None:
     """Raise if the variant's weights are not a function of the scores of a row."""
-    found = get_variant(variant)
-    if found.by_position:
+    chosen = get_variant(variant)
+    if chosen.by_position:
         raise ValueError(
             f"variant of {function} must not depend on positions, got {variant!r}, whose weights do"
         )
-    if not found.has_logits:
+    if not chosen.has_logits:
         raise ValueError(
             f"variant of {function} must have weights that depend on q and k through q·k only, got "
             f"{variant!r}, whose weights do not"
@@ -195,7 +195,7 @@ def _broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
     )
 
 
-class Rows(NamedTuple):
+class ScoreRows(NamedTuple):
     """Validated scores (R, n) with a mask (R, n), (1, n) or None, and their original shape."""
 
     bound: BoundVariant
@@ -211,7 +211,7 @@ class Rows(NamedTuple):
 
 def as_rows(
     function: str, scores: Tensor, variant: str, dim: Any, mask: Any, params: dict[str, Any]
-) -> Rows:
+) -> ScoreRows:
     """Validate scores, which are a dense tensor, with their dimension, mask and parameters."""
     if scores.dtype not in DTYPES:
         raise TypeError(f"scores must be fp16, bf16, fp32 or fp64, got {scores.dtype}")
@@ -235,7 +235,7 @@ def as_rows(
     moved = scores.movedim(dim, -1)
     count = prod(lead)
     seen = None if mask is None else _row_mask(mask, scores, dim, (count, size))
-    return Rows(bound, moved.reshape(count, size), seen, lead, dim)
+    return ScoreRows(bound, moved.reshape(count, size), seen, lead, dim)
 
 
 def _row_mask(mask: Any, scores: Tensor, dim: int, rows: tuple[int, int]) -> Tensor:
