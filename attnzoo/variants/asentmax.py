@@ -54,13 +54,13 @@ def gain(
 
 
 def weights(q: Tensor, k: Tensor, call: Call, extra: int, **params: Any) -> Tensor:
-    own = gain(log_count(call, extra)[..., None], **params)
-    return project15(own * call.scores(q, k) + call.bias, call)
+    gains = gain(log_count(call, extra)[..., None], **params)
+    return project15(gains * call.scores(q, k) + call.bias, call)
 
 
 def forms(call: Call, extra: int, **params: Any) -> tuple[Form, ...]:
-    own = gain(log_count(call, extra), **params)
-    return (Pairwise(ENTMAX15, "threshold", gain=own),)
+    gains = gain(log_count(call, extra), **params)
+    return (Pairwise(ENTMAX15, "threshold", gain=gains),)
 
 
 VARIANT = Variant(

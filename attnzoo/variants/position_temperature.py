@@ -30,16 +30,16 @@ from attnzoo.core.forms import Form, Pairwise, PerQuery
 from attnzoo.core.variant import Param, Variant
 
 
-def gain(places: Tensor, beta: PerQuery, train_length: float, one_based: bool) -> Tensor:
-    steps = torch.div(places + int(one_based), train_length, rounding_mode="floor")
+def gain(positions: Tensor, beta: PerQuery, train_length: float, one_based: bool) -> Tensor:
+    steps = torch.div(positions + int(one_based), train_length, rounding_mode="floor")
     return 1 + beta * steps.log1p()
 
 
 def scores(
     q: Tensor, k: Tensor, call: Call, beta: PerQuery, train_length: float, one_based: bool
 ) -> Tensor:
-    own = gain(call.places[..., None], beta, train_length, one_based)
-    return own * call.scores(q, k) + call.bias
+    gains = gain(call.places[..., None], beta, train_length, one_based)
+    return gains * call.scores(q, k) + call.bias
 
 
 def weights(

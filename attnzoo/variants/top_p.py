@@ -31,8 +31,8 @@ def scores(q: Tensor, k: Tensor, call: Call, p: float) -> Tensor:
         return s
     with torch.no_grad():
         ordered, order = call.hide(s).sort(stable=True, dim=-1, descending=True)
-        own = ordered.softmax(-1)
-        before = torch.nn.functional.pad(own.cumsum(-1), (1, 0))[..., :-1]
+        weights = ordered.softmax(-1)
+        before = torch.nn.functional.pad(weights.cumsum(-1), (1, 0))[..., :-1]
         over = before >= p
         over[..., :1] = False  # the first key stays, also if p is 0 in the dtype
         dropped = torch.zeros_like(s, dtype=torch.bool).scatter(-1, order, over)
