@@ -39,10 +39,10 @@ class SequenceSharding:
         shards = shards_of(self.layout, ranks.count, tokens)
         return shards.shard(torch.arange(shards.total, device=device), ranks.rank, 0)
 
-    def whole(self, x: Tensor, dim: int) -> Tensor:
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
         return unshard(x, self.mesh, dim, layout=self.layout)
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
+    def shard(self, x: Tensor, dim: int) -> Tensor:
         ranks = self._ranks
         return shards_of(self.layout, ranks.count, x.shape[dim] // ranks.count).shard(
             x, ranks.rank, dim

@@ -183,9 +183,9 @@ class AdaptiveSoftmax(nn.Module):
             features, and that they need a projection.
         """
         sizes = _sizes(in_features, _div_value(div_value), CLUSTERS)
-        found = chosen_cutoffs(counts, clusters, tokens, overhead, smallest, len(sizes))
+        cutoffs = chosen_cutoffs(counts, clusters, tokens, overhead, smallest, len(sizes))
         options = {"div_value": div_value, **options}
-        return cls(in_features, len(counts), found, variant, tail_variant, **options)
+        return cls(in_features, len(counts), cutoffs, variant, tail_variant, **options)
 
     def reset_parameters(self) -> None:
         """Draws all matrices as `torch.nn.Linear` does; resets the variants' parameters."""
@@ -218,9 +218,12 @@ class AdaptiveSoftmax(nn.Module):
         count = split.counted()
         # The mean over no tokens is NaN, and its gradient would be NaN too.
         total = torch.where(count > 0, mean, 0.0) * count
-        for rows, (project, layer), own in self._visited(split):
-            found = layer(project(split.input[rows]), own)
-            output, total = output.index_add(0, rows, found.output), total + found.loss * len(own)
+        for rows, (project, layer), targets in self._visited(split):
+            losses = layer(project(split.input[rows]), targets)
+            output, total = (
+                output.index_add(0, rows, losses.output),
+                total + losses.loss * len(targets),
+            )
         return TargetLoss(output.reshape(target.shape), _mean(total, count))
 
     if TYPE_CHECKING:
@@ -233,9 +236,9 @@ class AdaptiveSoftmax(nn.Module):
         split = self._split(input, target)
         inner = "none" if reduction == "none" else "sum"
         total = self.head.loss(split.input, split.head_target, inner)
-        for rows, (project, layer), own in self._visited(split):
-            found = layer.loss(project(split.input[rows]), own, inner)
-            total = total.index_add(0, rows, found) if inner == "none" else total + found
+        for rows, (project, layer), targets in self._visited(split):
+            losses = layer.loss(project(split.input[rows]), targets, inner)
+            total = total.index_add(0, rows, losses) if inner == "none" else total + losses
         if reduction == "mean":
             return _mean(total, split.counted())
         return total.reshape(target.shape) if reduction == "none" else total
@@ -251,10 +254,10 @@ class AdaptiveSoftmax(nn.Module):
         gradients.
         """
         head = self.head.log_prob(input)
-        found = [head[..., : self.shortlist_size]]
+        log_probs = [head[..., : self.shortlist_size]]
         for at, (project, layer) in enumerate(self._clusters(), self.shortlist_size):
-            found.append(layer.log_prob(project(input)) + head[..., at : at + 1])
-        return torch.cat(found, dim=-1)
+            log_probs.append(layer.log_prob(project(input)) + head[..., at : at + 1])
+        return torch.cat(log_probs, dim=-1)
 
     def topk(self, input: Tensor, k: int) -> TopK:
         """The k most probable classes of each token, as from `OutputLayer`."""
@@ -281,12 +284,12 @@ class AdaptiveSoftmax(nn.Module):
 
     def _visited(self, split: _Split) -> list[tuple[Tensor, tuple[nn.Linear, OutputLayer], Tensor]]:
         """The clusters that have targets: indices of their tokens, the layers and the targets."""
-        found = []
+        visited = []
         for i, pair in enumerate(self._clusters()):
             rows = (split.cluster == i + 1).nonzero()[:, 0]
             if len(rows):
-                found.append((rows, pair, split.target[rows] - self.cutoffs[i]))
-        return found
+                visited.append((rows, pair, split.target[rows] - self.cutoffs[i]))
+        return visited
 
     def extra_repr(self) -> str:
         """Sizes and cutoffs, for repr()."""
@@ -327,26 +330,26 @@ def _div_value(value: Any) -> float:
     return float(value)
 
 
-def _cutoffs(given: Any, classes: int) -> list[int]:
+def _cutoffs(cutoffs: Any, classes: int) -> list[int]:
     allowed = f"ascending ints from 1 to num_classes - 1 = {classes - 1}"
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise TypeError(f"cutoffs must be a sequence of {allowed}, got {shown(given)}")
-    cutoffs = [plain(one) for one in given]
+    if not isinstance(cutoffs, Sequence) or isinstance(cutoffs, str) or not cutoffs:
+        raise TypeError(f"cutoffs must be a sequence of {allowed}, got {shown(cutoffs)}")
+    numbers = [plain(one) for one in cutoffs]
     if (
-        not all(is_int(one) and 1 <= one < classes for one in cutoffs)
-        or sorted(set(cutoffs)) != cutoffs
+        not all(is_int(one) and 1 <= one < classes for one in numbers)
+        or sorted(set(numbers)) != numbers
     ):
-        raise ValueError(f"cutoffs must be {allowed}, got {shown(given)}")
-    return cutoffs
+        raise ValueError(f"cutoffs must be {allowed}, got {shown(cutoffs)}")
+    return numbers
 
 
-def _variant(name: str, given: Any) -> tuple[str, dict[str, Any]]:
-    if isinstance(given, str):
-        return given, {}
-    if not isinstance(given, tuple) or [type(one) for one in given] != [str, dict]:
+def _variant(name: str, choice: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(choice, str):
+        return choice, {}
+    if not isinstance(choice, tuple) or [type(one) for one in choice] != [str, dict]:
         raise TypeError(
-            f"{name} must be a name or a pair (name, keywords of OutputLayer), got {shown(given)}"
+            f"{name} must be a name or a pair (name, keywords of OutputLayer), got {shown(choice)}"
         )
-    if fixed := [one for one in FIXED if one in given[1]]:
+    if fixed := [one for one in FIXED if one in choice[1]]:
         raise TypeError(f"{name} must not set {', '.join(fixed)}")
-    return given[0], given[1]
+    return choice[0], choice[1]

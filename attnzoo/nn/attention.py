@@ -103,7 +103,9 @@ class Attention(VariantParameters):
             raise ValueError(
                 f"softcap must be None for {variant}, which has no logits, got {softcap}"
             )
-        self._own(variant, num_heads, learn, params, given=given, head_dim=head_dim, dtype=dtype)
+        self._create_parameters(
+            variant, num_heads, learn, params, given=given, head_dim=head_dim, dtype=dtype
+        )
         if device is not None:
             self.to(device=device)
         self.projections = None  # see `projecting_attention`
@@ -204,7 +206,7 @@ class Attention(VariantParameters):
             attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
             enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
             segment_ids: Segments = None, dropout_p: float = 0.0, backend: str | None = None,
-            **given: Tensor,
+            **params: Tensor,
         ) -> Tensor: ...  # fmt: skip
         @overload
         def __call__(
@@ -213,7 +215,7 @@ class Attention(VariantParameters):
             attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
             enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
             segment_ids: Segments = None, dropout_p: float = 0.0, backend: str | None = None,
-            **given: Tensor,
+            **params: Tensor,
         ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
         @overload
         def __call__(
@@ -222,7 +224,7 @@ class Attention(VariantParameters):
             attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
             enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
             segment_ids: Segments = None, dropout_p: float = 0.0, backend: str | None = None,
-            **given: Tensor,
+            **params: Tensor,
         ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
         @overload
         def __call__(
@@ -231,7 +233,7 @@ class Attention(VariantParameters):
             attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
             enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
             segment_ids: Segments = None, dropout_p: float = 0.0, backend: str | None = None,
-            **given: Tensor,
+            **params: Tensor,
         ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
         def __call__(self, *args: Any, **keywords: Any) -> Any: ...
 

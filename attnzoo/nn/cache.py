@@ -112,21 +112,21 @@ class KVCache:
         self._buffers, self._per_key, self.length = buffers, vectors, stop
         return buffers[0][:, :, :stop], buffers[1][:, :, :stop]
 
-    def _check_names(self, given: dict[str, Tensor]) -> None:
+    def _check_names(self, per_key: dict[str, Tensor]) -> None:
         """Raises unless all calls pass the same parameters per key as the first one."""
         if self.length == 0:
             return
         for name in self._per_key:
-            if name not in given:
+            if name not in per_key:
                 raise ValueError(
                     f"{name} must have one value per key (B, H, N), as in the first call of this "
                     "cache"
                 )
-        for name in given:
+        for name in per_key:
             if name not in self._per_key:
                 raise ValueError(
                     f"{name} must have no value per key, as in the first call of this cache, got "
-                    f"{tuple(given[name].shape)}"
+                    f"{tuple(per_key[name].shape)}"
                 )
 
     def crop(self, length: int) -> None:

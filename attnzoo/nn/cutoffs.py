@@ -33,10 +33,10 @@ def chosen_cutoffs(
 
     most: the largest number of clusters that have at least one feature.
     """
-    found = _frequencies(counts)
+    frequencies = _frequencies(counts)
     if most < 1:
         raise ValueError("in_features // div_value must be at least 1")
-    most = min(most, len(found) - 1)
+    most = min(most, len(frequencies) - 1)
     check_sizes(optional=True, clusters=clusters)
     check_sizes(tokens=tokens)
     if clusters is not None and clusters > most:
@@ -49,7 +49,7 @@ def chosen_cutoffs(
             raise ValueError(f"{name} must be a finite number >= 0, got {shown(value)}")
     numbers = range(1, min(most, MOST) + 1) if clusters is None else [clusters]
     constants = float(tokens), float(overhead), float(smallest)
-    every = (best_cutoffs(found, number, *constants) for number in numbers)
+    every = (best_cutoffs(frequencies, number, *constants) for number in numbers)
     return min(every, key=lambda pair: pair[0])[1]
 
 
@@ -58,23 +58,23 @@ def _frequencies(counts: Any) -> Array:
     if isinstance(counts, Tensor):
         counts = counts.detach().cpu().double()
     try:
-        found = np.asarray(counts)
-        if found.dtype.kind in "SU":  # numpy would read numbers in strings
+        frequencies = np.asarray(counts)
+        if frequencies.dtype.kind in "SU":  # numpy would read numbers in strings
             raise TypeError
-        found = found.astype(np.float64)
+        frequencies = frequencies.astype(np.float64)
     except (TypeError, ValueError):
         raise TypeError(f"counts must be {allowed}, got {shown(counts)}") from None
-    if found.ndim != 1 or len(found) < 2:
-        raise ValueError(f"counts must be {allowed}, got the shape {found.shape}")
-    if not (np.isfinite(found).all() and (found >= 0).all() and found.max() > 0):
+    if frequencies.ndim != 1 or len(frequencies) < 2:
+        raise ValueError(f"counts must be {allowed}, got the shape {frequencies.shape}")
+    if not (np.isfinite(frequencies).all() and (frequencies >= 0).all() and frequencies.max() > 0):
         raise ValueError(f"counts must be finite {allowed}, with a sum above 0")
-    if rising := np.flatnonzero(np.diff(found) > 0).tolist():
+    if rising := np.flatnonzero(np.diff(frequencies) > 0).tolist():
         at = rising[0] + 1
         raise ValueError(
             f"counts must be in descending order, but class {at} is more frequent than class "
             f"{at - 1}: sort the classes by frequency"
         )
-    return found / found.max()  # so that sums of large counts are finite
+    return frequencies / frequencies.max()  # so that sums of large counts are finite
 
 
 def time_of(columns: Array, rows: Array | float, overhead: float, smallest: float) -> Array:
@@ -100,8 +100,8 @@ def best_cutoffs(
     def cluster(first: Array, end: Array | int) -> Array:
         return time_of(end - first, rows[end] - rows[first], overhead, smallest)
 
-    places = np.arange(classes)
-    times = time_of(clusters + places, float(tokens), overhead, smallest)
+    ends = np.arange(classes)
+    times = time_of(clusters + ends, float(tokens), overhead, smallest)
     times[0] = np.inf  # the head holds at least one class
     stages = []
     for _ in range(clusters - 1):
@@ -111,14 +111,14 @@ def best_cutoffs(
             return np.where(first < end, before[first] + cluster(first, end), np.inf)
 
         chosen = _row_minima(total, classes)
-        times = total(chosen, places)
+        times = total(chosen, ends)
         stages.append(chosen)
-    whole = times + cluster(places, classes)
+    totals = times + cluster(ends, classes)
     # Of equal times, the last cutoffs give the most classes many features.
-    cutoffs = [int(np.flatnonzero(whole == whole.min())[-1])]
+    cutoffs = [int(np.flatnonzero(totals == totals.min())[-1])]
     for chosen in reversed(stages):
         cutoffs.append(int(chosen[cutoffs[-1]]))
-    return float(whole.min()), cutoffs[::-1]
+    return float(totals.min()), cutoffs[::-1]
 
 
 def _row_minima(cost: Callable[[Array, Array], Array], size: int) -> Array:

@@ -226,9 +226,9 @@ class MixtureOutput(OutputLayer):
 
     def extra_repr(self) -> str:
         """Sizes, the variant and the values of its parameters, for repr()."""
-        features, classes, rest = super().extra_repr().split(", ", 2)
+        features, classes, params = super().extra_repr().split(", ", 2)
         mix = "" if self.mix == MIXES[0] else f", mix={self.mix!r}"
-        return f"{features}, {classes}, {self.components}, {rest}{mix}"
+        return f"{features}, {classes}, {self.components}, {params}{mix}"
 
 
 def _reduced(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:

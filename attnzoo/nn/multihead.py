@@ -166,8 +166,8 @@ class MultiheadAttention(nn.Module):
 
     def _weights(self) -> list[nn.Parameter]:
         """The weights of the input projections: one packed weight or three."""
-        found = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        return [weight for weight in found if weight is not None]
+        weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        return [weight for weight in weights if weight is not None]
 
     @classmethod
     def of(
@@ -333,9 +333,9 @@ class MultiheadAttention(nn.Module):
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Checks the inputs; returns whether they have a batch dimension."""
-        given = {"query": query, "key": key, "value": value}
+        inputs = {"query": query, "key": key, "value": value}
         weight = self._weights()[0]
-        for name, x in given.items():
+        for name, x in inputs.items():
             if isinstance(x, Tensor) and x.is_nested:
                 raise TypeError(
                     f"{name} must be a dense tensor, got a nested one: give replace the whole "
@@ -345,18 +345,18 @@ class MultiheadAttention(nn.Module):
             if x.dtype not in DTYPES:
                 raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
             check_like(name, x, weight)
-        if {x.dim() for x in given.values()} not in ({3}, {2}):
-            shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in given.items())
+        if {x.dim() for x in inputs.values()} not in ({3}, {2}):
+            shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in inputs.items())
             raise ValueError(
                 f"query, key and value must all have 3 dimensions or all 2, got {shapes}"
             )
-        for (name, x), dim in zip(given.items(), (self.embed_dim, self.kdim, self.vdim)):
+        for (name, x), dim in zip(inputs.items(), (self.embed_dim, self.kdim, self.vdim)):
             if x.shape[-1] != dim:
                 raise ValueError(f"{name} must have {dim} features, got {tuple(x.shape)}")
         batched = query.dim() == 3
         batch, length = (0, 1) if batched and self.batch_first else (1, 0)
         if batched and not query.shape[batch] == key.shape[batch] == value.shape[batch]:
-            shapes = [tuple(x.shape) for x in given.values()]
+            shapes = [tuple(x.shape) for x in inputs.values()]
             raise ValueError(f"query, key and value must have one batch size, got {shapes}")
         if key.shape[length] != value.shape[length]:
             shapes = [tuple(x.shape) for x in (key, value)]

@@ -100,7 +100,7 @@ def without_decay(model: nn.Module) -> list[Tensor]:
     parameters. The matrices of projections may decay: with zeros, all tokens have the same value.
     """
     owners = [module for module in model.modules() if isinstance(module, VariantParameters)]
-    found = [m.parameter_tensors()[name] for m in owners for name in m.learned]
+    tensors = [m.parameter_tensors()[name] for m in owners for name in m.learned]
     projections = (m for m in model.modules() if isinstance(m, HeadProjection))
-    found += [m.bias for m in projections if m.bias is not None]
-    return list(dict.fromkeys(found))
+    tensors += [m.bias for m in projections if m.bias is not None]
+    return list(dict.fromkeys(tensors))

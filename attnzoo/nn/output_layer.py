@@ -138,7 +138,7 @@ class OutputLayer(VariantParameters):
             self.register_parameter("bias", None)
         check_has_rows("OutputLayer", variant)
         defaults = get_variant(variant).output_defaults
-        self._own(variant, 1, learn, params, defaults, dtype=dtype)
+        self._create_parameters(variant, 1, learn, params, defaults, dtype=dtype)
         if device is not None:
             self.to(device=device)
         check_head(self._head(), self.label_smoothing, self.lse_penalty)

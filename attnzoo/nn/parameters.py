@@ -43,7 +43,7 @@ class VariantParameters(nn.Module):
     learned: tuple[str, ...]
     given: tuple[str, ...] = ()  # the parameters that the module does not own
 
-    def _own(
+    def _create_parameters(
         self,
         variant: str,
         count: int,
@@ -61,7 +61,7 @@ class VariantParameters(nn.Module):
         """
         dtype = torch.get_default_dtype() if dtype is None else dtype
         specs = {p.name: _with_default(p, defaults or {}) for p in self._specs(variant)}
-        self.given = _given(variant, specs, given)
+        self.given = _passed_names(variant, specs, given)
         learned = _learned(variant, specs, learn, self.given)
         if learn is None:  # a None that is given, such as an identity map, is not learned
             learned = tuple(name for name in learned if params.get(name, REQUIRED) is not None)
@@ -197,8 +197,8 @@ class VariantParameters(nn.Module):
 
     def _bounded(self) -> dict[str, Any]:
         """The learned parameters that stay inside an interval, keyed by name."""
-        found = self.__dict__.get("_modules", {}).get(BOUNDED)
-        return {} if found is None else found._modules
+        container = self.__dict__.get("_modules", {}).get(BOUNDED)
+        return {} if container is None else container._modules
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -224,10 +224,10 @@ class VariantParameters(nn.Module):
 
     def _params(self) -> dict[str, Any]:
         """The parameters that the module owns. A sharded tensor is replaced by this rank's part."""
-        found = {spec.name: local(getattr(self, spec.name)) for spec in self._owned()}
+        params = {spec.name: local(getattr(self, spec.name)) for spec in self._owned()}
         if not self.training:
-            found |= get_variant(self.variant).in_eval
-        return found
+            params |= get_variant(self.variant).in_eval
+        return params
 
     def settings(self) -> list[Param]:
         """The parameters of the module that are numbers and not learned."""
@@ -238,12 +238,12 @@ class VariantParameters(nn.Module):
 
     def _shown(self) -> list[str]:
         """The variant's parameters as text, for ``extra_repr``."""
-        found = []
+        texts = []
         for param in self._owned():
             value = getattr(self, param.name)
             text = _summary(value.detach()) if isinstance(value, Tensor) else f"{value}"
-            found.append(f"{param.name}={text}" + " (learned)" * (param.name in self.learned))
-        return [*found, f"given={self.given}"] if self.given else found
+            texts.append(f"{param.name}={text}" + " (learned)" * (param.name in self.learned))
+        return [*texts, f"given={self.given}"] if self.given else texts
 
 
 def _with_default(spec: Param, defaults: dict[str, Any]) -> Param:
@@ -254,21 +254,21 @@ def _with_default(spec: Param, defaults: dict[str, Any]) -> Param:
 
 
 def _learned(
-    variant: str, specs: dict[str, Param], learn: Names | None, given: tuple[str, ...]
+    variant: str, specs: dict[str, Param], learn: Names | None, passed: tuple[str, ...]
 ) -> tuple[str, ...]:
     if learn is None:
-        return tuple(n for n, spec in specs.items() if spec.init is not None and n not in given)
+        return tuple(n for n, spec in specs.items() if spec.init is not None and n not in passed)
     possible = _may_be_tensors(specs)
     learned = _names("learn", learn, possible, f"learnable parameters of {variant!r}")
     for name in learned:
-        if name in given:
+        if name in passed:
             raise ValueError(f"learn and given must not share a parameter, got {name!r} in both")
     return learned
 
 
-def _given(variant: str, specs: dict[str, Param], given: Names) -> tuple[str, ...]:
+def _passed_names(variant: str, specs: dict[str, Param], passed: Names) -> tuple[str, ...]:
     possible = _may_be_tensors(specs)
-    return _names("given", given, possible, f"parameters of {variant!r} that may be tensors")
+    return _names("given", passed, possible, f"parameters of {variant!r} that may be tensors")
 
 
 def _may_be_tensors(specs: dict[str, Param]) -> list[str]:

@@ -21,9 +21,9 @@ def per_layer(
             f"{shown(variant)}"
         )
     if params:
-        given = ", ".join(params)
+        names = ", ".join(params)
         raise TypeError(
-            f"{given} must be given in pairs (name, parameters) when variant is a list of layers"
+            f"{names} must be given in pairs (name, parameters) when variant is a list of layers"
         )
     if len(variant) != depth:
         raise ValueError(

@@ -72,12 +72,12 @@ class Projections(nn.ModuleDict):
 
         Parameters with one value per key are made from ``key``, others from ``query``.
         """
-        found = {}
+        params = {}
         for name, spec in _projected(self.variant).items():
             if name in self:
                 assert spec.projection is not None
-                found[name] = spec.projection.value(self[name](key if spec.per_key else query))
-        return found
+                params[name] = spec.projection.value(self[name](key if spec.per_key else query))
+        return params
 
 
 def split_projected(

@@ -75,10 +75,10 @@ class ParameterSchedule:
         self._set(step)
 
     def _set(self, step: int) -> None:
-        found = self.value(step)
+        value = self.value(step)
         what = f"value({step}) of {self.name}"
         specs = [{spec.name: spec for spec in layer.settings()} for layer in self.layers]
-        checked = [check_value(what, own[self.name], found) for own in specs]
+        checked = [check_value(what, by_name[self.name], value) for by_name in specs]
         for layer, number in zip(self.layers, checked, strict=True):
             setattr(layer, self.name, number)
         self.last_step = step

@@ -46,10 +46,10 @@ class Sharding(Protocol):
         """The positions of the ``tokens`` tokens of a shard in the whole sequence."""
         ...
 
-    def whole(self, x: Tensor, dim: int) -> Tensor:
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
         """The tensor of the whole sequence, from a shard."""
         ...
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
-        """The own shard of a tensor of the whole sequence."""
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's shard of a tensor of the whole sequence."""
         ...

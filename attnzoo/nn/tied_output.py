@@ -22,12 +22,12 @@ def output_of(
     if isinstance(output, (OutputLayer, AdaptiveSoftmax)):
         if params is not None:
             raise TypeError("output_params must be None if output is a layer, got a dict")
-        for name, found, wanted in (
+        for name, size, wanted in (
             ("in_features", output.in_features, embed.embedding_dim),
             ("num_classes", output.num_classes, embed.num_embeddings),
         ):
-            if found != wanted:
-                raise ValueError(f"output must have {name} = {wanted}, got {found}")
+            if size != wanted:
+                raise ValueError(f"output must have {name} = {wanted}, got {size}")
         return output
     if not isinstance(output, str):
         raise TypeError(

@@ -195,15 +195,15 @@ class Transformer(nn.Module):
         their initial values. A layer given as ``output`` has its own `reset_parameters`.
         """
         self.output.reset_parameters()
-        own = {id(p) for p in self.output.parameters()} - {id(self.embed.weight)}
+        initialized = {id(p) for p in self.output.parameters()} - {id(self.embed.weight)}
         for attend in self._attends():
             attend.reset_parameters()
-            own |= {id(p) for p in attend.parameters()}
+            initialized |= {id(p) for p in attend.parameters()}
         for module in (*self.layers.modules(), self.norm):
             if isinstance(module, (nn.RMSNorm, Scale)):
                 module.reset_parameters()
         for name, parameter in self.named_parameters():
-            if parameter.dim() > 1 and id(parameter) not in own:
+            if parameter.dim() > 1 and id(parameter) not in initialized:
                 ends_branch = name.endswith(("out.weight", "down.weight"))
                 scale = (2 * len(self.layers)) ** -0.5 if ends_branch else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
@@ -296,10 +296,10 @@ class Transformer(nn.Module):
         """
         count, sharding = tokens.shape[1], self.sharding
         if segment_ids is not None and sharding is not None:
-            whole = sharding.whole(segment_ids, 1)  # raises on all ranks if they differ
+            all_ids = sharding.unshard(segment_ids, 1)  # raises on all ranks if they differ
             check_shape(segment_ids, tokens, 0)
-            check_segments(whole, whole, 0)
-            return sharding.own(restarted(whole), 1)
+            check_segments(all_ids, all_ids, 0)
+            return sharding.shard(restarted(all_ids), 1)
         if segment_ids is not None:
             check_segments(segment_ids, tokens, start)
             return restarted(segment_ids)[:, start:]
@@ -309,7 +309,9 @@ class Transformer(nn.Module):
             at = sharding.positions(count, tokens.device)
         if not self.rotated_pairs or not is_key_mask(attn_mask, tokens):
             return at
-        return at - first_visible(attn_mask if sharding is None else sharding.whole(attn_mask, -1))
+        return at - first_visible(
+            attn_mask if sharding is None else sharding.unshard(attn_mask, -1)
+        )
 
     def _slopes(self, device: torch.device) -> Tensor:
         """ALiBi's slope of each head, (H,)."""

@@ -80,10 +80,10 @@ def host_attention(
     if wrapper is None:
         return projecting_attention(variant, num_heads, embed_dim, key_dim, qk_dim, options, **kind)
     name, arguments = named_wrapper(wrapper)
-    own = {"key_dim": key_dim, "qk_dim": qk_dim, "v_dim": v_dim, "layer": layer, **kind}
-    if twice := [key for key in (*own, *arguments) if key in options]:
+    fixed = {"key_dim": key_dim, "qk_dim": qk_dim, "v_dim": v_dim, "layer": layer, **kind}
+    if twice := [key for key in (*fixed, *arguments) if key in options]:
         raise TypeError(f"options must not have {', '.join(twice)}: arguments of the wrapper")
-    return WRAPPERS[name](variant, num_heads, embed_dim, **own, **arguments, **options)
+    return WRAPPERS[name](variant, num_heads, embed_dim, **fixed, **arguments, **options)
 
 
 def check_no_wrapper(variant: Any) -> None:

@@ -123,11 +123,11 @@ class Wrapper(nn.Module):
     @classmethod
     def own_arguments(cls) -> dict[str, Any]:
         """The arguments that only this wrapper has, with their default values."""
-        given = inspect.signature(Wrapper).parameters
+        shared = inspect.signature(Wrapper).parameters
         return {
             name: parameter.default
             for name, parameter in inspect.signature(cls).parameters.items()
-            if name not in given
+            if name not in shared
         }
 
     @property
@@ -213,8 +213,8 @@ class Wrapper(nn.Module):
             options["attn_mask"] = self._mask_per_map(mask)
         q, k, v, options = self._inputs(q, k, v, options)
         check_bool("need_weights", need_weights)
-        found: Any = self.attention(q, k, v, cache=cache, need_weights=need_weights, **options)
-        out, weights = found if need_weights else (found, None)
+        result: Any = self.attention(q, k, v, cache=cache, need_weights=need_weights, **options)
+        out, weights = result if need_weights else (result, None)
         out = self._output(self._mixed(out, gate), gate).to(out.dtype)
         return out if weights is None else (out, self._mixed(weights, gate).to(weights.dtype))
 
