@@ -87,8 +87,8 @@ def unshard(
         >>> from attnzoo.distributed import shard, unshard
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> mesh = dist.init_device_mesh("cpu", (1,))
-        >>> own = shard(torch.arange(3)[None], mesh, fill=-1)
-        >>> unshard(own, mesh, length=3)
+        >>> local = shard(torch.arange(3)[None], mesh, fill=-1)
+        >>> unshard(local, mesh, length=3)
         tensor([[0, 1, 2]])
         >>> dist.destroy_process_group()
     """
@@ -96,16 +96,16 @@ def unshard(
 
     def check() -> tuple[Shards, str]:
         _check_dim(x, dim)
-        found = shards_of(layout, ranks.count, x.shape[dim])
-        return found, described({"x": x, "dim": dim, "layout": layout, "length": length})
+        shards = shards_of(layout, ranks.count, x.shape[dim])
+        return shards, described({"x": x, "dim": dim, "layout": layout, "length": length})
 
-    found = agreed("unshard", ranks, check)
-    whole = found.to_sequence(all_gather(x, dim, ranks), dim)
+    shards = agreed("unshard", ranks, check)
+    sequence = shards.to_sequence(all_gather(x, dim, ranks), dim)
     if length is None:
-        return whole
-    if not is_int(length) or not 0 <= length <= found.total:
-        raise ValueError(f"length must be from 0 to {found.total}, got {shown(length)}")
-    return whole.narrow(dim, 0, length)
+        return sequence
+    if not is_int(length) or not 0 <= length <= shards.total:
+        raise ValueError(f"length must be from 0 to {shards.total}, got {shown(length)}")
+    return sequence.narrow(dim, 0, length)
 
 
 def _check_fill(fill: Any, dtype: torch.dtype) -> None:
@@ -217,14 +217,14 @@ def shard_batch(
         raise ValueError(
             f"labels must have the shape of tokens {tuple(tokens.shape)}, got {tuple(labels.shape)}"
         )
-    own = shard(tokens, mesh, layout=layout, fill=0)
-    shards = shards_of(layout, ranks.count, own.shape[1])
-    places = torch.arange(shards.total, device=tokens.device)
-    positions = shards.shard(places, ranks.rank, 0)
+    local = shard(tokens, mesh, layout=layout, fill=0)
+    shards = shards_of(layout, ranks.count, local.shape[1])
+    all_positions = torch.arange(shards.total, device=tokens.device)
+    positions = shards.shard(all_positions, ranks.rank, 0)
     return Batch(
-        own,
+        local,
         positions,
         shard(labels, mesh, layout=layout, fill=IGNORED),
-        (positions < tokens.shape[1]).expand_as(own),
+        (positions < tokens.shape[1]).expand_as(local),
         int((labels != IGNORED).sum()),
     )

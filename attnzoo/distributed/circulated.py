@@ -22,43 +22,46 @@ from attnzoo.core.collectives import all_gather
 from attnzoo.core.forms import Form, FromStatistics, Linear, NoForm, Pairwise
 from attnzoo.distributed.gathered import Result
 from attnzoo.distributed.inputs import Inputs, placeholder
+from attnzoo.distributed.query_chunks import QueryChunk, Ring
 from attnzoo.distributed.ring import ring_attention
-from attnzoo.distributed.rows import Ring, Rows
 from attnzoo.distributed.statistics import ring_statistics
 from attnzoo.functional.linear_attention import scan_for
 from attnzoo.functional.prepare import ValidatedCall
 
 
-def ring_method(given: Inputs, readies: list[ValidatedCall], forms: list[Form]) -> Result:
+def ring_method(inputs: Inputs, readies: list[ValidatedCall], forms: list[Form]) -> Result:
     """Run the form of each chunk; see `circulating_form`."""
     call = readies[0].call
     with in_full_precision(call.device):
-        if isinstance(forms[0], Linear) and given.sums_states(forms[0], call):
-            out, lse = _by_states(given, readies, [f for f in forms if isinstance(f, Linear)]), None
+        if isinstance(forms[0], Linear) and inputs.sums_states(forms[0], call):
+            out, lse = (
+                _by_states(inputs, readies, [f for f in forms if isinstance(f, Linear)]),
+                None,
+            )
         else:
-            out, lse = _by_ring(given, readies, forms)
+            out, lse = _by_ring(inputs, readies, forms)
     return out.to(call.input_dtype), lse
 
 
-def chunks_of(given: Inputs, whole: Inputs) -> list[ValidatedCall]:
+def chunks_of(inputs: Inputs, full_inputs: Inputs) -> list[ValidatedCall]:
     """The call of each chunk of this rank with all keys of the sequence."""
-    shards = given.shards
-    k, v = (placeholder(x, shards.total) for x in (given.k, given.v))
-    grads = torch.is_grad_enabled() and (given.k.requires_grad or given.v.requires_grad)
-    found = []
-    for part, at in zip(shards.parts(), shards.places(given.ranks.rank), strict=True):
-        ready = whole.of_chunk(part, at.start, shards.total, k, v)
+    shards = inputs.shards
+    k, v = (placeholder(x, shards.total) for x in (inputs.k, inputs.v))
+    grads = torch.is_grad_enabled() and (inputs.k.requires_grad or inputs.v.requires_grad)
+    readies = []
+    for part, at in zip(shards.parts(), shards.positions(inputs.ranks.rank), strict=True):
+        ready = full_inputs.of_chunk(part, at.start, shards.total, k, v)
         needs_grad = ready.call.needs_grad or grads
-        found.append(ready._replace(call=replace(ready.call, needs_grad=needs_grad)))
-    return found
+        readies.append(ready._replace(call=replace(ready.call, needs_grad=needs_grad)))
+    return readies
 
 
-def circulating_form(given: Inputs, ready: ValidatedCall, forms: Sequence[Form]) -> Form | str:
+def circulating_form(inputs: Inputs, ready: ValidatedCall, forms: Sequence[Form]) -> Form | str:
     """The form that the ring runs, or the reason why it runs none."""
     name = ready.variant.name
     linears = [form for form in forms if isinstance(form, Linear)]
     pairwise = [form for form in forms if isinstance(form, Pairwise)]
-    if linears and given.sums_states(linears[0], ready.call):
+    if linears and inputs.sums_states(linears[0], ready.call):
         return linears[0]
     if ready.call.return_lse and not any(form.softmax for form in pairwise):
         return "return_lse must be False, except for a softmax"
@@ -74,27 +77,27 @@ def circulating_form(given: Inputs, ready: ValidatedCall, forms: Sequence[Form])
     return why[0] if why else f"{name} has only a definition, which needs all scores of a row"
 
 
-def _by_ring(given: Inputs, readies: list[ValidatedCall], forms: list[Form]) -> Result:
-    q, k, v, calls = given.q, given.k, given.v, [ready.call for ready in readies]
+def _by_ring(inputs: Inputs, readies: list[ValidatedCall], forms: list[Form]) -> Result:
+    q, k, v, calls = inputs.q, inputs.k, inputs.v, [ready.call for ready in readies]
     pairwise = [form for form in forms if isinstance(form, Pairwise)]
     if not pairwise:
         linears = [form for form in forms if isinstance(form, Linear)]
-        q, k, v, calls, pairwise = _as_pairwise(given, calls, linears)
-    ring, parts = Ring(given.shards, given.ranks), given.shards.parts()
-    rows = [
-        Rows(part, _formed(call, form))
+        q, k, v, calls, pairwise = _as_pairwise(inputs, calls, linears)
+    ring, parts = Ring(inputs.shards, inputs.ranks), inputs.shards.parts()
+    chunks = [
+        QueryChunk(part, _formed(call, form))
         for part, call, form in zip(parts, calls, pairwise, strict=True)
     ]
     gain = pairwise[0].gain
     if isinstance(gain, FromStatistics):
         with torch.set_grad_enabled(torch.is_grad_enabled() and gain.differentiable):
-            found = ring_statistics(ring, q, k, [_bare(mine) for mine in rows])
-        rows = [
-            Rows(part, _formed(call, replace(form, gain=form.gain.of(each))))
-            for part, call, form, each in zip(parts, calls, pairwise, found, strict=True)
+            statistics = ring_statistics(ring, q, k, [_bare(mine) for mine in chunks])
+        chunks = [
+            QueryChunk(part, _formed(call, replace(form, gain=form.gain.of(each))))
+            for part, call, form, each in zip(parts, calls, pairwise, statistics, strict=True)
             if isinstance(form.gain, FromStatistics)
         ]
-    return ring_attention(ring, q, k, v, rows)
+    return ring_attention(ring, q, k, v, chunks)
 
 
 def _formed(call: Call, form: Pairwise) -> PairwiseCall:
@@ -112,18 +115,18 @@ def _formed(call: Call, form: Pairwise) -> PairwiseCall:
     )
 
 
-def _bare(mine: Rows) -> Rows:
+def _bare(mine: QueryChunk) -> QueryChunk:
     """Without the vectors of the form: statistics are those of the logits with their bias."""
     return mine._replace(formed=mine.formed._replace(vectors=Vectors(), terms=Terms()))
 
 
 def _as_pairwise(
-    given: Inputs, calls: list[Call], forms: list[Linear]
+    inputs: Inputs, calls: list[Call], forms: list[Linear]
 ) -> tuple[Tensor, Tensor, Tensor, list[Call], list[Pairwise]]:
     """Features in place of queries and keys; φ is then the identity."""
     qs, ks, vs, made = [], [], [], []
-    for part, call, form in zip(given.shards.parts(), calls, forms, strict=True):
-        q, k, v = (x[:, :, part] for x in (given.q, given.k, given.v))
+    for part, call, form in zip(inputs.shards.parts(), calls, forms, strict=True):
+        q, k, v = (x[:, :, part] for x in (inputs.q, inputs.k, inputs.v))
         if form.per_query_head:
             call, (k, v) = call.with_repeated_keys(k, v)
         at = call.query_positions
@@ -135,12 +138,12 @@ def _as_pairwise(
     return q, k, v, made, [Pairwise(IDENTITY, "sum")] * len(made)
 
 
-def _by_states(given: Inputs, readies: list[ValidatedCall], forms: list[Linear]) -> Tensor:
+def _by_states(inputs: Inputs, readies: list[ValidatedCall], forms: list[Linear]) -> Tensor:
     """Each rank adds up the states of the chunks that its queries see."""
-    shards, ranks = given.shards, given.ranks
+    shards, ranks = inputs.shards, inputs.ranks
     calls, states = [], []
     for part, at, ready, form in zip(
-        shards.parts(), shards.places(ranks.rank), readies, forms, strict=True
+        shards.parts(), shards.positions(ranks.rank), readies, forms, strict=True
     ):
         call = ready.call
         mask = None if call.mask is None else call.mask[..., at]
@@ -148,13 +151,13 @@ def _by_states(given: Inputs, readies: list[ValidatedCall], forms: list[Linear])
         if linear.sums_in_fp64(form, call):
             call = replace(call, dtype=torch.float64)
         calls.append(call)
-        states.append(linear.state_of(given.k[:, :, part], given.v[:, :, part], call, form))
+        states.append(linear.state_of(inputs.k[:, :, part], inputs.v[:, :, part], call, form))
     everyone = shards.to_sequence(all_gather(torch.stack(states), 0, ranks), 0)
     out = []
     for part, chunk, call, form in zip(
         shards.parts(), shards.owned(ranks.rank), calls, forms, strict=True
     ):
-        q, k, v = (x[:, :, part] for x in (given.q, given.k, given.v))
+        q, k, v = (x[:, :, part] for x in (inputs.q, inputs.k, inputs.v))
         if call.right != 0:
             out.append(linear.read(q, everyone.sum(0), call, form))
             continue
@@ -165,15 +168,15 @@ def _by_states(given: Inputs, readies: list[ValidatedCall], forms: list[Linear])
 
 
 def circulating_forms(
-    given: Inputs, readies: list[ValidatedCall], forms: Sequence[Sequence[Form]]
+    inputs: Inputs, readies: list[ValidatedCall], forms: Sequence[Sequence[Form]]
 ) -> list[Form]:
     """The form of each chunk. Raises ValueError if the ring cannot run the variant."""
-    found = []
-    for ready, own in zip(readies, forms, strict=True):
-        form = circulating_form(given, ready, own)
+    chosen = []
+    for ready, ready_forms in zip(readies, forms, strict=True):
+        form = circulating_form(inputs, ready, ready_forms)
         if isinstance(form, str):
             raise ValueError(
                 f"method 'ring' does not support this call: {form}; 'all_gather' and 'ulysses' do"
             )
-        found.append(form)
-    return found
+        chosen.append(form)
+    return chosen

@@ -104,11 +104,11 @@ def context_parallel_attention(
     ranks, backend = ranks_of(mesh), named_backend(backend)
 
     def check() -> tuple[tuple[Inputs, ValidatedCall], str]:
-        given, local = _checked(q, k, v, variant, arguments, ranks, method, layout, backend)
-        return (given, local), _description(given, method, layout, backend)
+        inputs, local = _checked(q, k, v, variant, arguments, ranks, method, layout, backend)
+        return (inputs, local), _description(inputs, method, layout, backend)
 
-    given, local = agreed(NAME, ranks, check)
-    out, lse = _run(given, local, method, backend)
+    inputs, local = agreed(NAME, ranks, check)
+    out, lse = _attend(inputs, local, method, backend)
     return (out, lse) if local.call.return_lse else out
 
 
@@ -117,31 +117,31 @@ def check_method(method: Any) -> None:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {shown(method)}")
 
 
-def _run(given: Inputs, local: ValidatedCall, method: str, backend: str | None) -> Result:
+def _attend(inputs: Inputs, local: ValidatedCall, method: str, backend: str | None) -> Result:
     if method == "auto":
-        method = _choice(given, local)
+        method = _choice(inputs, local)
         if backend is not None and method == "ring":
             method = "all_gather"
-    whole = given.with_all_key_data()
+    full_inputs = inputs.with_all_key_data()
     if method == "ulysses":
-        return ulysses_attention(given, whole, backend)
+        return ulysses_attention(inputs, full_inputs, backend)
     # The chunks are checked with all keys, so that every rank raises if one does.
-    readies = chunks_of(given, whole)
+    readies = chunks_of(inputs, full_inputs)
     for ready in readies:
         check_supported(ready)
     with in_full_precision(local.call.device):
         forms = [ready.forms for ready in readies]  # a variant may raise when it makes them
     if method == "all_gather":
-        return all_gather_attention(given, whole, backend)
-    return ring_method(given, readies, circulating_forms(given, readies, forms))
+        return all_gather_attention(inputs, full_inputs, backend)
+    return ring_method(inputs, readies, circulating_forms(inputs, readies, forms))
 
 
-def _choice(given: Inputs, local: ValidatedCall) -> str:
+def _choice(inputs: Inputs, local: ValidatedCall) -> str:
     """The method that "auto" stands for. It is the same on all ranks."""
     linears = [form for form in local.forms if isinstance(form, Linear)]
-    if linears and given.sums_states(linears[0], local.call):
+    if linears and inputs.sums_states(linears[0], local.call):
         return "ring"
-    return "ulysses" if local.call.heads % given.ranks.count == 0 else "all_gather"
+    return "ulysses" if local.call.heads % inputs.ranks.count == 0 else "all_gather"
 
 
 def _checked(
@@ -168,10 +168,10 @@ def _checked(
     mask = common.get("attn_mask")
     if q is not before and isinstance(mask, Tensor) and mask.dtype == before.dtype:
         common["attn_mask"] = mask.float()
-    given = Inputs(q, k, v, variant, common, params, shards, ranks)
+    inputs = Inputs(q, k, v, variant, common, params, shards, ranks)
     checked = dict(common)
-    if isinstance(mask := common.get("attn_mask"), Tensor) and not given.has_key_mask():
-        total = given.shards.total
+    if isinstance(mask := common.get("attn_mask"), Tensor) and not inputs.has_key_mask():
+        total = inputs.shards.total
         of_queries = mask.dim() > 1 and mask.shape[-2] == local
         if not of_queries or mask.shape[-1] not in (1, total):
             raise ValueError(
@@ -179,10 +179,10 @@ def _checked(
                 f"{total}) with all keys of the sequence, got {tuple(mask.shape)}"
             )
         checked["attn_mask"] = mask[..., :local]
-    return given, prepare(q, k, v, variant, checked | params)
+    return inputs, prepare(q, k, v, variant, checked | params)
 
 
-def _description(given: Inputs, method: str, layout: str, backend: str | None) -> str:
-    names = {"q": given.q, "k": given.k, "v": given.v, "variant": given.variant}
-    own = {"method": method, "layout": layout, "backend": backend}
-    return described(names | own | given.arguments | given.params)
+def _description(inputs: Inputs, method: str, layout: str, backend: str | None) -> str:
+    names = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "variant": inputs.variant}
+    options = {"method": method, "layout": layout, "backend": backend}
+    return described(names | options | inputs.arguments | inputs.params)

@@ -1,6 +1,6 @@
 """Attention after gathering: all keys on every rank, or all tokens of some heads.
 
-Bytes sent per rank in the forward, with Q, K, V, O the sizes of the own shards; the backward sends
+Bytes sent per rank in the forward, with Q, K, V, O the sizes of its shards; the backward sends
 as many for the gradients:
 
     all_gather   (R − 1) · (K + V)
@@ -26,34 +26,34 @@ from attnzoo.functional.run_on_backend import run_on_backend
 Result = tuple[Tensor, Tensor | None]
 
 
-def all_gather_attention(given: Inputs, whole: Inputs, backend: str | None) -> Result:
+def all_gather_attention(inputs: Inputs, full_inputs: Inputs, backend: str | None) -> Result:
     """Gather keys and values, and compute the rows of this rank.
 
-    ``whole``: the inputs with the masks and parameters of all keys.
+    ``full_inputs``: the inputs with the masks and parameters of all keys.
     """
-    shards, ranks = given.shards, given.ranks
-    k, v = (shards.to_sequence(all_gather(x, 2, ranks), 2) for x in (given.k, given.v))
+    shards, ranks = inputs.shards, inputs.ranks
+    k, v = (shards.to_sequence(all_gather(x, 2, ranks), 2) for x in (inputs.k, inputs.v))
     readies, error = [], None
-    for part, at in zip(shards.parts(), shards.places(ranks.rank), strict=True):
+    for part, at in zip(shards.parts(), shards.positions(ranks.rank), strict=True):
         # Later keys are left out, so that the last query stands at the last key, as most backends
         # require.
-        keys = at.stop if given.is_causal else shards.total
-        ready = whole.of_chunk(part, at.start, keys, k[:, :, :keys], v[:, :, :keys])
+        keys = at.stop if inputs.is_causal else shards.total
+        ready = full_inputs.of_chunk(part, at.start, keys, k[:, :, :keys], v[:, :, :keys])
         readies.append(ready)
         if backend is not None and error is None:  # it may support the chunks of some ranks only
             try:
                 choose(ready.variant.name, (*ready.forms, ready.definition), ready.call, backend)
-            except ValueError as found:
-                error = found
+            except ValueError as raised:
+                error = raised
     if backend is not None:
         agree("context_parallel_attention", "", error, ranks)
     return joined([run_on_backend(ready, backend) for ready in readies])
 
 
-def joined(found: list[Result]) -> Result:
+def joined(results: list[Result]) -> Result:
     """The results of the chunks of a shard as one result."""
-    out = torch.cat([out for out, _ in found], dim=2)
-    lses = [lse for _, lse in found if lse is not None]
+    out = torch.cat([out for out, _ in results], dim=2)
+    lses = [lse for _, lse in results if lse is not None]
     return out, torch.cat(lses, dim=2) if lses else None
 
 
@@ -75,84 +75,86 @@ class Heads:
         return slice(start, start + base + (rank < more))
 
     def keys(self, rank: int) -> slice:
-        own = self.queries(rank)
-        return slice(own.start // self.group, -(-own.stop // self.group))
+        heads = self.queries(rank)
+        return slice(heads.start // self.group, -(-heads.stop // self.group))
 
     def key_of_query(self, rank: int) -> list[int]:
         """For each query head of a rank, its key/value head among those of the rank."""
-        own, first = self.queries(rank), self.keys(rank).start
-        return [head // self.group - first for head in range(own.start, own.stop)]
+        heads, first = self.queries(rank), self.keys(rank).start
+        return [head // self.group - first for head in range(heads.start, heads.stop)]
 
 
-def ulysses_attention(given: Inputs, whole: Inputs, backend: str | None) -> Result:
+def ulysses_attention(inputs: Inputs, full_inputs: Inputs, backend: str | None) -> Result:
     """Exchange tokens for heads, compute all tokens of some heads, and exchange back."""
-    ranks = given.ranks
-    heads = Heads(given.q.shape[1], given.q.shape[1] // given.k.shape[1], ranks.count)
+    ranks = inputs.ranks
+    heads = Heads(inputs.q.shape[1], inputs.q.shape[1] // inputs.k.shape[1], ranks.count)
     if heads.total < ranks.count:
         raise ValueError(
             f"method 'ulysses' needs at least as many query heads as ranks, got {heads.total} "
             f"heads and {ranks.count} ranks; 'all_gather' and 'ring' do not"
         )
-    q = _to_heads(given.q, [heads.queries(r) for r in range(ranks.count)], given)
+    q = _to_heads(inputs.q, [heads.queries(r) for r in range(ranks.count)], inputs)
     of_keys = [heads.keys(r) for r in range(ranks.count)]
-    k, v = (_to_heads(x, of_keys, given) for x in (given.k, given.v))
+    k, v = (_to_heads(x, of_keys, inputs) for x in (inputs.k, inputs.v))
     wanted = heads.key_of_query(ranks.rank)
     if wanted != [i // (len(wanted) // k.shape[1] or 1) for i in range(len(wanted))]:
         # The rank has only some query heads of a group.
         index = torch.tensor(wanted, device=k.device)
         k, v = (x.index_select(1, index) for x in (k, v))
-    arguments, params = _of_heads(given, whole, heads.queries(ranks.rank))
-    ready = prepare(q, k, v, given.variant, arguments | params)
+    arguments, params = _of_heads(inputs, full_inputs, heads.queries(ranks.rank))
+    ready = prepare(q, k, v, inputs.variant, arguments | params)
     out, lse = run_on_backend(ready, backend)
-    out = _to_tokens(out, heads, given)
+    out = _to_tokens(out, heads, inputs)
     if lse is not None:
-        lse = _to_tokens(lse[..., None], heads, given)[..., 0]
+        lse = _to_tokens(lse[..., None], heads, inputs)[..., 0]
     return out, lse
 
 
-def _to_heads(x: Tensor, heads: list[slice], given: Inputs) -> Tensor:
+def _to_heads(x: Tensor, heads: list[slice], inputs: Inputs) -> Tensor:
     """From all heads of a shard to some heads of the sequence: (B, h, N, D)."""
-    ranks, own = given.ranks, heads[given.ranks.rank]
-    shape = (x.shape[0], own.stop - own.start, *x.shape[2:])
+    ranks, local_heads = inputs.ranks, heads[inputs.ranks.rank]
+    shape = (x.shape[0], local_heads.stop - local_heads.start, *x.shape[2:])
     pieces = [x[:, at] for at in heads]
-    found = all_to_all(pieces, [shape] * ranks.count, ranks)
-    return given.shards.to_sequence(torch.cat(found, dim=2), 2)
+    received = all_to_all(pieces, [shape] * ranks.count, ranks)
+    return inputs.shards.to_sequence(torch.cat(received, dim=2), 2)
 
 
-def _to_tokens(x: Tensor, heads: Heads, given: Inputs) -> Tensor:
+def _to_tokens(x: Tensor, heads: Heads, inputs: Inputs) -> Tensor:
     """The inverse of `_to_heads` for the heads of queries."""
-    ranks = given.ranks
-    pieces = given.shards.to_ranks(x, 2).chunk(ranks.count, dim=2)
+    ranks = inputs.ranks
+    pieces = inputs.shards.to_ranks(x, 2).chunk(ranks.count, dim=2)
     counts = [heads.queries(r) for r in range(ranks.count)]
-    shapes = [(x.shape[0], c.stop - c.start, given.q.shape[2], x.shape[3]) for c in counts]
+    shapes = [(x.shape[0], c.stop - c.start, inputs.q.shape[2], x.shape[3]) for c in counts]
     return torch.cat(all_to_all(pieces, shapes, ranks), dim=1)
 
 
-def _of_heads(given: Inputs, whole: Inputs, own: slice) -> tuple[dict[str, Any], dict[str, Any]]:
+def _of_heads(
+    inputs: Inputs, full_inputs: Inputs, heads: slice
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The other arguments for all tokens of some heads."""
-    ranks, shards = given.ranks, given.shards
-    arguments, params = dict(whole.arguments), dict(whole.params)
+    ranks, shards = inputs.ranks, inputs.shards
+    arguments, params = dict(full_inputs.arguments), dict(full_inputs.params)
     if (mask := arguments.get("attn_mask")) is not None:
-        if mask.dim() > 1 and not given.has_key_mask() and mask.shape[-2] == given.q.shape[2]:
+        if mask.dim() > 1 and not inputs.has_key_mask() and mask.shape[-2] == inputs.q.shape[2]:
             mask = shards.to_sequence(all_gather(mask, -2, ranks), -2)
         if mask.dim() > 2 and mask.shape[-3] > 1:
-            mask = mask[..., own, :, :]
+            mask = mask[..., heads, :, :]
         arguments["attn_mask"] = mask
     if (segments := arguments.get("segment_ids")) is not None:
         queries = segments[1]
-        if not isinstance(given.arguments["segment_ids"], Tensor):
+        if not isinstance(inputs.arguments["segment_ids"], Tensor):
             queries = shards.to_sequence(all_gather(segments[0].long(), -1, ranks), -1)
         arguments["segment_ids"] = (queries, segments[1])
     if (alibi := arguments.get("alibi")) is not None:
-        arguments["alibi"] = alibi[own]
-    for param in get_variant(given.variant).params:
+        arguments["alibi"] = alibi[heads]
+    for param in get_variant(inputs.variant).params:
         value = params.get(param.name)
         if not isinstance(value, Tensor) or value.dim() == 0:
             continue
         if value.dim() == 3 and param.kind != "tensor":
             if not param.per_key:
                 value = shards.to_sequence(all_gather(value, -1, ranks), -1)
-            params[param.name] = value[:, own]
+            params[param.name] = value[:, heads]
         else:
-            params[param.name] = value[own]
+            params[param.name] = value[heads]
     return arguments, params

@@ -70,16 +70,16 @@ class Reducer:
         for parameter in self._parameters():
             if parameter not in _owners or _owners[parameter][0] is not self:
                 continue
-            own, first = fresh.get(id(parameter), (None, parameter.grad is None))
-            given = _local(torch.zeros_like(parameter) if own is None else own)
-            total = all_reduce_sum(given.clone(), self.ranks)
+            local_sum, first = fresh.get(id(parameter), (None, parameter.grad is None))
+            contribution = _local(torch.zeros_like(parameter) if local_sum is None else local_sum)
+            total = all_reduce_sum(contribution.clone(), self.ranks)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
                 _local(parameter.grad).copy_(total)
-            elif first and own is not None:
+            elif first and local_sum is not None:
                 _local(parameter.grad).copy_(total)
             else:  # the gradient of an earlier backward stays
-                _local(parameter.grad).add_(total - given)
+                _local(parameter.grad).add_(total - contribution)
 
 
 def _local(x: Tensor) -> Tensor:

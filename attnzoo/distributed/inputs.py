@@ -67,24 +67,24 @@ class Inputs:
         if self.has_key_mask():
             assert mask is not None
             wide = mask.expand(*mask.shape[:-1], self.k.shape[2])
-            arguments["attn_mask"] = self._whole(wide[(None,) * (2 - mask.dim())], -1)
+            arguments["attn_mask"] = self._of_all_ranks(wide[(None,) * (2 - mask.dim())], -1)
         if segments is not None:
-            own = (segments, segments) if isinstance(segments, Tensor) else segments
-            arguments["segment_ids"] = (own[0], self._whole(own[1].long(), -1))
+            pair = (segments, segments) if isinstance(segments, Tensor) else segments
+            arguments["segment_ids"] = (pair[0], self._of_all_ranks(pair[1].long(), -1))
         for param in get_variant(self.variant).params:
             value = params.get(param.name)
             if param.per_key and isinstance(value, Tensor) and value.dim() == 3:
-                params[param.name] = self._whole(value, -1)
+                params[param.name] = self._of_all_ranks(value, -1)
         return replace(self, arguments=arguments, params=params)
 
-    def _whole(self, x: Tensor, dim: int) -> Tensor:
+    def _of_all_ranks(self, x: Tensor, dim: int) -> Tensor:
         return self.shards.to_sequence(all_gather(x, dim, self.ranks), dim)
 
     def of_chunk(self, part: slice, start: int, keys: int, k: Tensor, v: Tensor) -> ValidatedCall:
         """The call of one chunk of queries and the first ``keys`` keys of the sequence.
 
         Args:
-            part: the places of the queries in the shard.
+            part: the positions of the queries in the shard.
             start: the position of the first query in the sequence.
             k, v: the keys and values.
         """

@@ -57,7 +57,7 @@ class Shards:
         """The chunks of a rank, in the order of its shard."""
         return [rank] if self.layout == "contiguous" else [rank, 2 * self.ranks - 1 - rank]
 
-    def places(self, rank: int) -> list[slice]:
+    def positions(self, rank: int) -> list[slice]:
         """The positions in the sequence of each chunk of a rank."""
         return [slice(c * self.chunk, (c + 1) * self.chunk) for c in self.owned(rank)]
 
@@ -81,7 +81,7 @@ class Shards:
 
     def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
         """The shard of a rank, from a tensor of the whole sequence."""
-        return torch.cat([x.narrow(dim, at.start, self.chunk) for at in self.places(rank)], dim)
+        return torch.cat([x.narrow(dim, at.start, self.chunk) for at in self.positions(rank)], dim)
 
     def _reorder(self, x: Tensor, dim: int, chunks: list[int]) -> Tensor:
         index = torch.tensor(chunks, device=x.device)
@@ -93,10 +93,10 @@ def shards_of(layout: Any, ranks: int, local: int) -> Shards:
     """The shards of ``local`` tokens each, with a check of the layout."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {shown(layout)}")
-    found = Shards(layout, ranks, local)
-    if local % found.per_rank:
+    shards = Shards(layout, ranks, local)
+    if local % shards.per_rank:
         raise ValueError(
             f"the number of tokens per rank must be even with layout 'zigzag', got {local}; "
             "attnzoo.distributed.shard pads a sequence"
         )
-    return found
+    return shards

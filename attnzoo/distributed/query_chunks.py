@@ -27,11 +27,11 @@ class Ring(NamedTuple):
     ranks: Ranks
 
 
-class Rows(NamedTuple):
+class QueryChunk(NamedTuple):
     """The queries of one chunk of this rank.
 
     Attributes:
-        part: their places in the shard.
+        part: their positions in the shard.
         formed: the call of these queries and all keys of the sequence, and its form. Vectors per
             key are of all keys.
     """
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
         call, _, vectors, terms, _ = self.formed
         return [call.mask, call.alibi, *vectors, *terms]
 
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Rows:
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> QueryChunk:
         call, size = self.formed.call, 2 + len(Vectors._fields)
         mask, alibi = tensors[:2]
         if mask is not None and mask.is_floating_point():
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
         )
         return self._replace(formed=formed)
 
-    def among(self, keys: slice, index: int) -> Rows:
+    def among(self, keys: slice, index: int) -> QueryChunk:
         """The same queries with some of the keys, those of chunk ``index`` of the sequence.
 
         The sink is left out: it joins when all keys have been seen.
@@ -72,32 +72,32 @@ class Rows(NamedTuple):
     def sees_keys(self) -> bool:
         """Whether causality and window allow a key."""
         call = self.formed.call
-        found = call.key_range(slice(0, call.queries))
-        return found.stop > found.start
+        keys = call.key_range(slice(0, call.queries))
+        return keys.stop > keys.start
 
 
 class Meeting(NamedTuple):
     """The queries of a chunk and the keys of another one."""
 
     number: int  # of the queries' chunk in the shard
-    rows: Rows
-    keys: slice  # places in the shard that is visiting
+    chunk: QueryChunk
+    keys: slice  # positions in the shard that is visiting
     at: slice  # positions in the sequence
 
 
-def meetings(ring: Ring, rows: Sequence[Rows], source: int) -> Iterator[Meeting]:
+def meetings(ring: Ring, chunks: Sequence[QueryChunk], source: int) -> Iterator[Meeting]:
     """The chunks of queries that see keys of a rank, and these keys."""
     shards = ring.shards
-    for keys, at, index in zip(shards.parts(), shards.places(source), shards.owned(source)):
-        for number, mine in enumerate(rows):
-            found = mine.among(at, index)
-            if found.sees_keys:
-                yield Meeting(number, found, keys, at)
+    for keys, at, index in zip(shards.parts(), shards.positions(source), shards.owned(source)):
+        for number, mine in enumerate(chunks):
+            chunk = mine.among(at, index)
+            if chunk.sees_keys:
+                yield Meeting(number, chunk, keys, at)
 
 
-def with_tensors(rows: Sequence[Rows], flat: Sequence[Tensor | None]) -> list[Rows]:
+def with_tensors(chunks: Sequence[QueryChunk], flat: Sequence[Tensor | None]) -> list[QueryChunk]:
     size = len(NAMES)
-    return [mine.with_tensors(flat[i * size : (i + 1) * size]) for i, mine in enumerate(rows)]
+    return [mine.with_tensors(flat[i * size : (i + 1) * size]) for i, mine in enumerate(chunks)]
 
 
 def wanted_names(needs: Sequence[bool], count: int) -> list[list[str]]:
@@ -112,10 +112,10 @@ def wanted_names(needs: Sequence[bool], count: int) -> list[list[str]]:
 def flat_gradients(
     others: Sequence[dict[str, Tensor]], flat: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    found = [made.get(name) for made in others for name in NAMES]
+    gradients = [made.get(name) for made in others for name in NAMES]
     return [
         None if x is None or like is None else x.to(like.dtype)
-        for x, like in zip(found, flat, strict=True)
+        for x, like in zip(gradients, flat, strict=True)
     ]
 
 
@@ -123,14 +123,14 @@ Gradients = Callable[[Meeting, Sequence[Tensor]], dict[str, Tensor]]
 
 
 def go_round_back(
-    ring: Ring, rows: Sequence[Rows], q: Tensor, tensors: Sequence[Tensor], names: str,
+    ring: Ring, chunks: Sequence[QueryChunk], q: Tensor, tensors: Sequence[Tensor], names: str,
     wanted: Sequence[Sequence[str]], gradients: Gradients,
 ) -> tuple[Tensor, list[Tensor], list[dict[str, Tensor]]]:  # fmt: skip
     """The gradients of q, of the tensors that go round, and of the other tensors of each chunk.
 
     ``names`` are those of the tensors that go round, such as "kv".
     """
-    dtype = rows[0].formed.call.dtype
+    dtype = chunks[0].formed.call.dtype
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     travelling = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in tensors]
     others = [
@@ -139,25 +139,25 @@ def go_round_back(
             for name, x in zip(NAMES, mine.tensors(), strict=True)
             if x is not None and name in names_of and name != "sink"
         }
-        for mine, names_of in zip(rows, wanted, strict=True)
+        for mine, names_of in zip(chunks, wanted, strict=True)
     ]
     coming = None
     for source, held in circulate(tensors, ring.ranks):
-        own = [torch.zeros_like(x) for x in travelling]
-        for meeting in meetings(ring, rows, source):
+        local = [torch.zeros_like(x) for x in travelling]
+        for meeting in meetings(ring, chunks, source):
             made = gradients(meeting, [x[:, :, meeting.keys] for x in held])
-            dq[:, :, meeting.rows.part] += made.pop("q")
-            for total, name in zip(own, names, strict=True):
+            dq[:, :, meeting.chunk.part] += made.pop("q")
+            for total, name in zip(local, names, strict=True):
                 total[:, :, meeting.keys] += made.pop(name)
             for name, into in others[meeting.number].items():
                 _part(into, name, meeting.at).add_(made[name])
         if coming is not None:
             travelling = coming.wait()
-        travelling = [x + new for x, new in zip(travelling, own, strict=True)]
+        travelling = [x + new for x, new in zip(travelling, local, strict=True)]
         coming = pass_on(travelling, ring.ranks) if ring.ranks.count > 1 else None
     home = travelling if coming is None else coming.wait()
-    found = [x.to(like.dtype) for x, like in zip(home, tensors, strict=True)]
-    return dq.to(q.dtype), found, others
+    results = [x.to(like.dtype) for x, like in zip(home, tensors, strict=True)]
+    return dq.to(q.dtype), results, others
 
 
 def _part(x: Tensor, name: str, keys: slice) -> Tensor:

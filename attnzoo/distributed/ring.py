@@ -1,11 +1,11 @@
 """Attention with keys and values that travel around a ring of ranks.
 
-No rank ever holds all keys: the own ones, those of one other rank, and those that are arriving.
+No rank ever holds all keys: its own, those of one other rank, and those that are arriving.
 Each rank merges the results over the keys of each rank (`backends.tiled.partials`). In the
 backward, the gradients of keys and values travel with them, in fp32, and return to their rank after
 R steps.
 
-Bytes sent per rank, with K, V the sizes of the own keys and values and dK, dV those of their
+Bytes sent per rank, with K, V the sizes of its keys and values and dK, dV those of their
 gradients in fp32 (fp64 for fp64 inputs):
 
     forward     (R − 1) · (K + V)
@@ -28,11 +28,11 @@ from attnzoo.backends.tiled import partials, walk
 from attnzoo.backends.tiled.threshold import MAX_STEPS, largest_excess, newton_step, solved
 from attnzoo.backends.tiled.walk import Partial, Saved
 from attnzoo.core.collectives import all_reduce_max, circulate
-from attnzoo.distributed.rows import (
+from attnzoo.distributed.query_chunks import (
     NAMES,
     Meeting,
+    QueryChunk,
     Ring,
-    Rows,
     flat_gradients,
     go_round_back,
     meetings,
@@ -42,33 +42,39 @@ from attnzoo.distributed.rows import (
 
 
 def ring_attention(
-    ring: Ring, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Rows]
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[QueryChunk]
 ) -> tuple[Tensor, Tensor | None]:
     """The output (B, H, N local, Dv) in the dtype of scores, and lse if the calls ask for it."""
-    flat = [x for mine in rows for x in mine.tensors()]
-    out, lse = _Attention.apply(ring, rows, q, k, v, *flat)
-    return out, lse if rows[0].formed.call.return_lse else None
+    flat = [x for mine in chunks for x in mine.tensors()]
+    out, lse = _Attention.apply(ring, chunks, q, k, v, *flat)
+    return out, lse if chunks[0].formed.call.return_lse else None
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ring: Ring, rows: Sequence[Rows], q: Tensor, k: Tensor, v: Tensor, *flat: Any
+        ctx: Any,
+        ring: Ring,
+        chunks: Sequence[QueryChunk],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *flat: Any,
     ) -> tuple[Tensor, Tensor]:
-        rows = with_tensors(rows, flat)
-        if rows[0].formed.how.normalize == "threshold":
-            saved = _threshold(ring, q, k, v, rows, needs_grad=any(ctx.needs_input_grad))
+        chunks = with_tensors(chunks, flat)
+        if chunks[0].formed.how.normalize == "threshold":
+            saved = _threshold(ring, q, k, v, chunks, needs_grad=any(ctx.needs_input_grad))
         else:
-            saved = _sums(ring, q, k, v, rows)
+            saved = _sums(ring, q, k, v, chunks)
         out, lse = torch.cat([x.out for x in saved], dim=2), q.new_empty(0)
-        if rows[0].formed.call.return_lse:
+        if chunks[0].formed.call.return_lse:
             lse = torch.cat([x.lse for x in saved if x.lse is not None], dim=2)
         else:
             ctx.mark_non_differentiable(lse)
-        kept = [x for each in saved for x in (each.tau, each.z, each.peak, each.mean)]
-        ctx.save_for_backward(q, k, v, out, lse, *kept, *flat)
+        per_chunk = [x for each in saved for x in (each.tau, each.z, each.peak, each.mean)]
+        ctx.save_for_backward(q, k, v, out, lse, *per_chunk, *flat)
         ctx.ring = ring
-        ctx.rows = [mine.with_tensors([None] * len(NAMES)) for mine in rows]
+        ctx.chunks = [mine.with_tensors([None] * len(NAMES)) for mine in chunks]
         return out, lse
 
     @staticmethod
@@ -78,20 +84,20 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         dout, dlse = grad_outputs
         q, k, v, out, lse, *more = ctx.saved_tensors
-        flat = more[4 * len(ctx.rows) :]
-        rows = with_tensors(ctx.rows, flat)
-        wanted = wanted_names(ctx.needs_input_grad[5:], len(rows))
+        flat = more[4 * len(ctx.chunks) :]
+        chunks = with_tensors(ctx.chunks, flat)
+        wanted = wanted_names(ctx.needs_input_grad[5:], len(chunks))
         saved = []
-        for i, mine in enumerate(rows):
+        for i, mine in enumerate(chunks):
             tau, z, peak, mean = more[4 * i : 4 * i + 4]
             own_lse = lse[:, :, mine.part] if mine.formed.call.return_lse else None
             saved.append(Saved(out[:, :, mine.part], own_lse, tau, z, peak, mean))
 
         def gradients(meeting: Meeting, held: Sequence[Tensor]) -> dict[str, Tensor]:
-            mine, i = meeting.rows, meeting.number
+            mine, i = meeting.chunk, meeting.number
             call, vectors = mine.formed.call, mine.formed.vectors
-            # The saved weights include the sink, which `Rows.among` leaves out.
-            vectors = vectors._replace(sink=rows[i].formed.vectors.sink)
+            # The saved weights include the sink, which `QueryChunk.among` leaves out.
+            vectors = vectors._replace(sink=chunks[i].formed.vectors.sink)
             own_q, own_k, own_v = (x.to(call.dtype) for x in (q[:, :, mine.part], *held))
             own_dlse = dlse[:, :, mine.part] if call.return_lse else None
             names = [name for name in wanted[i] if name != "sink"]
@@ -99,55 +105,55 @@ class _Attention(torch.autograd.Function):
             formed = mine.formed._replace(vectors=vectors)
             return walk.gradients(formed, own_q, own_k, own_v, saved[i], own_dout, own_dlse, names)
 
-        dq, (dk, dv), others = go_round_back(ctx.ring, rows, q, (k, v), "kv", wanted, gradients)
-        for mine, each, names, made in zip(rows, saved, wanted, others, strict=True):
+        dq, (dk, dv), others = go_round_back(ctx.ring, chunks, q, (k, v), "kv", wanted, gradients)
+        for mine, each, names, made in zip(chunks, saved, wanted, others, strict=True):
             if "sink" in names:  # from whole rows
                 made["sink"] = _sink_gradient(mine, each, dout[:, :, mine.part])
         return None, None, dq, dk, dv, *flat_gradients(others, flat)
 
 
-def _sink_gradient(mine: Rows, saved: Saved, dout: Tensor) -> Tensor:
+def _sink_gradient(mine: QueryChunk, saved: Saved, dout: Tensor) -> Tensor:
     _, how, vectors, _, _ = mine.formed
     assert vectors.sink is not None
     c = (dout / walk.weight_sum(mine.formed, saved.tau, saved.z)[..., None] * saved.out).sum(-1)
-    found = walk.sink_gradient(how, c, vectors.sink, saved.tau, vectors.shape)
-    return found.sum_to_size(vectors.sink.shape)
+    gradient = walk.sink_gradient(how, c, vectors.sink, saved.tau, vectors.shape)
+    return gradient.sum_to_size(vectors.sink.shape)
 
 
-def _sums(ring: Ring, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Rows]) -> list[Saved]:
+def _sums(ring: Ring, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[QueryChunk]) -> list[Saved]:
     """Forms whose partials merge."""
-    found = [partials.nothing(mine.formed) for mine in rows]
+    sums = [partials.nothing(mine.formed) for mine in chunks]
     for source, (some_k, some_v) in circulate((k, v), ring.ranks):
-        for i, mine, keys, _ in meetings(ring, rows, source):
-            own_k, own_v = some_k[:, :, keys], some_v[:, :, keys]
-            new = walk.partial(mine.formed, q[:, :, mine.part], own_k, own_v)
-            found[i] = partials.merge(mine.formed.how, found[i], new)
-    return [walk.divided(mine.formed, x) for mine, x in zip(rows, found, strict=True)]
+        for i, mine, keys, _ in meetings(ring, chunks, source):
+            chunk_k, chunk_v = some_k[:, :, keys], some_v[:, :, keys]
+            new = walk.partial(mine.formed, q[:, :, mine.part], chunk_k, chunk_v)
+            sums[i] = partials.merge(mine.formed.how, sums[i], new)
+    return [walk.divided(mine.formed, x) for mine, x in zip(chunks, sums, strict=True)]
 
 
 def _threshold(
-    ring: Ring, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Rows], needs_grad: bool
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[QueryChunk], needs_grad: bool
 ) -> list[Saved]:
     """Solve for the thresholds, with one round of the keys per step, then sum the outputs."""
-    tops = [partials.nothing(mine.formed).z.fill_(walk.NEG_INF) for mine in rows]
+    tops = [partials.nothing(mine.formed).z.fill_(walk.NEG_INF) for mine in chunks]
     for source, (some_k,) in circulate((k,), ring.ranks):
-        for i, mine, keys, _ in meetings(ring, rows, source):
+        for i, mine, keys, _ in meetings(ring, chunks, source):
             new = partials.peaks(mine.formed, q[:, :, mine.part], some_k[:, :, keys])
             tops[i] = torch.maximum(tops[i], new)
     tops = [top.masked_fill(top == walk.NEG_INF, 0.0) for top in tops]
-    taus = _solve(ring, q, k, rows, tops)
-    found: list[partials.ThresholdPartial | None] = [None] * len(rows)
+    taus = _solve(ring, q, k, chunks, tops)
+    sums: list[partials.ThresholdPartial | None] = [None] * len(chunks)
     for source, (some_k, some_v) in circulate((k, v), ring.ranks):
-        for i, mine, keys, _ in meetings(ring, rows, source):
-            own_k, own_v = some_k[:, :, keys], some_v[:, :, keys]
-            own_q = q[:, :, mine.part]
+        for i, mine, keys, _ in meetings(ring, chunks, source):
+            chunk_k, chunk_v = some_k[:, :, keys], some_v[:, :, keys]
+            chunk_q = q[:, :, mine.part]
             new = partials.threshold_partial(
-                mine.formed, own_q, own_k, own_v, tops[i], taus[i], needs_grad
+                mine.formed, chunk_q, chunk_k, chunk_v, tops[i], taus[i], needs_grad
             )
-            old = found[i]
-            found[i] = new if old is None else partials.ThresholdPartial(*map(torch.add, old, new))
+            old = sums[i]
+            sums[i] = new if old is None else partials.ThresholdPartial(*map(torch.add, old, new))
     saved = []
-    for mine, x, top, tau in zip(rows, found, tops, taus, strict=True):
+    for mine, x, top, tau in zip(chunks, sums, tops, taus, strict=True):
         out, z, _ = partials.nothing(mine.formed)
         out, z, mean, slope = x or (out, z, torch.zeros_like(out), torch.zeros_like(z))
         mean = mean.div_(slope.masked_fill(slope == 0, 1.0)[..., None]) if needs_grad else None
@@ -157,19 +163,19 @@ def _threshold(
 
 
 def _solve(
-    ring: Ring, q: Tensor, k: Tensor, rows: Sequence[Rows], tops: Sequence[Tensor]
+    ring: Ring, q: Tensor, k: Tensor, chunks: Sequence[QueryChunk], tops: Sequence[Tensor]
 ) -> list[Tensor]:
     """τ of each chunk, relative to the maximum of the scores. All ranks take equally many steps."""
     taus = [torch.zeros_like(top) for top in tops]
     for _ in range(MAX_STEPS):
         sums = [(torch.zeros_like(tau), torch.zeros_like(tau)) for tau in taus]
         for source, (some_k,) in circulate((k,), ring.ranks):
-            for i, mine, keys, _ in meetings(ring, rows, source):
+            for i, mine, keys, _ in meetings(ring, chunks, source):
                 own_q, own_k = q[:, :, mine.part], some_k[:, :, keys]
                 new = partials.threshold_sums(mine.formed, own_q, own_k, tops[i], taus[i])
                 sums[i] = (sums[i][0] + new[0], sums[i][1] + new[1])
         done = True
-        for i, mine in enumerate(rows):
+        for i, mine in enumerate(chunks):
             excess, step = newton_step(
                 *sums[i], mine.formed.vectors.shape, mine.formed.how.activation
             )

@@ -21,10 +21,10 @@ from attnzoo.backends.tiled.statistics import (
 from attnzoo.backends.tiled.walk import NEG_INF
 from attnzoo.core.collectives import circulate
 from attnzoo.core.forms import Statistics
-from attnzoo.distributed.rows import (
+from attnzoo.distributed.query_chunks import (
     Meeting,
+    QueryChunk,
     Ring,
-    Rows,
     flat_gradients,
     go_round_back,
     meetings,
@@ -34,30 +34,30 @@ from attnzoo.distributed.rows import (
 
 
 def ring_statistics(
-    ring: Ring, q: Tensor, k: Tensor, rows: Sequence[Rows]
+    ring: Ring, q: Tensor, k: Tensor, chunks: Sequence[QueryChunk]
 ) -> tuple[Statistics, ...]:
     """lse and entropy of the queries of each chunk, over all keys."""
-    flat = [x for mine in rows for x in mine.tensors()]
-    found = _Statistics.apply(ring, rows, q, k, *flat)
-    return tuple(Statistics(*found[2 * i : 2 * i + 2]) for i in range(len(rows)))
+    flat = [x for mine in chunks for x in mine.tensors()]
+    flat_results = _Statistics.apply(ring, chunks, q, k, *flat)
+    return tuple(Statistics(*flat_results[2 * i : 2 * i + 2]) for i in range(len(chunks)))
 
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ring: Ring, rows: Sequence[Rows], q: Tensor, k: Tensor, *flat: Any
+        ctx: Any, ring: Ring, chunks: Sequence[QueryChunk], q: Tensor, k: Tensor, *flat: Any
     ) -> tuple[Tensor, ...]:
-        rows = with_tensors(rows, flat)
-        found: list[PartialStatistics | None] = [None] * len(rows)
+        chunks = with_tensors(chunks, flat)
+        partials: list[PartialStatistics | None] = [None] * len(chunks)
         for source, (held,) in circulate((k,), ring.ranks):
-            for i, mine, keys, _ in meetings(ring, rows, source):
+            for i, mine, keys, _ in meetings(ring, chunks, source):
                 new = statistics(mine.formed.call, q[:, :, mine.part], held[:, :, keys])
-                old = found[i]
-                found[i] = new if old is None else _merge(old, new)
-        done = [x or _of_nothing(mine) for x, mine in zip(found, rows, strict=True)]
+                old = partials[i]
+                partials[i] = new if old is None else _merge(old, new)
+        done = [x or _of_nothing(mine) for x, mine in zip(partials, chunks, strict=True)]
         ctx.save_for_backward(q, k, *(x for each in done for x in each), *flat)
         ctx.ring = ring
-        ctx.rows = [mine.with_tensors([None] * len(mine.tensors())) for mine in rows]
+        ctx.chunks = [mine.with_tensors([None] * len(mine.tensors())) for mine in chunks]
         return tuple(x for each in done for x in each.all_keys)
 
     @staticmethod
@@ -66,24 +66,24 @@ class _Statistics(torch.autograd.Function):
         ctx: Any, *grad_outputs: Any
     ) -> tuple[Any, ...]:
         q, k, *more = ctx.saved_tensors
-        size = 3 * len(ctx.rows)
+        size = 3 * len(ctx.chunks)
         flat = more[size:]
-        rows = with_tensors(ctx.rows, flat)
-        wanted = wanted_names(ctx.needs_input_grad[4:], len(rows))
+        chunks = with_tensors(ctx.chunks, flat)
+        wanted = wanted_names(ctx.needs_input_grad[4:], len(chunks))
 
         def gradients(meeting: Meeting, held: Sequence[Tensor]) -> dict[str, Tensor]:
-            mine, i = meeting.rows, meeting.number
+            mine, i = meeting.chunk, meeting.number
             call = mine.formed.call
-            own_q, own_k = (x.to(call.dtype) for x in (q[:, :, mine.part], *held))
-            found = PartialStatistics(*more[3 * i : 3 * i + 3])
-            given_of = Statistics(*grad_outputs[2 * i : 2 * i + 2])
-            return statistics_gradients(call, own_q, own_k, found, given_of, wanted[i])
+            chunk_q, chunk_k = (x.to(call.dtype) for x in (q[:, :, mine.part], *held))
+            partial = PartialStatistics(*more[3 * i : 3 * i + 3])
+            grads = Statistics(*grad_outputs[2 * i : 2 * i + 2])
+            return statistics_gradients(call, chunk_q, chunk_k, partial, grads, wanted[i])
 
-        dq, (dk,), others = go_round_back(ctx.ring, rows, q, (k,), "k", wanted, gradients)
+        dq, (dk,), others = go_round_back(ctx.ring, chunks, q, (k,), "k", wanted, gradients)
         return None, None, dq, dk, *flat_gradients(others, flat)
 
 
-def _of_nothing(mine: Rows) -> PartialStatistics:
+def _of_nothing(mine: QueryChunk) -> PartialStatistics:
     call = mine.formed.call
     rows = (call.batch, call.heads, call.queries)
     peak = torch.full(rows, NEG_INF, dtype=call.dtype, device=call.device)
