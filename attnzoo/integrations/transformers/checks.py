@@ -71,8 +71,8 @@ def check_softcap(call: ObservedCall, child: Attention | Wrapper) -> None:
     attention = inner(child)
     size = call.qk_dim if child is attention else child.map_dim  # pyright: ignore
     q, k, v = torch.zeros(3, 1, attention.num_heads, 2, size).unbind()
-    given = {name: torch.zeros(attention.num_heads) for name in attention.given}
-    params = {**attention._params(), **given}
+    call_params = {name: torch.zeros(attention.num_heads) for name in attention.given}
+    params = {**attention._params(), **call_params}
     plan = explain(q, k, v, child.variant, is_causal=True, softcap=call.softcap, **params)
     if plan.reason is not None:
         raise ValueError(
@@ -86,8 +86,8 @@ def check_projections(variant: str, params: dict[str, Any]) -> None:
     for param in get_variant(variant).params:
         if param.projection is None:
             continue
-        given = params.get(param.name, param.default)
-        if given is REQUIRED or (isinstance(given, str) and given == PROJECTED):
+        value = params.get(param.name, param.default)
+        if value is REQUIRED or (isinstance(value, str) and value == PROJECTED):
             raise ValueError(
                 f"{variant}'s {param.name} must be given to convert, as a number or a tensor (H,) "
                 "that holds for all tokens: the variant makes it from the hidden states, which a "
@@ -95,7 +95,7 @@ def check_projections(variant: str, params: dict[str, Any]) -> None:
             )
 
 
-def check_own(variant: str, params: dict[str, Any]) -> None:
+def check_params(variant: str, params: dict[str, Any]) -> None:
     """Raises if the variant is a wrapper, or if the parameters name arguments of `Attention` that
     the host decides, or are not parameters of the variant."""
     for name in ("num_heads", "softcap", "given", "head_dim"):
@@ -132,9 +132,9 @@ def check_model(model: Any) -> None:
 
 def possible_identity(variant: str) -> dict[str, Any] | None:
     """The identity of a variant, unless it fixes what the variant makes from hidden states."""
-    found = get_variant(variant)
-    projected = {param.name for param in found.params if param.projection}
-    return None if projected & set(found.identity or ()) else found.identity
+    spec = get_variant(variant)
+    projected = {param.name for param in spec.params if param.projection}
+    return None if projected & set(spec.identity or ()) else spec.identity
 
 
 def warn_of_training(model: Any, variant: str, wrapper: Choice, start: str | None) -> None:

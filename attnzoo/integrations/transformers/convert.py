@@ -15,7 +15,7 @@ from attnzoo.integrations.transformers.checks import (
     check_model,
     check_not_half,
     check_not_sharded,
-    check_own,
+    check_params,
     check_projections,
     check_softcap,
     possible_identity,
@@ -32,7 +32,7 @@ from attnzoo.integrations.transformers.modules import (
     chosen_names,
     configs_of,
     restorer,
-    run,
+    run_model,
     set_implementations,
 )
 from attnzoo.integrations.transformers.spec import (
@@ -148,10 +148,10 @@ def convert(
     check_not_half(model)
     check_not_sharded(model)
     check_has_weights(model)
-    check_own(variant, params)
+    check_params(variant, params)
     check_bool("warn", warn)
-    for other, given in (("start", start), ("inputs", inputs)):
-        if calibrate is not None and given is not None:
+    for other, value in (("start", start), ("inputs", inputs)):
+        if calibrate is not None and value is not None:
             raise ValueError(f"{other} must be None when calibrate is given")
     if get_variant(variant).calibrate is None and calibrate is not None:
         known = ", ".join(name for name in list_variants() if get_variant(name).calibrate)
@@ -161,25 +161,25 @@ def convert(
     identity = {} if start is None else _identity(variant, start, params, wrapper)
     check_projections(variant, params)
     name = "inputs" if calibrate is None else "calibrate"
-    given = inputs if calibrate is None else calibrate
-    batches = None if given is None else batches_of(name, given, model)
+    samples = inputs if calibrate is None else calibrate
+    batches = None if samples is None else batches_of(name, samples, model)
     calls, batch, idle = attention_modules(model, batches)
     children: dict[str, Attention | Wrapper] = {}
     for name in chosen_names(calls, layers):
-        call, own = calls[name], dict(params)
+        call, layer_params = calls[name], dict(params)
         if calibrate is not None:
-            own = {**_calibrated(variant, call), **params}
-        sink = taken_sink(model, variant, call, own)
-        own |= {key: value for key, value in identity.items() if key != sink}
+            layer_params = {**_calibrated(variant, call), **params}
+        sink = taken_sink(model, variant, call, layer_params)
+        layer_params |= {key: value for key, value in identity.items() if key != sink}
         check_logits(call, variant)
         options = {
             "learn": _learned(variant, learn, identity, sink), "softcap": call.softcap,
-            "given": () if sink is None else (sink,), "head_dim": call.qk_dim, **own,
+            "given": () if sink is None else (sink,), "head_dim": call.qk_dim, **layer_params,
         }  # fmt: skip
         wrapped = wrapper_entry(wrapper, call)
         dtype = dtype_of(call.module, call.hidden)
         child = children[name] = new_child(variant, call.heads, wrapped, options, dtype)
-        keep_entry(child, new_entry(child, call, own, wrapped))
+        keep_entry(child, new_entry(child, call, layer_params, wrapped))
         check_softcap(call, child)
         check_gate(call.module, child)
         check_query_layer(model, call.module, child)
@@ -208,7 +208,7 @@ def undone(undo: list[Callable[[], None]]) -> Iterator[None]:
 
 def _run_once(model: Any, batch: dict[str, Any]) -> None:
     try:
-        run(model, [batch])
+        run_model(model, [batch])
     except Exception as error:
         raise ValueError(
             f"model must run after the conversion, but {type(model).__name__} raised: {error}"
@@ -289,17 +289,17 @@ def _identity(variant: str, start: str, params: dict[str, Any], wrapper: Choice)
         raise ValueError(f"start must be 'identity' or None, got {start!r}")
     if wrapper is not None:
         raise ValueError(f"start must be None with a wrapper, got {start!r} with {wrapper!r}")
-    found = possible_identity(variant)
-    if found is None:
+    identity = possible_identity(variant)
+    if identity is None:
         able = [name for name in list_variants() if possible_identity(name) is not None]
         raise ValueError(
             f"start must be None: no parameters make {variant!r} equal to softmax at every length; "
             f"variants with start='identity': {', '.join(able)}"
         )
-    if twice := [name for name in found if name in params]:
+    if twice := [name for name in identity if name in params]:
         names = ", ".join(twice)
         raise ValueError(f"{names} must not be given with start='identity', which sets {names}")
-    return found
+    return identity
 
 
 def _learned(

@@ -18,7 +18,7 @@ from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.core.variant import Variant
 from attnzoo.functional.attention import attention
 from attnzoo.integrations.transformers import masks
-from attnzoo.integrations.transformers.masks import NAME, Layout
+from attnzoo.integrations.transformers.masks import NAME, MaskLayout
 from attnzoo.integrations.transformers.packed import combined, packed_segments
 from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
@@ -178,8 +178,8 @@ def _sharding(child: nn.Module | None) -> Any:
 
 
 def _for_shards(
-    module: nn.Module, layout: Layout, query: Tensor, sharding: Any, kwargs: dict[str, Any]
-) -> Layout:
+    module: nn.Module, layout: MaskLayout, query: Tensor, sharding: Any, kwargs: dict[str, Any]
+) -> MaskLayout:
     """The layout of a shard of a sequence, whose mask transformers has made for the shard alone.
 
     A window at least as long as the shard is missing in it.
@@ -224,14 +224,14 @@ def _with_sinks(
     module: nn.Module, child: nn.Module | None, sinks: Tensor
 ) -> tuple[str, dict[str, Tensor]]:
     """The variant of a layer with sinks, and the parameter that takes their logits."""
-    found = _variant(child) or _softmax_with_sinks()
-    name = host_sink(found)
+    variant = _variant(child) or _softmax_with_sinks()
+    name = host_sink(variant)
     if name is None:
         raise ValueError(
-            f"{found.name} does not support the sinks of {type(module).__name__}; variants that "
+            f"{variant.name} does not support the sinks of {type(module).__name__}; variants that "
             f"do: {sink_variants()}"
         )
-    return found.name, {name: sinks}
+    return variant.name, {name: sinks}
 
 
 def sink_variants() -> str:

@@ -55,7 +55,7 @@ class Pattern(NamedTuple):
     documents: Tensor | None = None  # of a packed batch, (B, N): the index of their first tokens
 
 
-class Layout(NamedTuple):
+class MaskLayout(NamedTuple):
     """Arguments of `attnzoo.attention` for the keys ``start : stop``."""
 
     attn_mask: Tensor | None
@@ -146,8 +146,8 @@ def _seen_by_one(seen: Tensor | None, segments: Tensor | None) -> Tensor | None:
     """The keys that the only query sees, the last token."""
     if segments is None:
         return seen
-    own = segments == segments[:, -1:]
-    return own if seen is None else own & seen
+    same_segment = segments == segments[:, -1:]
+    return same_segment if seen is None else same_segment & seen
 
 
 def is_causal(mask: Tensor | None, flag: bool) -> bool:
@@ -160,7 +160,7 @@ def is_causal(mask: Tensor | None, flag: bool) -> bool:
     return mask.shape[2] not in (TO_BOTH_SIDES, BIDIRECTIONAL)
 
 
-def read_mask(mask: Tensor | None, flag: bool, queries: int, keys: int) -> Layout:
+def read_mask(mask: Tensor | None, flag: bool, queries: int, keys: int) -> MaskLayout:
     """The arguments of `attnzoo.attention` for a mask from `make_mask` or of another origin.
 
     ``flag`` is whether the module says that it is causal.
@@ -172,9 +172,9 @@ def read_mask(mask: Tensor | None, flag: bool, queries: int, keys: int) -> Layou
                 f"attention_mask must be given for a causal call with {queries} queries and {keys} "
                 "keys, got None"
             )
-        return Layout(None, causal and queries > 1, None, None, 0, keys)
+        return MaskLayout(None, causal and queries > 1, None, None, 0, keys)
     if mask.dtype not in (torch.uint8, torch.int32):
-        return Layout(_other_mask(mask), False, None, None, 0, keys)
+        return MaskLayout(_other_mask(mask), False, None, None, 0, keys)
     window, kind, stop = mask.shape[1] - 1, mask.shape[2], mask.shape[3] or mask.shape[0]
     chunk = window if kind == CHUNKS else 0
     window = 0 if chunk else window
@@ -189,13 +189,13 @@ def read_mask(mask: Tensor | None, flag: bool, queries: int, keys: int) -> Layou
         bounds, start = None, 0
     causal = causal and queries > 1
     if mask.shape[3] == 0:
-        return Layout(None, causal, bounds, None, start, stop)
+        return MaskLayout(None, causal, bounds, None, start, stop)
     values = mask[:, :1, :1, start:]
     if mask.dtype == torch.uint8:
-        return Layout(values.view(torch.bool), causal, bounds, None, start, stop)
+        return MaskLayout(values.view(torch.bool), causal, bounds, None, start, stop)
     ids = values[:, 0, 0]
     segments = ids if queries == stop - start else (ids[:, stop - start - queries :], ids)
-    return Layout(None, causal, bounds, segments, start, stop, chunk)
+    return MaskLayout(None, causal, bounds, segments, start, stop, chunk)
 
 
 def _other_mask(mask: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ def _all_of(functions: Any) -> Pattern | None:
     """The pattern of a conjunction of mask functions."""
     if not functions:
         return None
-    found = Pattern()
+    pattern = Pattern()
     for function in functions:
         part = find_pattern(function)
         if part is None:
@@ -269,10 +269,10 @@ def _all_of(functions: Any) -> Pattern | None:
             if not _is_set(value):
                 continue
             # Two windows, chunks or packings have no common field.
-            if name != "causal" and _is_set(getattr(found, name)):
+            if name != "causal" and _is_set(getattr(pattern, name)):
                 return None
-            found = found._replace(**{name: value})
-    return found
+            pattern = pattern._replace(**{name: value})
+    return pattern
 
 
 def _is_set(value: Any) -> bool:
@@ -346,11 +346,11 @@ def chunks_of(documents: Tensor, positions: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(new.cumsum(-1), (1, 0))
 
 
-def _dense(*given: Any, **kwargs: Any) -> Tensor | None:
+def _dense(*args: Any, **kwargs: Any) -> Tensor | None:
     for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
         kwargs[name] = False
     make: Any = sdpa_mask  # accepts a tensor q_offset, but its annotation does not say so
-    return make(*given, **kwargs)
+    return make(*args, **kwargs)
 
 
 def _check_not_positional(config: Any) -> None:

@@ -40,27 +40,27 @@ def attention_modules(model: Any, batches: list[dict[str, Any]] | None = None) -
             if batches is None:
                 batch = _run_minimal(model, calls)
             else:
-                run(model, batches)
+                run_model(model, batches)
                 batch = batches[0]
     finally:
         restore()
     names = {id(module): name for name, module in model.named_modules()}
-    found: dict[str, ObservedCall] = {}
+    merged: dict[str, ObservedCall] = {}
     for call in calls:
         name = names[id(call.module)]
-        found[name] = found[name].merge(call) if name in found else call
-    if not found:
+        merged[name] = merged[name].merge(call) if name in merged else call
+    if not merged:
         raise ValueError(
             f"model must have attention layers, but {type(model).__name__} called none"
         )
-    called = {id(call.module) for call in found.values()}
+    called = {id(call.module) for call in merged.values()}
     active, idle = [], []
     for _, part in parts_of(model):
         (idle if called.isdisjoint(map(id, part.modules())) else active).append(part.config)
     idle = [config for config in idle if not any(config is other for other in active)]
     numbered = {
         name: call._replace(number=number, hidden=hidden.get(id(call.module)))
-        for number, (name, call) in enumerate(found.items())
+        for number, (name, call) in enumerate(merged.items())
     }
     return Observed(numbered, batch, idle)
 
@@ -71,7 +71,7 @@ def _run_minimal(model: Any, calls: list[ObservedCall]) -> dict[str, Any]:
     for batch in minimal_batches(model):
         calls.clear()
         try:
-            run(model, [batch])
+            run_model(model, [batch])
         except Exception as error:
             if _is_raised_here(error):
                 raise ValueError(f"{type(model).__name__} cannot be converted: {error}") from error
@@ -97,7 +97,7 @@ def _is_raised_here(error: BaseException) -> bool:
     return trace is not None and trace.tb_frame.f_globals["__name__"].startswith("attnzoo.")
 
 
-def run(model: Any, batches: list[dict[str, Any]]) -> None:
+def run_model(model: Any, batches: list[dict[str, Any]]) -> None:
     """Runs the model in evaluation mode, without gradients. It and the batches stay as they are.
 
     Compiled layers run uncompiled, because a graph does not show their calls.
@@ -199,9 +199,9 @@ def _image(model: Any) -> Tensor | None:
 
 
 def chosen_names(
-    found: Mapping[str, ObservedCall], layers: Sequence[int | str] | None
+    calls: Mapping[str, ObservedCall], layers: Sequence[int | str] | None
 ) -> list[str]:
-    names = list(found)
+    names = list(calls)
     if layers is None:
         return names
     if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
@@ -248,8 +248,8 @@ def configs_of(model: Any) -> dict[str, Any]:
 
 def implementations(model: Any) -> dict[str, str | None]:
     """Attention implementations by the name of the config, as in `configs_of`."""
-    found = {name: config._attn_implementation for name, config in configs_of(model).items()}
-    return {name: value for name, value in found.items() if value != NAME}
+    by_config = {name: config._attn_implementation for name, config in configs_of(model).items()}
+    return {name: value for name, value in by_config.items() if value != NAME}
 
 
 def set_implementations(
@@ -292,26 +292,26 @@ def parts_of(model: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def batches_of(argument: str, given: Any, model: Any) -> list[dict[str, Any]]:
+def batches_of(argument: str, inputs: Any, model: Any) -> list[dict[str, Any]]:
     """Inputs of any accepted type as keyword arguments of the model's forward."""
     main = model.main_input_name
-    if isinstance(given, Tensor):
-        unbatched = main == "input_ids" and given.dim() == 1
-        return [{main: given[None] if unbatched else given}]
-    if isinstance(given, Mapping):
-        if isinstance(given.get(main), (list, tuple)):
+    if isinstance(inputs, Tensor):
+        unbatched = main == "input_ids" and inputs.dim() == 1
+        return [{main: inputs[None] if unbatched else inputs}]
+    if isinstance(inputs, Mapping):
+        if isinstance(inputs.get(main), (list, tuple)):
             raise TypeError(
-                f"{argument}: {main} must be a tensor, got {type(given[main]).__name__}; call the "
+                f"{argument}: {main} must be a tensor, got {type(inputs[main]).__name__}; call the "
                 "tokenizer with return_tensors='pt'"
             )
-        return [dict(given)]
-    if isinstance(given, (list, tuple)) and all(isinstance(x, (Tensor, Mapping)) for x in given):
-        if not given:
+        return [dict(inputs)]
+    if isinstance(inputs, (list, tuple)) and all(isinstance(x, (Tensor, Mapping)) for x in inputs):
+        if not inputs:
             raise ValueError(f"{argument} must hold at least one batch, got none")
-        return [batch for one in given for batch in batches_of(argument, one, model)]
-    kind = type(given).__name__
-    if isinstance(given, (list, tuple)):
-        kind += f" of {', '.join(sorted({type(x).__name__ for x in given}))}"
+        return [batch for one in inputs for batch in batches_of(argument, one, model)]
+    kind = type(inputs).__name__
+    if isinstance(inputs, (list, tuple)):
+        kind += f" of {', '.join(sorted({type(x).__name__ for x in inputs}))}"
     raise TypeError(
         f"{argument} must be a tensor of {main}, a mapping of the model's forward arguments, or a "
         f"list of these, got {kind}"

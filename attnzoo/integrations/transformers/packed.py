@@ -21,7 +21,7 @@ from attnzoo.integrations.transformers.masks import (
     NAME,
     ORIGIN,
     PADDING,
-    Layout,
+    MaskLayout,
     chunks_of,
     with_documents,
 )
@@ -30,8 +30,8 @@ from attnzoo.nn.segments import restarted
 _preprocess = masking_utils._preprocess_mask_arguments
 
 
-class _Found:
-    """The segments of the forward in progress, found by its first layer."""
+class _ForwardSegments:
+    """The segments of the forward in progress, computed by its first layer."""
 
     def __init__(self, source: Tensor, shape: tuple[int, int], segments: Segments) -> None:
         self.source, self.shape, self.segments = weakref.ref(source), shape, segments
@@ -44,13 +44,13 @@ class _Found:
         return same and self.version == source._version
 
 
-_found: _Found | None = None
+_last_forward: _ForwardSegments | None = None
 
 
 def packed_segments(
     module: nn.Module,
     mask: Tensor | None,
-    layout: Layout,
+    layout: MaskLayout,
     query: Tensor,
     key: Tensor,
     kwargs: dict[str, Any],
@@ -68,10 +68,10 @@ def packed_segments(
         other = kwargs.get("cu_seq_lens_k")
         other = lengths if other is None else other
         check_dense("cu_seq_lens_q", lengths)
-        own = _once(module, lengths, (batch, queries), partial(_from_lengths, "q"))
+        documents = _once(module, lengths, (batch, queries), partial(_from_lengths, "q"))
         if other is lengths and keys == queries:
-            return own
-        return own, _from_lengths("k", other, (batch, layout.stop))[:, layout.start :]
+            return documents
+        return documents, _from_lengths("k", other, (batch, layout.stop))[:, layout.start :]
     positions = kwargs.get("position_ids")
     padding = mask is not None and mask.dtype == torch.uint8 and mask.numel() > 0
     if (
@@ -90,7 +90,7 @@ def packed_segments(
     return starts if bool(packed) else None
 
 
-def combined(documents: Segments, layout: Layout) -> Segments:
+def combined(documents: Segments, layout: MaskLayout) -> Segments:
     """The documents that cu_seq_lens shows, with the chunks and the padding of the layout."""
     if documents is None or (layout.segment_ids is None and not layout.chunk):
         return documents
@@ -100,15 +100,15 @@ def combined(documents: Segments, layout: Layout) -> Segments:
             "cu_seq_lens_k must be those of cu_seq_lens_q for a model with chunked attention or "
             f"position_ids that restart, got {queries.shape[1]} queries and {keys.shape[1]} keys"
         )
-    found, others = queries, keys
+    query_ids, key_ids = queries, keys
     if layout.chunk:
-        found = chunks_of(queries, restarted(queries), layout.chunk)
-        others = found if keys is queries else chunks_of(keys, restarted(keys), layout.chunk)
+        query_ids = chunks_of(queries, restarted(queries), layout.chunk)
+        key_ids = query_ids if keys is queries else chunks_of(keys, restarted(keys), layout.chunk)
     if layout.segment_ids is not None:
         assert isinstance(layout.segment_ids, Tensor)  # as many queries as keys
         padding = (layout.segment_ids < 0) | (layout.segment_ids == PADDING)
-        others = torch.where(padding, PADDING, others)
-    return found, others
+        key_ids = torch.where(padding, PADDING, key_ids)
+    return query_ids, key_ids
 
 
 def _once(module: nn.Module, source: Tensor, shape: tuple[int, int], make: Any) -> Any:
@@ -116,14 +116,14 @@ def _once(module: nn.Module, source: Tensor, shape: tuple[int, int], make: Any) 
 
     A layer that asks twice starts another forward.
     """
-    global _found
+    global _last_forward
     if not runs_eagerly() or source.is_inference():  # an inference tensor does not count writes
         return make(source, shape)
-    found = _found
-    if found is None or not found.is_of(source, shape) or id(module) in found.layers:
-        _found = found = _Found(source, shape, make(source, shape))
-    found.layers.add(id(module))
-    return found.segments
+    last = _last_forward
+    if last is None or not last.is_of(source, shape) or id(module) in last.layers:
+        _last_forward = last = _ForwardSegments(source, shape, make(source, shape))
+    last.layers.add(id(module))
+    return last.segments
 
 
 def _from_lengths(side: str, cumulative: Tensor, shape: tuple[int, int]) -> Tensor:

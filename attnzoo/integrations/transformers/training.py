@@ -56,8 +56,8 @@ class TrainerMixin(_Base):
         if self.attention_lr is None or self.optimizer is not None:
             return super().create_optimizer(*args, **kwargs)
         optimizer: Any = super().create_optimizer(*args, **kwargs)
-        given: Any = args[0] if args else kwargs.get("model")
-        model: Any = self.model if given is None else given
+        passed: Any = args[0] if args else kwargs.get("model")
+        model: Any = self.model if passed is None else passed
         learned = {id(p) for p in without_decay(model)}
         groups = list(optimizer.param_groups)
         moved = [[p for p in group["params"] if id(p) in learned] for group in groups]

@@ -41,11 +41,11 @@ def new_child(
     """
     if wrapper is None:
         return Attention(variant, num_heads, dtype=dtype, **options)
-    own = {name: value for name, value in options.items() if name not in ("given", "head_dim")}
+    host_options = {n: x for n, x in options.items() if n not in ("given", "head_dim")}
     return host_attention(
-        (wrapper["name"], wrapper["arguments"]), variant, num_heads, wrapper["embed_dim"], own,
-        key_dim=wrapper["embed_dim"], qk_dim=wrapper["qk_dim"], v_dim=wrapper["v_dim"],
-        layer=wrapper["layer"], dtype=dtype,
+        (wrapper["name"], wrapper["arguments"]), variant, num_heads, wrapper["embed_dim"],
+        host_options, key_dim=wrapper["embed_dim"], qk_dim=wrapper["qk_dim"],
+        v_dim=wrapper["v_dim"], layer=wrapper["layer"], dtype=dtype,
     )  # fmt: skip
 
 
@@ -69,8 +69,8 @@ def inner(child: Attention | Wrapper) -> Attention:
 
 def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The hidden states (B, N, features) among the arguments of an attention module, or None."""
-    found = args[0] if args else kwargs.get("hidden_states")
-    return found if isinstance(found, Tensor) and found.dim() == 3 else None
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    return hidden if isinstance(hidden, Tensor) and hidden.dim() == 3 else None
 
 
 def pass_hidden_states(
@@ -97,18 +97,18 @@ def from_hidden_states(
 @contextmanager
 def observe_hidden_states(model: nn.Module) -> Iterator[dict[int, Tensor]]:
     """Collects the hidden states of each module by its id, as empty tensors (0, features)."""
-    found: dict[int, Tensor] = {}
+    collected: dict[int, Tensor] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = hidden_states(args, kwargs)
         if hidden is not None:
-            found[id(module)] = hidden.new_empty(0, hidden.shape[-1])
+            collected[id(module)] = hidden.new_empty(0, hidden.shape[-1])
 
     hooks = []
     try:
         for module in model.modules():
             hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
-        yield found
+        yield collected
     finally:
         for hook in hooks:
             hook.remove()
