@@ -36,23 +36,23 @@ class Parser(argparse.ArgumentParser):
     ) -> Any:
         """Parse the arguments into a namespace; exit with an error if one is unknown."""
         words = list(sys.argv[1:] if args is None else args)
-        given, unknown = self.parse_known_args(words, namespace)
+        parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
             parser = next((self.commands[x] for x in words if x in self.commands), self)
             known = re.findall(r"--[a-z][\w-]*", parser.format_usage())
             parser.error(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0], known)}")
-        return given
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         """Print the message and the command that shows the help, and exit with status 2."""
         message = re.sub(r"^argument ([^:]+): (?=must )", r"\1 ", message)
         message = re.sub(r"^argument ([^:]+): ", r"\1: ", message)
-        found = re.match(r"(.*): invalid choice: '?(.*?)'? \(choose from (.*)\)$", message)
-        if found is not None:
-            choices = found[3].replace("'", "").split(", ")
-            message = f"{found[1]} must be {either(choices)}, got {found[2]!r}"
-            message += did_you_mean(found[2], choices)
-            if self.command_hint and found[1].endswith("COMMAND"):
+        match = re.match(r"(.*): invalid choice: '?(.*?)'? \(choose from (.*)\)$", message)
+        if match is not None:
+            choices = match[3].replace("'", "").split(", ")
+            message = f"{match[1]} must be {either(choices)}, got {match[2]!r}"
+            message += did_you_mean(match[2], choices)
+            if self.command_hint and match[1].endswith("COMMAND"):
                 message += f"\n{self.command_hint}"
         message = message.replace(": expected one argument", " needs a value")
         message = re.sub(r": invalid (\w+) value: (.*)", r" must be of type \1, got \2", message)
@@ -75,8 +75,8 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
     >>> did_you_mean("smok", ["smoke", "quick"])
     "; did you mean 'smoke'?"
     """
-    found = get_close_matches(word.split("=")[0], known, 1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = get_close_matches(word.split("=")[0], known, 1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def add_plugin(parser: argparse.ArgumentParser, words: str = "") -> None:

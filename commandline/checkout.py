@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 
-def said(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
     """The output of a program run in the checkout, or None if it fails or does not exist."""
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -19,6 +19,6 @@ def said(*command: str) -> str | None:
 @cache
 def commit() -> str | None:
     """The checkout's commit, with "-dirty" if tracked files were changed; None outside of git."""
-    head = said("git", "rev-parse", "--short=12", "HEAD")
-    changed = head and said("git", "status", "--porcelain", "--untracked-files=no")
+    head = output_of("git", "rev-parse", "--short=12", "HEAD")
+    changed = head and output_of("git", "status", "--porcelain", "--untracked-files=no")
     return f"{head}-dirty" if changed else head

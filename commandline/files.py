@@ -29,8 +29,8 @@ def check_writable(what: str, folder: Path) -> None:
 
 def check_folder(what: str, path: Path) -> None:
     """Raise UsageError unless the path is a folder or can become one; makes nothing."""
-    whole = path.absolute()
-    if not next(part for part in (whole, *whole.parents) if part.exists()).is_dir():
+    absolute = path.absolute()
+    if not next(part for part in (absolute, *absolute.parents) if part.exists()).is_dir():
         raise UsageError(f"{what} must be a folder, got {str(path)!r}")
 
 

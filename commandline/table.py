@@ -63,17 +63,17 @@ def read_tables(text: str) -> list[Table]:
     Raises:
         ValueError: the text is not of this form.
     """
-    found: list[Table] = []
+    tables: list[Table] = []
     lines: list[list[str]] = []
     for line in csv.reader(io.StringIO(text)):
         lines.append(line)
         if len(line) == 1 and len(lines) > 1:  # the note ends a table
             (title,), header, *rows, (note,) = _checked(lines)
-            found.append(Table(title, header, rows, note))
+            tables.append(Table(title, header, rows, note))
             lines = []
     if lines:
         raise ValueError(f"the table {lines[0][:1]} has no note after its rows")
-    return found
+    return tables
 
 
 def _checked(lines: list[list[str]]) -> list[list[str]]:

@@ -66,13 +66,13 @@ class VariantCall:
         Default values are included, because a later version may change them.
         """
         defaults = {p.name: repr(p.default) for p in attnzoo.get_variant(self.name).params}
-        given = {name: repr(value) for name, value in self.arguments}
-        found = {"name": self.name, "params": defaults | given, "given": sorted(given)}
+        passed = {name: repr(value) for name, value in self.arguments}
+        call = {"name": self.name, "params": defaults | passed, "given": sorted(passed)}
         if self.wrapper is None:
-            return found
+            return call
         name, arguments = self.wrapper
         values = {**WRAPPERS[name].own_arguments(), **dict(arguments)}
-        return {**found, "wrapper": name, "wrapper_params": {n: repr(x) for n, x in values.items()}}
+        return {**call, "wrapper": name, "wrapper_params": {n: repr(x) for n, x in values.items()}}
 
 
 @dataclass(frozen=True)
@@ -108,51 +108,51 @@ def split_list(text: str) -> list[str]:
     return [*parts, text[start:].strip()]
 
 
-def _parse_call(text: str, whole: str, wrappers: bool) -> VariantCall:
+def _parse_call(text: str, spec: str, wrappers: bool) -> VariantCall:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
-        raise UsageError(f"cannot read variant {whole!r}: expected name or name(x=1)") from None
-    return _read_call(tree, whole, wrappers)
+        raise UsageError(f"cannot read variant {spec!r}: expected name or name(x=1)") from None
+    return _read_call(tree, spec, wrappers)
 
 
-def _read_call(tree: ast.expr, whole: str, wrappers: bool) -> VariantCall:
+def _read_call(tree: ast.expr, spec: str, wrappers: bool) -> VariantCall:
     if isinstance(tree, ast.Name):
         if wrappers and tree.id in WRAPPERS:
             raise UsageError(
-                f"cannot read variant {whole!r}: {tree.id} is a wrapper and needs a variant, as in "
+                f"cannot read variant {spec!r}: {tree.id} is a wrapper and needs a variant, as in "
                 f"{tree.id}(softmax)"
             )
         return VariantCall(tree.id)
     if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
-        raise UsageError(f"cannot read variant {whole!r}: expected name, name(x=1) or a->b(x=1)")
-    name, arguments = tree.func.id, _read_arguments(tree, whole)
+        raise UsageError(f"cannot read variant {spec!r}: expected name, name(x=1) or a->b(x=1)")
+    name, arguments = tree.func.id, _read_arguments(tree, spec)
     if not wrappers or name not in WRAPPERS:
         if tree.args:
             hint = f"wrappers are {', '.join(WRAPPERS)}"
             raise UsageError(
-                f"cannot read variant {whole!r}: parameters of {name} must have names, as in "
+                f"cannot read variant {spec!r}: parameters of {name} must have names, as in "
                 f"{name}(x=1); {hint if wrappers else 'this command does not support wrappers'}"
             )
         return VariantCall(name, arguments)
     if len(tree.args) != 1 or isinstance(tree.args[0], ast.Constant):
         raise UsageError(
-            f"cannot read variant {whole!r}: {name} needs one variant, as in {name}(softmax)"
+            f"cannot read variant {spec!r}: {name} needs one variant, as in {name}(softmax)"
         )
-    inner = _read_call(tree.args[0], whole, wrappers)
+    inner = _read_call(tree.args[0], spec, wrappers)
     if inner.wrapper is not None:
-        raise UsageError(f"cannot read variant {whole!r}: a wrapper cannot have a wrapper")
+        raise UsageError(f"cannot read variant {spec!r}: a wrapper cannot have a wrapper")
     possible = WRAPPERS[name].own_arguments()
     for argument, _ in arguments:
         if argument not in possible:
             known = ", ".join(possible) or "none"
             raise UsageError(
-                f"cannot read variant {whole!r}: {name} has no argument {argument}; it has: {known}"
+                f"cannot read variant {spec!r}: {name} has no argument {argument}; it has: {known}"
             )
     return replace(inner, wrapper=(name, arguments))
 
 
-def _read_arguments(tree: ast.Call, whole: str) -> Arguments:
+def _read_arguments(tree: ast.Call, spec: str) -> Arguments:
     arguments: list[tuple[str, Value]] = []
     for keyword in tree.keywords:
         value: Any
@@ -162,11 +162,11 @@ def _read_arguments(tree: ast.Call, whole: str) -> Arguments:
             value = ...
         if keyword.arg is None or not _is_value(value):
             raise UsageError(
-                f"cannot read variant {whole!r}: the value of {keyword.arg or '**'} must be a "
+                f"cannot read variant {spec!r}: the value of {keyword.arg or '**'} must be a "
                 "number, True, False, None, a quoted string, or a tuple of numbers"
             )
         if keyword.arg in dict(arguments):
-            raise UsageError(f"cannot read variant {whole!r}: {keyword.arg} is given twice")
+            raise UsageError(f"cannot read variant {spec!r}: {keyword.arg} is given twice")
         arguments.append((keyword.arg, value))
     return tuple(sorted(arguments))
 
@@ -216,11 +216,11 @@ def complete(variant: VariantCall, longest: int) -> VariantCall:
     """
     if variant.name not in attnzoo.list_variants():
         return variant  # `plan_study` raises the error for an unknown name
-    found = attnzoo.get_variant(variant.name)
-    example = {} if found.example is None else found.example(longest)
+    definition = attnzoo.get_variant(variant.name)
+    example = {} if definition.example is None else definition.example(longest)
     missing = {
         param.name: example[param.name]
-        for param in found.params
+        for param in definition.params
         if param.default is attnzoo.REQUIRED
         and param.name in example
         and param.name not in dict(variant.arguments)
@@ -241,10 +241,10 @@ def every_variant(train_length: int) -> list[str]:
 
 
 def _default_spec(name: str, train_length: int) -> str:
-    found = attnzoo.get_variant(name)
-    if not found.inference_only:
+    definition = attnzoo.get_variant(name)
+    if not definition.inference_only:
         return name
-    example = {} if found.example is None else found.example(train_length)
+    example = {} if definition.example is None else definition.example(train_length)
     return f"softmax->{VariantCall(name, tuple(sorted(example.items())))}"
 
 

@@ -32,16 +32,16 @@ OF_NUMPY = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 def torch_settings() -> dict[str, dict[str, str]]:
     """The environment variables of each setting of ATen and MKL, by the name of the setting."""
-    found = {
+    settings = {
         "default, 1 thread": {"ATEN_CPU_CAPABILITY": "default"},
         "avx2, 1 thread": {"ATEN_CPU_CAPABILITY": "avx2"},
         f"{torch.backends.cpu.get_cpu_capability()}, 2 threads": {},
         "MKL compatible, 1 thread": {"MKL_CBWR": "COMPATIBLE"},
     }
-    for name, values in found.items():
+    for name, values in settings.items():
         threads = name.split(", ")[1][0]
         values.update(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads)
-    return found
+    return settings
 
 
 def numpy_settings() -> dict[str, dict[str, str]]:
@@ -51,7 +51,7 @@ def numpy_settings() -> dict[str, dict[str, str]]:
     return {name: {"OPENBLAS_CORETYPE": name} for name in cores}
 
 
-def run(name: str, marker: str, values: dict[str, str], cleared: tuple[str, ...]) -> bool:
+def run_tests(name: str, marker: str, values: dict[str, str], cleared: tuple[str, ...]) -> bool:
     """Run the tests with this marker and these environment variables; True if all pass.
 
     Removes the ``cleared`` variables first. Starts one process if OMP_NUM_THREADS is 2, otherwise
@@ -73,12 +73,12 @@ def main() -> int:
     failed = [
         name
         for name, values in torch_settings().items()
-        if not run(name, "not interpreter", values, SETTINGS)
+        if not run_tests(name, "not interpreter", values, SETTINGS)
     ]
     failed += [
         name
         for name, values in numpy_settings().items()
-        if not run(name, "interpreter", values, OF_NUMPY)
+        if not run_tests(name, "interpreter", values, OF_NUMPY)
     ]
     print(f"\nfailed: {', '.join(failed)}" if failed else "\npassed under every setting")
     return bool(failed)

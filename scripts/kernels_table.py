@@ -49,7 +49,7 @@ def device_table(document: Record, dims: Sequence[int]) -> str:
         return f"{named}: nothing was timed.\n"
     length = LENGTH if LENGTH in lengths else max(lengths)
     rows = [row for row in rows if row["length"] == length]
-    found = {(row["name"], row["direction"], row["head_dim"]): row for row in rows}
+    by_column = {(row["name"], row["direction"], row["head_dim"]): row for row in rows}
     columns = [(direction, dim) for dim in dims for direction in DIRECTIONS]
     header = ("", *(f"{direction}, D = {dim}" for direction, dim in columns))
     variants = dict.fromkeys(row["name"] for row in rows if row["kind"] == "variant")
@@ -57,7 +57,7 @@ def device_table(document: Record, dims: Sequence[int]) -> str:
     table = [header]
     for name in (*sorted(variants), *others):
         shown = f"`{name}`" if name in variants else name
-        table.append((shown, *(cell(found.get((name, *column))) for column in columns)))
+        table.append((shown, *(cell(by_column.get((name, *column))) for column in columns)))
     example = rows[0]
     return (
         f"{named}: TFLOP/s, causal, {example['dtype']}, N = {length}, B = {example['batch']}, "

@@ -29,11 +29,11 @@ def profile_table(folder: Path = COUNTED) -> str:
 
 
 def arch_table(document: Record, arch: str) -> str:
-    found: dict[tuple, Record] = {}
+    by_kernel: dict[tuple, Record] = {}
     for extra in EXTRAS:
         for row in document["rows"]:
             if (row["arch"], row["extra"]) == (arch, extra):
-                found.setdefault((row["kernel"], row["activation"], row["head_dim"]), row)
+                by_kernel.setdefault((row["kernel"], row["activation"], row["head_dim"]), row)
     others = {
         (x["name"], x["kernel"], x["head_dim"]): x for x in document["others"] if x["arch"] == arch
     }
@@ -42,8 +42,8 @@ def arch_table(document: Record, arch: str) -> str:
         "TFLOP/s", *OTHERS.values(),
     )  # fmt: skip
     table = [header]
-    for key in sorted(found, key=lambda key: (key[0] != "forward", key)):
-        row = found[key]
+    for key in sorted(by_kernel, key=lambda key: (key[0] != "forward", key)):
+        row = by_kernel[key]
         for loop in full_loops(row):
             beside = [cell(loop, others.get((name, key[0], key[2]))) for name in OTHERS]
             shown = beside if key[1] == "exp" else ["–"] * len(OTHERS)

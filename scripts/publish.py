@@ -115,21 +115,21 @@ def _summary(rows: Sequence[Row]) -> str:
     return csv_text(_only([(x.distinction, x) for x in groups(rows)]))
 
 
-def _only(found: Sequence[tuple[str, T]]) -> list[T]:
+def _only(titled: Sequence[tuple[str, T]]) -> list[T]:
     """The groups, given with their titles, after a check that there is only one."""
-    if len(found) > 1:
-        several = "; ".join(title for title, _ in found)
+    if len(titled) > 1:
+        several = "; ".join(title for title, _ in titled)
         raise UsageError(
-            f"DIR must have results with equal settings, got {len(found)} groups: {several}"
+            f"DIR must have results with equal settings, got {len(titled)} groups: {several}"
         )
-    return [group for _, group in found]
+    return [group for _, group in titled]
 
 
 def _json(made: dict[str, Any]) -> str:
     """JSON with the scores of all seeds at a length on one line."""
     text = json.dumps(made, indent=1, ensure_ascii=False)
     scores = re.compile(r'\{\s*("\d+": [-+.e\d]+(?:,\s*"\d+": [-+.e\d]+)*)\s*\}')
-    return scores.sub(lambda found: "{" + " ".join(found[1].split()) + "}", text) + "\n"
+    return scores.sub(lambda match: "{" + " ".join(match[1].split()) + "}", text) + "\n"
 
 
 def _of_lengths(rows: Sequence[Row]) -> bool:
@@ -137,10 +137,10 @@ def _of_lengths(rows: Sequence[Row]) -> bool:
     return not is_pretrained(rows[0]) and not is_trial(rows[0])
 
 
-def _scores(found: Sequence[Group]) -> dict[str, dict[str, dict[str, float]]]:
+def _scores(task_groups: Sequence[Group]) -> dict[str, dict[str, dict[str, float]]]:
     """The score by label of the row, length and seed. Seeds without a score are left out."""
     scores: dict[str, dict[str, dict[str, float]]] = {}
-    for group in found:
+    for group in task_groups:
         name = group.task.score.name
         for (series, length), point in group.points.items():
             scores.setdefault(series.label, {})[str(length)] = {
@@ -164,12 +164,12 @@ def _second_run(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
         raise UsageError(
             f"--against must be of another arithmetic than DIR, both have {', '.join(same)}"
         )
-    found: dict[str, bool] = {}
+    holds: dict[str, bool] = {}
     for change in changes:
         label = change.series.label
-        found[label] = found.get(label, True) and compare.holds(change)
+        holds[label] = holds.get(label, True) and compare.holds(change)
     scores = _scores(theirs)
-    return {"holds": found, "scores": {label: scores[label] for label in found}}
+    return {"holds": holds, "scores": {label: scores[label] for label in holds}}
 
 
 def _arithmetic(group: Group) -> set[str]:

@@ -22,7 +22,7 @@ from benchmarks.harness.cases import SOFTMAX, Case, Setting
 from benchmarks.harness.correctness import Check
 from benchmarks.harness.journal import append
 from benchmarks.harness.timing import Spread
-from commandline.checkout import commit, said
+from commandline.checkout import commit, output_of
 from commandline.errors import UsageError
 from commandline.files import write_whole
 from commandline.table import Table, aligned, markdown
@@ -299,7 +299,7 @@ def nvidia_smi() -> dict[str, str | None]:
     """
 
     def of(name: str) -> str | None:
-        return said("nvidia-smi", f"--query-gpu={name}", "--format=csv,noheader", "-i", "0")
+        return output_of("nvidia-smi", f"--query-gpu={name}", "--format=csv,noheader", "-i", "0")
 
     return {name.replace("driver_version", "driver").replace(".", "_"): of(name) for name in CARD}
 

@@ -49,11 +49,11 @@ def find(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     public = EXPORTED.get(target.rsplit(".", 1)[-1])
     if node.get("refdomain") != "py" or public in (None, target):
         return None
-    found = env.domains["py"].objects.get(public)
-    if found is None:
+    entry = env.domains["py"].objects.get(public)
+    if entry is None:
         return None
-    uri = app.builder.get_relative_uri(node.get("refdoc", env.docname), found.docname)
-    return reference("", "", contnode, internal=True, refuri=f"{uri}#{found.node_id}")
+    uri = app.builder.get_relative_uri(node.get("refdoc", env.docname), entry.docname)
+    return reference("", "", contnode, internal=True, refuri=f"{uri}#{entry.node_id}")
 
 
 def readable(
@@ -83,11 +83,11 @@ def shortened(function: re.Match[str]) -> str:
 def without_overloads(analyze: Callable[[ModuleAnalyzer], None]) -> Callable[..., None]:
     """Drop overloads, because Sphinx would print a signature for each of them."""
 
-    def run(self: ModuleAnalyzer) -> None:
+    def analyze_without_overloads(self: ModuleAnalyzer) -> None:
         analyze(self)
         self.overloads = {}
 
-    return run
+    return analyze_without_overloads
 
 
 def setup(app: Any) -> dict[str, bool]:

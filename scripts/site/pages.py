@@ -125,9 +125,9 @@ def parameters(variant: attnzoo.Variant) -> str:
 
 def cost(name: str) -> str:
     forms = facts.forms_of(name)
-    found = "; ".join(f"{form.kind}: {facts.cost(form)}" for form in forms)
+    costs = "; ".join(f"{form.kind}: {facts.cost(form)}" for form in forms)
     return (
-        f"Cost per head, for N queries and keys of dimension D: {found or 'definition: N²·D'}.\n\n"
+        f"Cost per head, for N queries and keys of dimension D: {costs or 'definition: N²·D'}.\n\n"
         "The table shows which backends support the variant, in causal calls with "
         f"{HEADS} heads, {KEYS} keys and D = {HEAD_DIM}. “first” marks the chosen backend. "
         "If a backend does not support a call, the cell shows the reason."

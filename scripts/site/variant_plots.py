@@ -86,11 +86,11 @@ def growth_plot(name: str) -> str:
     axes.set_yscale("log")
     if name != BASELINE:
         draw(axes, LENGTHS, leading(BASELINE), BASELINE)
-    found = leading(name)
-    draw(axes, LENGTHS, found, name)
+    largest = leading(name)
+    draw(axes, LENGTHS, largest, name)
     axes.set_xticks(LENGTHS[1::4])
-    shown = [weight for weight in found if weight > 0]  # the axis is logarithmic
-    axes.set_ylim(0.5 * min(2e-3, *shown), max(1.5, 1.5 * max(found)))
+    shown = [weight for weight in largest if weight > 0]  # the axis is logarithmic
+    axes.set_ylim(0.5 * min(2e-3, *shown), max(1.5, 1.5 * max(largest)))
     return svg_of(figure, axes, legend="lower left")
 
 

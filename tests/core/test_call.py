@@ -90,16 +90,16 @@ def test_visible_keys_and_counts_equal_those_of_a_loop(shape: tuple[int, int]) -
 def test_block_sees_the_same_keys_as_the_call(shape: tuple[int, int]) -> None:
     for options in options_for(*shape):
         call = make_call(*shape, **options)
-        whole = visible_by_hand(call, **options)
+        visible = visible_by_hand(call, **options)
         for rows in (slice(0, 2), slice(2, 4), slice(3, 4)):
             part, keys = call.block(slice(1, 2), slice(0, 2), rows)
-            expected = whole[1:2, :, rows, keys]
+            expected = visible[1:2, :, rows, keys]
             assert torch.equal(part.visible.expand(expected.shape), expected), options
             # The block's key range holds all visible keys, so its counts equal the call's.
-            assert int(expected.sum()) == int(whole[1:2, :, rows].sum())
+            assert int(expected.sum()) == int(visible[1:2, :, rows].sum())
             _ = call.counts
             part, _ = call.block(slice(1, 2), slice(0, 2), rows)
-            counts = whole[1:2, :, rows].sum(-1).float()
+            counts = visible[1:2, :, rows].sum(-1).float()
             assert torch.equal(part.counts.expand(counts.shape), counts), options
 
 
@@ -153,8 +153,8 @@ def test_mask_and_causality_both_apply() -> None:
 def test_window_includes_the_query_s_own_key(backend: str) -> None:
     q = rand(1, 1, 5, 4)
     v = torch.eye(5, dtype=torch.float64)[None, None]
-    own = attnzoo.attention(q, q, v, is_causal=True, window=1, backend=backend)
-    assert torch.equal(own, v)
+    one = attnzoo.attention(q, q, v, is_causal=True, window=1, backend=backend)
+    assert torch.equal(one, v)
     three = attnzoo.attention(q, q, v, is_causal=True, window=3, backend=backend)
     assert (three != 0).sum(-1).flatten().tolist() == [1, 2, 3, 3, 3]
     pair = attnzoo.attention(q, q, v, window=(1, 2), backend=backend)
@@ -170,10 +170,8 @@ def test_bias_is_added_after_the_gain(backend: str) -> None:
     distance = (position[:, None] - torch.arange(7)).abs()
     z = q @ k.mT / 6**0.5
     s = 2 * torch.tensor(7.0).double().log() * z + mask - slopes[:, None, None] * distance
-    found = attnzoo.attention(
-        q, k, k, "ssmax", s=2.0, attn_mask=mask, alibi=slopes, backend=backend
-    )
-    assert torch.allclose(found, s.softmax(-1) @ k)
+    out = attnzoo.attention(q, k, k, "ssmax", s=2.0, attn_mask=mask, alibi=slopes, backend=backend)
+    assert torch.allclose(out, s.softmax(-1) @ k)
 
 
 @pytest.mark.parametrize("variant", ["ssmax", "log_n", "sigmoid", "asentmax"])
@@ -213,10 +211,10 @@ def test_segments_equal_separate_calls(variant: str, backend: str) -> None:
 def test_groups_of_query_heads_share_a_key_value_head(backend: str) -> None:
     """Query heads 0 and 1 use key/value head 0, query heads 2 and 3 use key/value head 1."""
     q, k, v = rand(2, 4, 6, 8, seed=1), rand(2, 2, 6, 8, seed=2), rand(2, 2, 6, 8, seed=3)
-    found = attnzoo.attention(q, k, v, enable_gqa=True, backend=backend)
+    out = attnzoo.attention(q, k, v, enable_gqa=True, backend=backend)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    assert torch.allclose(found, expected)
-    assert not torch.allclose(found[:, 0], found[:, 2])
+    assert torch.allclose(out, expected)
+    assert not torch.allclose(out[:, 0], out[:, 2])
 
 
 @pytest.mark.interpreter
@@ -232,6 +230,6 @@ def test_strides_do_not_matter(dtype: torch.dtype) -> None:
         )
         for backend in attnzoo.backends.BACKENDS:
             if attnzoo.explain(q, k, v, variant, backend=backend).chosen:
-                found = attnzoo.attention(q, k, v, variant, backend=backend)
-                close = torch.allclose(found, expected, rtol=1e-5, atol=20 * torch.finfo(dtype).eps)
+                out = attnzoo.attention(q, k, v, variant, backend=backend)
+                close = torch.allclose(out, expected, rtol=1e-5, atol=20 * torch.finfo(dtype).eps)
                 assert close, (variant, backend)

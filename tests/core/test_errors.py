@@ -249,9 +249,9 @@ UNUSUAL = {
 @pytest.mark.parametrize("name", ["q", "k", "v", "attn_mask", "alibi", "segment_ids", "s"])
 def test_nested_and_sparse_tensors_raise(name: str, kind: str) -> None:
     make, words = UNUSUAL[kind]
-    given = {"q": Q, "k": K, "v": V, "variant": "ssmax", name: make()}
+    arguments = {"q": Q, "k": K, "v": V, "variant": "ssmax", name: make()}
     with pytest.raises(TypeError, match=f"{name}.* {words}"):
-        attnzoo.attention(**given)
+        attnzoo.attention(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -266,8 +266,8 @@ def test_nested_and_sparse_tensors_raise(name: str, kind: str) -> None:
 )
 def test_numpy_scalars_are_accepted(name: str, value: np.generic) -> None:
     options = {"variant": "ssmax", "is_causal": True}
-    found = attnzoo.attention(Q, K, V, **{**options, name: value})
-    assert torch.equal(found, attnzoo.attention(Q, K, V, **{**options, name: value.item()}))
+    out = attnzoo.attention(Q, K, V, **{**options, name: value})
+    assert torch.equal(out, attnzoo.attention(Q, K, V, **{**options, name: value.item()}))
 
 
 @pytest.mark.parametrize("scale", [0.0, -3.0, 3e38, 1e-46])
@@ -281,11 +281,11 @@ def test_scale_may_be_any_number_that_the_score_dtype_holds(scale: float) -> Non
 def test_values_are_not_read_under_vmap(name: str) -> None:
     many = torch.rand(3, 4)
 
-    def run(one: torch.Tensor) -> torch.Tensor:
+    def attend(one: torch.Tensor) -> torch.Tensor:
         return attnzoo.attention(Q, K, V, "ssmax", backend="eager", **{name: one})
 
-    expected = torch.stack([run(one) for one in many])
-    assert torch.allclose(torch.func.vmap(run)(many), expected, atol=1e-6)
+    expected = torch.stack([attend(one) for one in many])
+    assert torch.allclose(torch.func.vmap(attend)(many), expected, atol=1e-6)
 
 
 def test_error_lists_each_mask_dtype_once() -> None:
@@ -334,12 +334,12 @@ def test_linear_attention_rejects_arguments_that_limit_keys(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_float_masks_must_have_the_dtype_of_inputs_or_scores(dtype: torch.dtype) -> None:
     q, k, v = Q.to(dtype), K.to(dtype), V.to(dtype)
-    for given in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        mask = torch.zeros(5, 6, dtype=given)
-        if given in (dtype, torch.float64 if dtype == torch.float64 else torch.float32):
+    for mask_dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        mask = torch.zeros(5, 6, dtype=mask_dtype)
+        if mask_dtype in (dtype, torch.float64 if dtype == torch.float64 else torch.float32):
             assert attnzoo.attention(q, k, v, attn_mask=mask).dtype == dtype
             continue
-        with pytest.raises(TypeError, match=f"attn_mask must be bool.*got {given}"):
+        with pytest.raises(TypeError, match=f"attn_mask must be bool.*got {mask_dtype}"):
             attnzoo.attention(q, k, v, attn_mask=mask)
 
 

@@ -26,10 +26,10 @@ def test_values_are_those_of_log_ndtr(dtype: torch.dtype) -> None:
     wide, info = x.double(), torch.finfo(dtype)
     error = UNITS * info.eps * (1 + wide.square())  # relative error of a tail
     want = torch.special.log_ndtr(wide)
-    found, tail = (y.double() for y in log_cdf_and_tail(x))
+    log_cdf, tail = (y.double() for y in log_cdf_and_tail(x))
     # log of a tail for x < 0, and about −tail for x > 0
     bound = error * want.abs().clamp(max=1.0) + UNITS * info.eps * want.abs()
-    assert bool(((found - want).abs() <= bound + info.tiny).all())
+    assert bool(((log_cdf - want).abs() <= bound + info.tiny).all())
     want = torch.special.log_ndtr(-wide.abs()).exp()
     assert bool(((tail - want).abs() <= error * want + info.tiny).all())
 

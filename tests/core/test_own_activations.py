@@ -172,12 +172,12 @@ def test_shape_parameter_gets_its_gradient(normalize: Any) -> None:
     )  # fmt: skip
     leaves = [rand(1, 2, 9, 8, seed=i).requires_grad_() for i in range(3)]
     leaves.append(SHAPE[:, 0].double().requires_grad_())
-    found = []
+    results = []
     for backend in ("tiled", "eager"):
         *qkv, power = leaves
         out = attnzoo.attention(*qkv, "mine", is_causal=True, backend=backend, power=power)
-        found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(*found, strict=True))
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -213,8 +213,8 @@ def test_lse_is_computed_from_the_form_only_if_the_form_is_a_softmax(normalize: 
     q, k, v = (rand(1, 2, 9, 8, seed=i) for i in range(3))
     options: dict[str, Any] = {"backend": "tiled", "return_lse": True}
     plan = attnzoo.explain(q, k, v, "mine", **options)
-    (found,) = [c for c in plan.candidates if c.backend == "tiled" and c.form is form]
-    assert (found.reason is None) == (normalize == "sum")
+    (tiled,) = [c for c in plan.candidates if c.backend == "tiled" and c.form is form]
+    assert (tiled.reason is None) == (normalize == "sum")
     _, lse = attnzoo.attention(q, k, v, "mine", **options)
     assert torch.allclose(lse, (q @ k.mT / 8**0.5).logsumexp(-1))
 
@@ -272,7 +272,7 @@ def test_wrong_activation_raises(
         ),
         (
             {"activation": EXP, "normalize": "sum", "key_bias": 1.0}
-            | {"gain": FromStatistics(lambda found: found.entropy, differentiable=False)},
+            | {"gain": FromStatistics(lambda statistics: statistics.entropy, differentiable=False)},
             "key_bias must be None with a gain from statistics",
         ),
     ],
@@ -287,12 +287,12 @@ def test_wrong_pairwise_raises(fields: dict[str, Any], words: str) -> None:
 )
 def test_numbers_of_a_pairwise_form_are_neither_bools_nor_nan(field: str) -> None:
     how = "none" if field == "factor" else "sum"
-    given: dict[str, Any] = {"activation": SQUARE, "normalize": how, "offset": 0.0}
+    fields: dict[str, Any] = {"activation": SQUARE, "normalize": how, "offset": 0.0}
     for wrong in (True, "1"):
         with pytest.raises(TypeError, match=f"{field} must be .*, got {wrong!r}"):
-            Pairwise(**given | {field: wrong})
+            Pairwise(**fields | {field: wrong})
     with pytest.raises(ValueError, match=f"{field} must .*, got nan"):
-        Pairwise(**given | {field: float("nan")})
+        Pairwise(**fields | {field: float("nan")})
 
 
 def test_activations_that_threads_create_have_different_keys() -> None:

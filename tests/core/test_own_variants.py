@@ -44,13 +44,13 @@ def test_parameter_per_head_equals_one_call_per_head(queries: int, keys: int, ba
     register(shifted_relu, params=(Param("power", 1.0),))
     q, k, v = (rand(2, 4, n, 8, seed=n) for n in (queries, keys, keys))
     options: dict[str, Any] = {"is_causal": True, "backend": backend}
-    found = attnzoo.attention(q, k, v, "mine", power=POWER, **options)
+    out = attnzoo.attention(q, k, v, "mine", power=POWER, **options)
     for head, power in enumerate(POWER.tolist()):
         one = (x[:, head : head + 1] for x in (q, k, v))
         alone = attnzoo.attention(*one, "mine", power=power, **options)
-        assert torch.allclose(found[:, head : head + 1], alone)
+        assert torch.allclose(out[:, head : head + 1], alone)
     weights = attnzoo.attention_weights(q, k, v, "mine", is_causal=True, power=POWER)
-    assert torch.allclose(weights @ v, found)
+    assert torch.allclose(weights @ v, out)
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
@@ -67,9 +67,9 @@ def test_parameter_per_query_equals_the_formula(backend: str) -> None:
     register(shifted_relu, params=(Param("power", 1.0, per_token=True),))
     q, k, v = rand(3, 2, 4, 4, 8).unbind()
     power = 1 + rand(2, 4, 4, seed=5).abs()
-    found = attnzoo.attention(q, k, v, "mine", power=power, backend=backend)
+    out = attnzoo.attention(q, k, v, "mine", power=power, backend=backend)
     z = (q @ k.mT / 8**0.5).relu()
-    assert torch.allclose(found, z ** power[..., None] / 4 @ v)
+    assert torch.allclose(out, z ** power[..., None] / 4 @ v)
 
 
 def test_parameter_per_head_gets_its_gradient() -> None:
@@ -80,8 +80,8 @@ def test_parameter_per_head_gets_its_gradient() -> None:
     (expected,) = torch.autograd.grad((z ** power[:, None, None] / 4 @ v).sum(), power)
     for backend in ("eager", "tiled"):
         out = attnzoo.attention(q, k, v, "mine", power=power, backend=backend)
-        (found,) = torch.autograd.grad(out.sum(), power)
-        assert torch.allclose(found, expected)
+        (gradient,) = torch.autograd.grad(out.sum(), power)
+        assert torch.allclose(gradient, expected)
 
 
 WRONG_WEIGHTS: list[tuple[Callable[..., Any], type[Exception], str]] = [
@@ -302,8 +302,8 @@ WRONG_FORMS: list[tuple[Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize("case", WRONG_FORMS, ids=lambda case: case[2][:30])
 def test_wrong_forms_raise(case: tuple[Any, type[Exception], str]) -> None:
-    found, error, words = case
-    register(weights, forms=lambda call: found)
+    forms, error, words = case
+    register(weights, forms=lambda call: forms)
     q, k, v = (rand(2, 4, n, 8).float() for n in (5, 6, 6))
     with pytest.raises(error, match=words):
         attnzoo.attention(q, k, v, "mine")

@@ -14,12 +14,12 @@ T, F = True, False
 DENSE = torch.tensor([[F, T, T], [T, T, F], [F, F, T]])
 
 
-def places(queries: int, keys: int, **options: Any) -> Tensor:
+def places_of(queries: int, keys: int, **options: Any) -> Tensor:
     q, k = torch.zeros(2, 1, queries, 4), torch.zeros(2, 1, keys, 4)
     call = check_call(q, k, k, **options)
-    found = call.places
-    assert found.dtype == call.dtype
-    return found.expand(2, 1, queries)[:, 0].long()
+    at = call.places
+    assert at.dtype == call.dtype
+    return at.expand(2, 1, queries)[:, 0].long()
 
 
 @pytest.mark.parametrize(
@@ -47,17 +47,17 @@ def places(queries: int, keys: int, **options: Any) -> Tensor:
     ],
 )
 def test_places_by_hand(queries: int, keys: int, options: Any, expected: list[int]) -> None:
-    assert places(queries, keys, **options).tolist() == [expected] * 2
+    assert places_of(queries, keys, **options).tolist() == [expected] * 2
 
 
 def test_places_of_a_long_call_do_not_depend_on_blocks() -> None:
     padding = torch.arange(700) >= 10
     dense = padding.expand(700, 700)
     expected = (torch.arange(700) - 10).clamp(min=0).expand(2, 700)
-    assert torch.equal(places(700, 700, attn_mask=padding), expected)
-    assert torch.equal(places(700, 700, attn_mask=dense), expected)
+    assert torch.equal(places_of(700, 700, attn_mask=padding), expected)
+    assert torch.equal(places_of(700, 700, attn_mask=dense), expected)
 
 
 def test_a_query_whose_segment_has_no_key_has_its_place_in_the_row() -> None:
     ids = torch.tensor([[0, 7]] * 2), torch.tensor([[0, 0]] * 2)
-    assert places(2, 2, segment_ids=ids).tolist() == [[0, 1]] * 2
+    assert places_of(2, 2, segment_ids=ids).tolist() == [[0, 1]] * 2

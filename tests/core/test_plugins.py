@@ -133,15 +133,15 @@ def test_benchmarks_run_the_kernel_of_a_plugin(
 ) -> None:
     line = [command, "--device", "cpu", "--plugin", cube, "--variants", "cube", "--lengths", "32"]
     line += ["--threads", "1", *SMALL]
-    own = {
+    options = {
         "attention": ["--backend", "flash", "--no-memory", "--baselines", ""],
         "decode": ["--backend", "decode", "--kv-heads", "2"],
     }
-    assert benchmarks([*line, *own[command]]) == 0
-    found = capsys.readouterr()
-    (row,) = [text for text in found.out.splitlines() if " cube " in text]
+    assert benchmarks([*line, *options[command]]) == 0
+    printed = capsys.readouterr()
+    (row,) = [text for text in printed.out.splitlines() if " cube " in text]
     assert re.search(r"out \d\.\de-\d+ \(0\.\d+\)", row), "error above its budget"
-    assert not found.err
+    assert not printed.err
 
 
 LINEAR = """
