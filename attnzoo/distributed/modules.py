@@ -39,7 +39,7 @@ class SequenceSharding:
         shards = shards_of(self.layout, ranks.count, tokens)
         return shards.shard(torch.arange(shards.total, device=device), ranks.rank, 0)
 
-    def unshard(self, x: Tensor, dim: int) -> Tensor:
+    def gather(self, x: Tensor, dim: int) -> Tensor:
         return unshard(x, self.mesh, dim, layout=self.layout)
 
     def shard(self, x: Tensor, dim: int) -> Tensor:

@@ -46,7 +46,7 @@ class Sharding(Protocol):
         """The positions of the ``tokens`` tokens of a shard in the whole sequence."""
         ...
 
-    def unshard(self, x: Tensor, dim: int) -> Tensor:
+    def gather(self, x: Tensor, dim: int) -> Tensor:
         """The tensor of the whole sequence, from a shard."""
         ...
 

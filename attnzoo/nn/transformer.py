@@ -296,7 +296,7 @@ class Transformer(nn.Module):
         """
         count, sharding = tokens.shape[1], self.sharding
         if segment_ids is not None and sharding is not None:
-            all_ids = sharding.unshard(segment_ids, 1)  # raises on all ranks if they differ
+            all_ids = sharding.gather(segment_ids, 1)  # raises on all ranks if they differ
             check_shape(segment_ids, tokens, 0)
             check_segments(all_ids, all_ids, 0)
             return sharding.shard(restarted(all_ids), 1)
@@ -309,9 +309,7 @@ class Transformer(nn.Module):
             at = sharding.positions(count, tokens.device)
         if not self.rotated_pairs or not is_key_mask(attn_mask, tokens):
             return at
-        return at - first_visible(
-            attn_mask if sharding is None else sharding.unshard(attn_mask, -1)
-        )
+        return at - first_visible(attn_mask if sharding is None else sharding.gather(attn_mask, -1))
 
     def _slopes(self, device: torch.device) -> Tensor:
         """ALiBi's slope of each head, (H,)."""
