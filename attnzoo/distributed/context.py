@@ -14,10 +14,10 @@ from attnzoo.core.checks import shown
 from attnzoo.core.collectives import Ranks
 from attnzoo.core.forms import Linear
 from attnzoo.core.rank_agreement import agreed, described, ranks_of
-from attnzoo.distributed.circulated import chunks_of, circulating_forms, ring_method
-from attnzoo.distributed.gathered import Result, all_gather_attention, ulysses_attention
+from attnzoo.distributed.gather_methods import Result, all_gather_attention, ulysses_attention
 from attnzoo.distributed.inputs import Inputs
 from attnzoo.distributed.layout import Layout, shards_of
+from attnzoo.distributed.ring_method import chunks_of, circulating_forms, ring_method
 from attnzoo.functional.prepare import ValidatedCall, cast_by_autocast, check_supported, prepare
 from attnzoo.functional.use_backend import named_backend
 

@@ -20,7 +20,7 @@ from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call, in_full_precision
 from attnzoo.core.collectives import all_gather
 from attnzoo.core.forms import Form, FromStatistics, Linear, NoForm, Pairwise
-from attnzoo.distributed.gathered import Result
+from attnzoo.distributed.gather_methods import Result
 from attnzoo.distributed.inputs import Inputs, placeholder
 from attnzoo.distributed.query_chunks import QueryChunk, Ring
 from attnzoo.distributed.ring import ring_attention

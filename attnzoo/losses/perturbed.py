@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.core.device import is_cpu
-from attnzoo.core.normal import LOG_ROOT, SMALLEST, log_cdf_and_tail
+from attnzoo.core.normal_distribution import LOG_ROOT, SMALLEST, log_cdf_and_tail
 from attnzoo.losses.potentials import NEG_INF
 from attnzoo.losses.tokens import Tokens
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from attnzoo.core.activations import EXP
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, Pairwise
-from attnzoo.core.normal import LOG_ROOT, log_cdf
+from attnzoo.core.normal_distribution import LOG_ROOT, log_cdf
 from attnzoo.core.variant import Param, Variant
 
 # The integral is computed from the point where Π Φ is e^NEGLIGIBLE to LAST, relative to the largest

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import jacfwd, jacrev
 
-from attnzoo.core.normal import SMALLEST, log_cdf, log_cdf_and_tail
+from attnzoo.core.normal_distribution import SMALLEST, log_cdf, log_cdf_and_tail
 
 # erfc is correct to a few units in the last place. A relative error e of its argument changes it by
 # a factor of about 1 + x² e.
