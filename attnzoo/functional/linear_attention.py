@@ -64,11 +64,11 @@ def linear_attention(
     Example:
         >>> import torch, attnzoo
         >>> q, k, v = torch.randn(3, 1, 2, 10, 8).unbind()
-        >>> whole = attnzoo.attention(q, k, v, "taylor", is_causal=True)
+        >>> full = attnzoo.attention(q, k, v, "taylor", is_causal=True)
         >>> first, state = attnzoo.linear_attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], "taylor")
         >>> last, state = attnzoo.linear_attention(
         ...     q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], "taylor", state=state)
-        >>> torch.allclose(last, whole[:, :, 9:], atol=1e-5), state.length
+        >>> torch.allclose(last, full[:, :, 9:], atol=1e-5), state.length
         (True, 10)
 
     References:
