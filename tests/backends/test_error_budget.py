@@ -53,7 +53,7 @@ def example(backend: str, dtype: torch.dtype) -> tuple[str, Inputs]:
     shape = (9, 100) if backend == "decode" else (40, 100)
     variant = "taylor" if "linear" in backend else "ssmax"
     inputs = make(variant, {**CASE, "shape": shape, "dtype": dtype})
-    inputs.rest["attn_mask"] = (torch.arange(100) < 50)[None, None, None]
+    inputs.options["attn_mask"] = (torch.arange(100) < 50)[None, None, None]
     return variant, inputs
 
 

@@ -61,7 +61,7 @@ def test_a_polynomial_of_large_scores_does_not_overflow_fp16(order: int) -> None
     """At z = 400, 1 + z + z²/2 = 80401 exceeds fp16. The running maximum grows after 50 keys."""
     inputs = make("taylor", setting("taylor", shape=(17, 100), dtype=torch.float16), seed=3)
     scores_around(inputs, 400.0).leaves["k"][..., :50, 0] = 0.0
-    inputs.rest["order"] = order
+    inputs.options["order"] = order
     assert disagreements("taylor", "flash", inputs) == []
 
 

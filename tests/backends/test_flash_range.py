@@ -80,7 +80,7 @@ def test_large_mask_entries_with_a_partly_filled_block(
     mask = torch.full((shape[1],), 100.0, dtype=dtype)
     mask[1] = 97.0
     sizes = [shape[0] if n is None else n for n in MASKS[kind]]
-    inputs.rest["attn_mask"] = mask.expand(*sizes, shape[1])
+    inputs.options["attn_mask"] = mask.expand(*sizes, shape[1])
     assert disagreements(variant, "flash", inputs) == []
 
 

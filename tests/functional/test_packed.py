@@ -55,11 +55,11 @@ CAUSAL: dict[str, Any] = {
 
 def ids_of(layout: Lengths) -> tuple[Tensor, Tensor]:
     """Segment ids of the queries and of the keys, (B, N)."""
-    found = []
+    ids = []
     for side in (1, 2):
         rows = [[x[0] for x in row for _ in range(x[side])] for row in layout]
-        found.append(torch.tensor(rows, dtype=torch.int64).view(len(layout), -1))
-    return found[0], found[1]
+        ids.append(torch.tensor(rows, dtype=torch.int64).view(len(layout), -1))
+    return ids[0], ids[1]
 
 
 def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
@@ -78,7 +78,7 @@ def inputs_of(variant: str, row: dict[str, Any], seed: int) -> Inputs:
          "segments": False, "dropout": False, "window": 3 if row["span"] == "window" else (4, 2)},
         seed,
     )  # fmt: skip
-    inputs.rest["segment_ids"] = (queries, keys)
+    inputs.options["segment_ids"] = (queries, keys)
     return inputs
 
 
@@ -142,7 +142,7 @@ def test_parameters_per_query_and_per_key_are_split() -> None:
     assert_close(found_by("asentmax", inputs)[0], reference("asentmax", inputs))
     inputs = inputs_of("forgetting", {**row, "lse": True}, 2)
     inputs.leaves["log_gates"] = -rand(2, 4, 12, seed=9).abs()
-    inputs.rest.pop("log_gates", None)
+    inputs.options.pop("log_gates", None)
     have, plan = found_by("forgetting", inputs)
     assert plan.parts == 4
     assert_close(have, reference("forgetting", inputs))
@@ -224,12 +224,12 @@ def test_dropout_drops_or_scales_the_weights_of_each_segment(backend: str, layou
     exact = attnzoo.attention(q, k, eye, segment_ids=ids)
     torch.manual_seed(0)
     out = attnzoo.attention(q, k, eye, segment_ids=ids, dropout_p=0.25, backend=backend)
-    kept, possible = out != 0, int((exact > 0).sum())
+    remaining, possible = out != 0, int((exact > 0).sum())
     assert possible == 4 * sum(
         int((ids[b] == x).sum()) ** 2 for b in (0, 1) for x in set(ids[b].tolist())
     )
-    assert torch.allclose(out[kept], exact[kept] / 0.75)
-    share = float(kept.sum()) / possible
+    assert torch.allclose(out[remaining], exact[remaining] / 0.75)
+    share = float(remaining.sum()) / possible
     assert abs(share - 0.75) < 4 * (0.75 * 0.25 / possible) ** 0.5  # four standard errors
 
 
@@ -289,8 +289,8 @@ def test_fake_tensors_and_backends_that_walk_segments_are_not_split(
     tiled = packed.BACKENDS["tiled"]
     walks = type(tiled)(**{**vars(tiled), "walks_segments": True})
     monkeypatch.setitem(packed.BACKENDS, "tiled", walks)
-    found = attnzoo.attention(q, k, v, "entmax", segment_ids=ids, backend="tiled")
-    assert torch.allclose(found, expected, atol=1e-6)
+    out = attnzoo.attention(q, k, v, "entmax", segment_ids=ids, backend="tiled")
+    assert torch.allclose(out, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", ["softmax", "entmax"])

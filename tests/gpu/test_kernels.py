@@ -96,8 +96,10 @@ def on_device(inputs: Inputs, device: str) -> Inputs:
         return x.to(device) if isinstance(x, Tensor) else x
 
     leaves = {name: move(x) for name, x in inputs.leaves.items()}
-    others = {name: move(x) for name, x in inputs.rest.items()}
-    return replace(inputs, leaves=leaves, rest=others, do=move(inputs.do), dlse=move(inputs.dlse))
+    others = {name: move(x) for name, x in inputs.options.items()}
+    return replace(
+        inputs, leaves=leaves, options=others, do=move(inputs.do), dlse=move(inputs.dlse)
+    )
 
 
 def check(variant: str, backend: str, inputs: Inputs, gradients: bool = True) -> None:
@@ -205,7 +207,9 @@ def test_a_device_that_is_not_the_current_one_gives_the_same_results(
     variant: str, backend: str
 ) -> None:
     with torch.cuda.device(0):
-        first, second = (PackedCall(variant, backend, device=f"cuda:{n}").run() for n in (0, 1))
+        first, second = (
+            PackedCall(variant, backend, device=f"cuda:{n}").outputs_and_gradients() for n in (0, 1)
+        )
         assert all(x.device == torch.device("cuda:1") for x in second)
         assert all(map(close, second, first))
         assert torch.cuda.current_device() == 0
@@ -219,8 +223,8 @@ def test_unaligned_addresses_give_the_same_results(
     """q, k and v start 8 or 6 bytes after a multiple of 16."""
     call = PackedCall(variant, backend, start, device)
     assert call.slices()[0].data_ptr() % 16 == 2 * start
-    aligned = PackedCall(variant, backend, device=device).run()
-    assert all(map(close, call.run(), aligned))
+    aligned = PackedCall(variant, backend, device=device).outputs_and_gradients()
+    assert all(map(close, call.outputs_and_gradients(), aligned))
 
 
 def captured(work: Callable[[], list[Tensor]], cuda: Any) -> tuple[Any, list[Tensor]]:
@@ -248,4 +252,4 @@ def test_a_captured_graph_equals_eager_calls_for_new_values(
         call.fill(seed)
         graph.replay()
         cuda.synchronize()
-        assert all(map(torch.equal, results, call.run()))
+        assert all(map(torch.equal, results, call.outputs_and_gradients()))

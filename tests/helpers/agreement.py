@@ -29,13 +29,13 @@ HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "2 heads": (2, 2), "3 of 1
 class Inputs:
     """The arguments of a call, and the gradients of the loss with respect to its results.
 
-    leaves: tensors that require a gradient, by argument name. rest: the other arguments.
+    leaves: tensors that require a gradient, by argument name. options: the other arguments.
     do, dlse: gradients of the output and of lse. layout: memory layout of q, k and v for the
     backend; the reference ignores it.
     """
 
     leaves: dict[str, Tensor]
-    rest: dict[str, Any]
+    options: dict[str, Any]
     do: Tensor
     dlse: Tensor
     layout: str = "contiguous"
@@ -46,10 +46,11 @@ class Inputs:
             name: (x if dtype is None else x.to(dtype)).detach().clone().requires_grad_()
             for name, x in self.leaves.items()
         }
-        rest = dict(self.rest)
-        if dtype is not None and "attn_mask" in rest and rest["attn_mask"].is_floating_point():
-            rest["attn_mask"] = rest["attn_mask"].to(dtype)
-        return leaves, {**rest, **leaves}
+        options = dict(self.options)
+        mask = options.get("attn_mask")
+        if dtype is not None and mask is not None and mask.is_floating_point():
+            options["attn_mask"] = mask.to(dtype)
+        return leaves, {**options, **leaves}
 
 
 def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
@@ -74,43 +75,43 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
         for name in ("q", "k"):
             leaves[name][..., 0] = leaves[name][..., 0].abs() + 0.5
     leaves = {name: x.to(dtype) for name, x in leaves.items()}
-    rest: dict[str, Any] = {"enable_gqa": kv_heads != heads}
+    options: dict[str, Any] = {"enable_gqa": kv_heads != heads}
     if span != "full":
-        rest["is_causal"] = span != "pair"
+        options["is_causal"] = span != "pair"
     if "softcap" in row and row["softcap"] is not None:
-        rest["softcap"] = row["softcap"]
+        options["softcap"] = row["softcap"]
     if span in ("window", "pair"):
-        rest["window"] = row.get("window") or (11 if span == "window" else (6, 3))
+        options["window"] = row.get("window") or (11 if span == "window" else (6, 3))
     if row["mask"] != "none":
         rows = 1 if "keys" in row["mask"] else queries
         per_head = heads if seed % 2 else 1
         mask = rand(batch, per_head, rows, keys, seed=seed + 3)
         if "float" in row["mask"]:
-            where = leaves if row["mask_gradient"] else rest
+            where = leaves if row["mask_gradient"] else options
             where["attn_mask"] = mask.masked_fill(mask < -0.5, float("-inf")).to(dtype)
         else:
-            rest["attn_mask"] = mask > -0.5
+            options["attn_mask"] = mask > -0.5
     if row["alibi"]:
         leaves["alibi"] = torch.linspace(0.02, 0.3, heads)
     if row["segments"]:
         ids = rand(batch, queries + keys, seed=seed + 4).mul(1.5).round().long()
-        rest["segment_ids"] = ids[:, :queries], ids[:, queries:]
+        options["segment_ids"] = ids[:, :queries], ids[:, queries:]
     if row["dropout"]:
-        rest["dropout_p"] = 0.3
+        options["dropout_p"] = 0.3
     if row["lse"]:
-        rest["return_lse"] = True
-    rest.update(params_of(variant, max(256, queries, keys)))
+        options["return_lse"] = True
+    options.update(params_of(variant, max(256, queries, keys)))
     if row["params"] == "learned":
         leaves.update(learned(variant, heads, seed))
     elif row["params"] == "per_head":  # without a gradient
-        rest.update(learned(variant, heads, seed))
+        options.update(learned(variant, heads, seed))
     elif row["params"] == "per_token":
         leaves.update(learned(variant, heads, seed, (batch, queries)))
     elif row["params"] != "default":
-        rest.update(CASES[variant].settings[row["params"]])
+        options.update(CASES[variant].settings[row["params"]])
     do = rand(batch, heads, queries, value_dim, seed=seed + 5).to(dtype)
     dlse = rand(batch, heads, queries, seed=seed + 6)
-    return Inputs(leaves, rest, do, dlse, row.get("layout", "contiguous"))
+    return Inputs(leaves, options, do, dlse, row.get("layout", "contiguous"))
 
 
 def with_layout(x: Tensor, layout: str) -> Tensor:
@@ -126,16 +127,16 @@ def with_layout(x: Tensor, layout: str) -> Tensor:
 def differentiate(result: Any, leaves: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
     """The output, lse and the gradients of all leaves, by name: "out", "lse", "dq", …"""
     out, lse = result if isinstance(result, tuple) else (result, None)
-    found, loss = {"out": out.detach()}, (out * inputs.do.to(out.dtype)).sum(dtype=torch.float64)
+    results, loss = {"out": out.detach()}, (out * inputs.do.to(out.dtype)).sum(dtype=torch.float64)
     if lse is not None:
         seen = lse != float("-inf")
         loss = loss + torch.where(seen, lse * inputs.dlse.to(lse.dtype), 0.0).sum()
-        found["lse"] = lse.detach()
+        results["lse"] = lse.detach()
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
         assert gradient is None or gradient.dtype == leaf.dtype
-        found["d" + name] = torch.zeros_like(leaf) if gradient is None else gradient
-    return found
+        results["d" + name] = torch.zeros_like(leaf) if gradient is None else gradient
+    return results
 
 
 def by_backend(variant: str, backend: str, inputs: Inputs) -> dict[str, Tensor]:
@@ -160,7 +161,7 @@ def dropout_factors(variant: str, backend: str, inputs: Inputs) -> Tensor | floa
 
     With a multiple of the identity as v, the output shows which weights are 0 after dropout.
     """
-    if "dropout_p" not in inputs.rest:
+    if "dropout_p" not in inputs.options:
         return 1.0
     with torch.no_grad():
         _, arguments = inputs.arguments()
@@ -172,7 +173,7 @@ def dropout_factors(variant: str, backend: str, inputs: Inputs) -> Tensor | floa
         torch.manual_seed(5)
         drawn = attnzoo.attention(variant=variant, backend=backend, **arguments)
     # The factor of a weight of 0 is unknown but has no effect, because φ' is 0 there too.
-    return (drawn != 0).double() / (1 - inputs.rest["dropout_p"])
+    return (drawn != 0).double() / (1 - inputs.options["dropout_p"])
 
 
 def reference(variant: str, inputs: Inputs, keep: Tensor | float = 1.0) -> dict[str, Tensor]:
@@ -224,23 +225,23 @@ def bounds(
 
 @torch.no_grad()
 def bounds_of(problem: Problem, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = budget(problem)
-    call, score = problem.call, found["dscore"]
+    budgets = budget(problem)
+    call, score = problem.call, budgets["dscore"]
     for name, leaf in leaves.items():
         if name == "attn_mask":
             # Autograd adds the gradients through the scores and through the statistics, each in
             # the dtype of the mask.
-            score = found.get("dscore parts", score)
+            score = budgets.get("dscore parts", score)
             dims = [d for d in range(4) if leaf.shape[d] == 1 < score.shape[d]]
-            found["dattn_mask"] = score.sum(*dims, keepdim=True) if dims else score
+            budgets["dattn_mask"] = score.sum(*dims, keepdim=True) if dims else score
         elif name == "alibi":
             distance = problem.exact(call.distance.abs().double())
-            found["dalibi"] = of_heads((score * distance).sum(3), leaf)
+            budgets["dalibi"] = of_heads((score * distance).sum(3), leaf)
         elif name not in "qkv":
-            found["d" + name] = of_parameter(problem, found, name, leaf)
+            budgets["d" + name] = of_parameter(problem, budgets, name, leaf)
     for name, leaf in leaves.items():
-        found["d" + name] = found["d" + name].stored(leaf.dtype)
-    return {name: x.error for name, x in found.items()}
+        budgets["d" + name] = budgets["d" + name].stored(leaf.dtype)
+    return {name: x.error for name, x in budgets.items()}
 
 
 def of_heads(rows: Approx, leaf: Tensor) -> Approx:
@@ -249,7 +250,7 @@ def of_heads(rows: Approx, leaf: Tensor) -> Approx:
     return rows.sum(0, 2).rounded(units, rows.value.abs().sum((0, 2)))
 
 
-def of_parameter(problem: Problem, found: dict[str, Approx], name: str, leaf: Tensor) -> Approx:
+def of_parameter(problem: Problem, budgets: dict[str, Approx], name: str, leaf: Tensor) -> Approx:
     """The gradient of the parameter ``name``.
 
     It is computed from the gradients of the form's per-query vectors.
@@ -259,11 +260,11 @@ def of_parameter(problem: Problem, found: dict[str, Approx], name: str, leaf: Te
     moved = [problem.form({**problem.params, name: value + sign * step}) for sign in (1, -1)]
     for vector in VECTORS:
         at = getattr(moved[0], vector)
-        if "d" + vector not in found or at is None or isinstance(at, float):
+        if "d" + vector not in budgets or at is None or isinstance(at, float):
             continue
         ends = [problem.vector(getattr(form, vector), vector).value for form in moved]
         slope = problem.exact((ends[0] - ends[1]) / (2 * step))
-        share = (slope.rounded(8, slope.value) * found["d" + vector])[..., 0]
+        share = (slope.rounded(8, slope.value) * budgets["d" + vector])[..., 0]
         share = share if leaf.dim() == 3 else of_heads(share, leaf)
         total = share if total is None else total + share
     assert total is not None, f"no vector depends on {name}"
@@ -279,22 +280,22 @@ def disagreements(
     gradients: bool = True,
 ) -> list[str]:
     """Runs the backend and returns one message for each result with an error above its bound."""
-    found = (by_backend if gradients else outputs)(variant, backend, inputs)
+    actual = (by_backend if gradients else outputs)(variant, backend, inputs)
     exact = reference(variant, inputs, keep) if exact is None else exact
-    exact = {name: exact[name] for name in found}
-    return violations(backend, found, exact, bounds(variant, backend, inputs, keep))
+    exact = {name: exact[name] for name in actual}
+    return violations(backend, actual, exact, bounds(variant, backend, inputs, keep))
 
 
 def violations(
     backend: str,
-    found: dict[str, Tensor],
+    actual: dict[str, Tensor],
     exact: dict[str, Tensor],
     allowed: dict[str, Tensor],
 ) -> list[str]:
     """Returns one message for each result whose error exceeds ``allowed``."""
     messages = []
     for name, want in exact.items():
-        have, most = found[name].double(), allowed[name].expand(want.shape)
+        have, most = actual[name].double(), allowed[name].expand(want.shape)
         if have.numel() == 0:
             continue
         hidden = want == float("-inf")  # lse of rows without visible keys

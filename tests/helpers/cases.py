@@ -21,11 +21,11 @@ from helpers.row_formulas import (
     adaptive_row,
     asentmax_row,
     bisected,
-    kept,
     log_n,
     log_n_row,
     perturbed_row,
     taylor_row,
+    top_k_softmax,
     top_p_row,
 )
 
@@ -293,7 +293,7 @@ CASES = {
         params={"top_k": 5},  # many tests have fewer keys than the example's top_k
         settings=({"top_k": 1}, {"top_k": 100}),
         smooth=False,
-        row=lambda z, p: kept(z, int(p["top_k"])),
+        row=lambda z, p: top_k_softmax(z, int(p["top_k"])),
     ),
 }
 
@@ -302,11 +302,11 @@ ALL_VARIANTS = attnzoo.list_variants()
 
 def params_of(variant: str, length: int = 256) -> dict[str, Any]:
     """The variant's required parameters for calls with up to ``length`` keys, by name."""
-    found = attnzoo.get_variant(variant)
-    required = [param.name for param in found.params if param.default is attnzoo.REQUIRED]
-    example = found.example(length) if found.example and required else {}
-    own = CASES[variant].params if variant in CASES else {}
-    return {**{name: example[name] for name in required}, **own}
+    definition = attnzoo.get_variant(variant)
+    required = [param.name for param in definition.params if param.default is attnzoo.REQUIRED]
+    example = definition.example(length) if definition.example and required else {}
+    case_params = CASES[variant].params if variant in CASES else {}
+    return {**{name: example[name] for name in required}, **case_params}
 
 
 def unprojected(variant: str, length: int = 256) -> dict[str, Any]:
@@ -317,8 +317,8 @@ def unprojected(variant: str, length: int = 256) -> dict[str, Any]:
 
 def has_rows(variant: str) -> bool:
     """Whether weights are a function of given scores of a row."""
-    found = attnzoo.get_variant(variant)
-    return found.has_logits and not found.by_position
+    definition = attnzoo.get_variant(variant)
+    return definition.has_logits and not definition.by_position
 
 
 def unsupported(variant: str, **options: Any) -> str | None:

@@ -120,35 +120,35 @@ def inputs_of(case: Case, tokens: int) -> Inputs:
 def outcome(case: Case, rank: int, mesh: Any, chunk: int = CHUNK) -> str | None:
     """None if the call agrees with one process; a text if not, or if the case does not exist."""
     layout = Shards(case.layout, mesh.size(), 2 * chunk)
-    given = inputs_of(case, layout.total)
-    whole = _learnable(given.tensors)
+    inputs = inputs_of(case, layout.total)
+    leaves = _learnable(inputs.tensors)
     try:
-        expected = _results(attnzoo.attention(variant=case.variant, **whole, **given.options))
+        expected = _results(attnzoo.attention(variant=case.variant, **leaves, **inputs.options))
     except (ValueError, TypeError):
         return "not supported"
-    mine = _learnable({name: _shard(x, given.along[name], layout, rank)
-                       for name, x in given.tensors.items()})  # fmt: skip
+    mine = _learnable({name: _shard(x, inputs.along[name], layout, rank)
+                       for name, x in inputs.tensors.items()})  # fmt: skip
     try:
-        found = _results(context_parallel_attention(
-            variant=case.variant, **mine, **given.options, mesh=mesh, method=case.method,
+        actual = _results(context_parallel_attention(
+            variant=case.variant, **mine, **inputs.options, mesh=mesh, method=case.method,
             layout=case.layout,
         ))  # fmt: skip
     except ValueError as error:
         return f"rejected: {error}"
     weights = [rand(*x.shape, seed=20 + i) for i, x in enumerate(expected)]
-    own = [_shard(x, 2, layout, rank) for x in weights]
-    wanted = _gradients(whole, expected, weights)
-    got = _gradients(mine, found, own)
+    local_weights = [_shard(x, 2, layout, rank) for x in weights]
+    wanted = _gradients(leaves, expected, weights)
+    got = _gradients(mine, actual, local_weights)
     pairs = {
         f"out {i}": (x, _shard(y, 2, layout, rank))
-        for i, (x, y) in enumerate(zip(found, expected, strict=True))
+        for i, (x, y) in enumerate(zip(actual, expected, strict=True))
     }
     for name, gradient in got.items():
-        if given.along[name] is None:  # a partial sum
+        if inputs.along[name] is None:  # a partial sum
             dist.all_reduce(gradient)
             pairs[f"d{name}"] = (gradient, wanted[name])
         else:
-            pairs[f"d{name}"] = (gradient, _shard(wanted[name], given.along[name], layout, rank))
+            pairs[f"d{name}"] = (gradient, _shard(wanted[name], inputs.along[name], layout, rank))
     # Both are fp64, with sums in another order and a threshold solved to 1e-13.
     wrong = [
         name for name, (x, y) in pairs.items() if not torch.allclose(x, y, rtol=1e-8, atol=1e-9)
@@ -163,20 +163,20 @@ def _learnable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _results(found: Any) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def _results(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _gradients(
-    given: dict[str, Tensor], results: tuple[Tensor, ...], weights: list[Tensor]
+    tensors: dict[str, Tensor], results: tuple[Tensor, ...], weights: list[Tensor]
 ) -> dict[str, Tensor]:
     # lse is −inf for rows without keys.
     total = sum((x.masked_fill(x.isinf(), 0.0) * w).sum() for x, w in zip(results, weights))
-    names = [name for name, x in given.items() if x.requires_grad]
+    names = [name for name, x in tensors.items() if x.requires_grad]
     assert isinstance(total, Tensor)
-    found = torch.autograd.grad(total, [given[name] for name in names], allow_unused=True)
-    zeros = (torch.zeros_like(given[name]) for name in names)
-    return {n: z if x is None else x for n, x, z in zip(names, found, zeros, strict=True)}
+    gradients = torch.autograd.grad(total, [tensors[name] for name in names], allow_unused=True)
+    zeros = (torch.zeros_like(tensors[name]) for name in names)
+    return {n: z if x is None else x for n, x, z in zip(names, gradients, zeros, strict=True)}
 
 
 def _shard(x: Tensor, dim: int | None, layout: Shards, rank: int) -> Tensor:
@@ -201,30 +201,30 @@ def low_precision(rank: int) -> dict[str, float]:
     By method and backend. The sums are in fp32 on both sides, in another order.
     """
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    found = {}
+    errors_by_call = {}
     for variant in ("ssmax", "entmax"):
         for method, backend in (("all_gather", "tiled"), ("ulysses", "eager"), ("ring", None)):
             layout = Shards("zigzag", mesh.size(), 2 * CHUNK)
             case = Case(variant, method, layout.layout, "causal", (4, 2), False, False)
-            given = inputs_of(case, layout.total)
-            tensors = {name: x.bfloat16() for name, x in given.tensors.items()}
-            whole = _learnable(tensors)
+            inputs = inputs_of(case, layout.total)
+            tensors = {name: x.bfloat16() for name, x in inputs.tensors.items()}
+            leaves = _learnable(tensors)
             mine = _learnable({name: _shard(x, 2, layout, rank) for name, x in tensors.items()})
-            exact = attnzoo.attention(variant=variant, **whole, **given.options)
+            exact = attnzoo.attention(variant=variant, **leaves, **inputs.options)
             out = context_parallel_attention(
-                variant=variant, **mine, **given.options, mesh=mesh, method=method, backend=backend
+                variant=variant, **mine, **inputs.options, mesh=mesh, method=method, backend=backend
             )
             assert out.dtype == torch.bfloat16
             weight = rand(*exact.shape, seed=20).bfloat16()
-            wanted = _gradients(whole, (exact,), [weight])
+            wanted = _gradients(leaves, (exact,), [weight])
             got = _gradients(mine, (out,), [_shard(weight, 2, layout, rank)])
             pairs = [(out, exact), *((got[name], wanted[name]) for name in got)]
             errors = [
                 (x.float() - _shard(y, 2, layout, rank).float()).abs().max() / y.abs().max()
                 for x, y in pairs
             ]
-            found[f"{variant} {method}"] = float(torch.stack(errors).max()) * 2**8
-    return found
+            errors_by_call[f"{variant} {method}"] = float(torch.stack(errors).max()) * 2**8
+    return errors_by_call
 
 
 def dropped(rank: int) -> dict[str, tuple[float, ...]]:
@@ -235,7 +235,7 @@ def dropped(rank: int) -> dict[str, tuple[float, ...]]:
     Σ out and Σ dv are both the sum of all kept weights.
     """
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    found = {}
+    sums_by_method = {}
     for method in METHODS:
         torch.manual_seed(rank)
         q, k = torch.zeros(2, 1, 4, 64, 8, dtype=torch.float64).unbind()
@@ -245,8 +245,9 @@ def dropped(rank: int) -> dict[str, tuple[float, ...]]:
         assert v.grad is not None
         sums = torch.stack([out.detach().sum(), v.grad.sum()])
         dist.all_reduce(sums)
-        found[method] = (*sums.tolist(), float(mesh.size() * out.numel()), float(out.std()))
-    return found
+        count = float(mesh.size() * out.numel())
+        sums_by_method[method] = (*sums.tolist(), count, float(out.std()))
+    return sums_by_method
 
 
 def everything(rank: int, variants: tuple[str, ...]) -> dict[str, Any]:

@@ -56,14 +56,14 @@ def loss_of(name: str, model: nn.Module, batch: Batch, count: int) -> Tensor:
 def trained(model: nn.Module, loss: Callable[[], Tensor], total: Callable[[Tensor], Any]) -> list:
     """The losses of a few steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    found = []
+    losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         value = loss()
         value.backward()
         optimizer.step()
-        found.append(float(total(value.detach())))
-    return found
+        losses.append(float(total(value.detach())))
+    return losses
 
 
 def alone(name: str) -> list[float]:
@@ -103,8 +103,8 @@ def packed(rank: int) -> list[list[float]]:
     with torch.no_grad():
         expected = shard(transformer()(tokens, segment_ids=ids), mesh)
         model = shard_sequence(transformer(), mesh, "ring")
-        found = model(shard(tokens, mesh), segment_ids=shard(ids, mesh))
-    return [found.flatten().tolist(), expected.flatten().tolist()]
+        out = model(shard(tokens, mesh), segment_ids=shard(ids, mesh))
+    return [out.flatten().tolist(), expected.flatten().tolist()]
 
 
 def left_padded(rank: int) -> list[list[float]]:
@@ -117,8 +117,8 @@ def left_padded(rank: int) -> list[list[float]]:
     with torch.no_grad():
         expected = shard(model(tokens, attn_mask=mask[:, None, None]), mesh)
         model = shard_sequence(model, mesh, "ring")
-        found = model(shard(tokens, mesh), attn_mask=shard(mask, mesh)[:, None, None])
-    return [found.flatten().tolist(), expected.flatten().tolist()]
+        out = model(shard(tokens, mesh), attn_mask=shard(mask, mesh)[:, None, None])
+    return [out.flatten().tolist(), expected.flatten().tolist()]
 
 
 def gradients(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -148,8 +148,8 @@ def reduced_gradients(rank: int) -> list[str]:
     shard_sequence(model, mesh, layout="contiguous")
     shard_sequence(model, mesh, "all_gather", layout="contiguous")
     model.norm.weight.requires_grad_(True)
-    found = gradients(model, batch)
-    wrong = [n for n, g in expected.items() if not torch.allclose(found[n], g, rtol=1e-9)]
+    actual = gradients(model, batch)
+    wrong = [n for n, g in expected.items() if not torch.allclose(actual[n], g, rtol=1e-9)]
     # A second backward adds to the gradients.
     states = model.states(batch.tokens, attn_mask=batch.key_mask)
     (model.loss(states, batch.labels) * 0.5).backward()
@@ -160,9 +160,9 @@ def reduced_gradients(rank: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _all(model: nn.Module, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def _all(model: nn.Module, by_name: dict[str, Tensor]) -> dict[str, Tensor]:
     """With zeros for parameters without a gradient."""
-    return {n: found.get(n, torch.zeros_like(p)) for n, p in model.named_parameters()}
+    return {n: by_name.get(n, torch.zeros_like(p)) for n, p in model.named_parameters()}
 
 
 def window_of_a_host(rank: int, window: int, layout: Any) -> list[list[float]]:
@@ -173,24 +173,24 @@ def window_of_a_host(rank: int, window: int, layout: Any) -> list[list[float]]:
     mesh = dist.init_device_mesh("cpu", (2,))
     tokens = data()[:, :16]
     with torch.no_grad():
-        whole = convert(mistral(sliding_window=window), "ssmax").double()
-        expected = shard(whole(tokens, use_cache=False).logits, mesh, layout=layout)
-        model = shard_sequence(whole, mesh, layout=layout)
-        found = model(**shard_batch(tokens, mesh, layout=layout).transformers).logits
-    return [found.flatten().tolist(), expected.flatten().tolist()]
+        host = convert(mistral(sliding_window=window), "ssmax").double()
+        expected = shard(host(tokens, use_cache=False).logits, mesh, layout=layout)
+        model = shard_sequence(host, mesh, layout=layout)
+        logits = model(**shard_batch(tokens, mesh, layout=layout).transformers).logits
+    return [logits.flatten().tolist(), expected.flatten().tolist()]
 
 
 def mistakes_with_hosts(rank: int) -> list[str]:
     mesh = dist.init_device_mesh("cpu", (2,))
     model = shard_sequence(MODELS["llama"](), mesh)
     tokens = data()[:, :8]
-    found = []
+    messages = []
     for options in ({}, {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}):
         try:
             model(tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **options)
         except ValueError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 def beside_fsdp(rank: int, name: str) -> list[float]:

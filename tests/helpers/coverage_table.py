@@ -55,11 +55,11 @@ for _name in VARIANT_BACKENDS:
 
 
 def pair(variant: str, backend: str) -> Any:
-    found = marked(variant, backend)
+    case = marked(variant, backend)
     slow = backend in KERNELS and variant not in FIRST.values()
     slow = slow or (backend == "decode" and variant != next(iter(FIRST.values())))
-    marks = [*found.marks, pytest.mark.slow] if slow else found.marks
-    return pytest.param(*found.values, marks=marks, id=found.id)
+    marks = [*case.marks, pytest.mark.slow] if slow else case.marks
+    return pytest.param(*case.values, marks=marks, id=case.id)
 
 
 # PAIRS: (variant, backend) for each plain call that runs. TRAINED: those that support gradients.

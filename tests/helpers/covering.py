@@ -66,23 +66,23 @@ def each_setting(rows: Iterable[Row], times: int, by: str = "") -> list[Row]:
 
     by: a factor; occurrences with each of its levels are counted apart.
     """
-    seen, kept = Counter[tuple[Any, ...]](), []
+    seen, chosen = Counter[tuple[Any, ...]](), []
     for row in rows:
         settings = [(row.get(by), *setting) for setting in row.items()]
         if any(seen[setting] < times for setting in settings):
-            kept.append(row)
+            chosen.append(row)
             seen.update(settings)
-    return kept
+    return chosen
 
 
 def _gain(row: Row, name: str, level: Any, names: list[str], missing: set[tuple]) -> int:
     """The number of missing pairs that ``row`` covers if the factor ``name`` gets this level."""
-    found = 0
+    covered = 0
     for other, value in row.items():
         first, second = sorted((name, other), key=names.index)
         values = {name: level, other: value}
-        found += (first, values[first], second, values[second]) in missing
-    return found
+        covered += (first, values[first], second, values[second]) in missing
+    return covered
 
 
 def label(row: Row) -> str:

@@ -42,9 +42,9 @@ def flipped(x: Approx) -> Approx:
     return Approx(x.value.flip(-1), x.error.flip(-1), x.eps)
 
 
-def shifted(x: Approx, places: tuple[int, int]) -> Approx:
+def shifted(x: Approx, padding: tuple[int, int]) -> Approx:
     """Zeros at one end, and entries dropped at the other (a negative number)."""
-    return Approx(pad(x.value, places), pad(x.error, places), x.eps)
+    return Approx(pad(x.value, padding), pad(x.error, padding), x.eps)
 
 
 class TopPWeights(Weights):
@@ -57,17 +57,19 @@ class TopPWeights(Weights):
 
     def __init__(self, problem: Problem, form: Pairwise, s: Approx, visible: Tensor) -> None:
         share = problem.params["p"]
-        whole = Weights(problem, form, s, visible)
+        all_weights = Weights(problem, form, s, visible)
         order = s.value.masked_fill(~visible, float("-inf"))
         order = order.sort(stable=True, dim=-1, descending=True).indices
-        own = Approx(*(x.gather(-1, order) for x in (whole.w.value, whole.w.error)), s.eps)
-        before = shifted(cumulated(own), (1, -1))
+        ordered = Approx(
+            *(x.gather(-1, order) for x in (all_weights.w.value, all_weights.w.error)), s.eps
+        )
+        before = shifted(cumulated(ordered), (1, -1))
         outside = (before.value >= share) & (share < 1)
         dropped = torch.zeros_like(visible).scatter(-1, order, outside)
         super().__init__(problem, form, s.where(~dropped), visible & ~dropped)
         near = (before.value - share).abs() <= before.error
         # Behind the last key the sum is 1 up to rounding, and there is nothing to drop.
-        near = (near & (own.value > 0)).any(-1, keepdim=True) & (share < 1)
+        near = (near & (ordered.value > 0)).any(-1, keepdim=True) & (share < 1)
         for x in (self.phi, self.slope, self.mu, self.mu_slope, self.w, self.dropped):
             x.error.add_(near.to(x.error))
 
@@ -79,20 +81,22 @@ class StickBreakingWeights:
 
     def __init__(self, problem: Problem, form: Pairwise, s: Approx, visible: Tensor) -> None:
         earlier = visible & (problem.call.distance > 0)
-        own = s.map(logsigmoid, EVALUATION, 1 + s.value.abs())
+        log_share = s.map(logsigmoid, EVALUATION, 1 + s.value.abs())
         left = (-s).map(logsigmoid, EVALUATION, 1 + s.value.abs()).where(earlier)
         after = flipped(shifted(cumulated(flipped(left)), (1, -1)))
-        log = (own + after).where(earlier)
+        log = (log_share + after).where(earlier)
         size = log.value.exp() * (1 + log.value.abs())
         self.w = log.map(torch.exp, EVALUATION, size).where(earlier)
         self.share = s.map(torch.sigmoid, EVALUATION, torch.sigmoid(s.value)).where(earlier)
-        self.rest = (-s).map(torch.sigmoid, EVALUATION, torch.sigmoid(-s.value)).where(earlier)
+        self.complement = (
+            (-s).map(torch.sigmoid, EVALUATION, torch.sigmoid(-s.value)).where(earlier)
+        )
         self.dropped = self.w.stored(problem.inner) * problem.exact(problem.keep)
 
     def score_gradient(self, dp: Approx, do: Approx, out: Approx) -> Approx:
         """(1 − σ_j) w_j dP_j − σ_j Σ_{l before j} w_l dP_l."""
         dlog = self.w * dp
-        return dlog * self.rest - self.share * shifted(cumulated(dlog), (1, -1))
+        return dlog * self.complement - self.share * shifted(cumulated(dlog), (1, -1))
 
     def vector_gradients(self, ds: Approx, z: Approx) -> dict[str, Approx]:
         return {}
@@ -148,8 +152,8 @@ class PerturbMaxWeights:
         """h · Σ_t [dP_j T_j (t − x_j) − (log Φ)'_j Σ_{l ≠ j} dP_l T_l]."""
         parts = []
         for term, ahead, steep in self.terms():
-            own = dp * term
-            parts.append(own * ahead - steep * (own.sum(-1, keepdim=True) - own))
+            weighted = dp * term
+            parts.append(weighted * ahead - steep * (weighted.sum(-1, keepdim=True) - weighted))
         ds = self.step * summed(parts)
         return replace(ds, error=ds.error + self.rule * dp.value.abs().sum(-1, keepdim=True))
 

@@ -93,13 +93,13 @@ def reset(module: nn.Module) -> None:
 
 def wrong(module: nn.Module, expected: nn.Module) -> list[str]:
     """Names of tensors that are NaN, and of parameters of variants with other initial values."""
-    whole = {name: full(x) for name, x in tensors(module).items()}
-    names = [name for name, x in whole.items() if not bool(x.isfinite().all())]
+    full_tensors = {name: full(x) for name, x in tensors(module).items()}
+    names = [name for name, x in full_tensors.items() if not bool(x.isfinite().all())]
     for name, part in expected.named_modules():
         if isinstance(part, VariantParameters):
             ids = {id(x) for x in part.parameter_tensors().values()}
             starts = {f"{name}.{n}".strip("."): x for n, x in tensors(part).items() if id(x) in ids}
-            names += [n for n, x in starts.items() if not torch.equal(whole[n], x)]
+            names += [n for n, x in starts.items() if not torch.equal(full_tensors[n], x)]
     return names
 
 

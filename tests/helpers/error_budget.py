@@ -94,14 +94,14 @@ class Problem:
     @property
     def weights(self) -> type:
         """The error analysis of the weights: the case's own if there is no form."""
-        own = self.variant is not None and not self.variant.forms(self.call, **self.params)
-        return CASES[self.variant.name].weights if own else Weights
+        has_no_form = self.variant is not None and not self.variant.forms(self.call, **self.params)
+        return CASES[self.variant.name].weights if has_no_form else Weights
 
     def form(self, params: dict[str, Any] | None = None) -> Pairwise | Linear:
         forms = self.variant.forms(self.call, **(self.params if params is None else params))
         kinds = (Linear,) if self.backend in SCANS else (Pairwise, Linear)
-        found = (form for kind in kinds for form in forms if isinstance(form, kind))
-        return next(found, None) or CASES[self.variant.name].weights.scores(self.params)
+        usable = (form for kind in kinds for form in forms if isinstance(form, kind))
+        return next(usable, None) or CASES[self.variant.name].weights.scores(self.params)
 
 
 @torch.no_grad()
@@ -116,12 +116,12 @@ def budget(problem: Problem) -> dict[str, Approx]:
     }
     features = {name: function(x, at) for name, (function, x, at, _) in sides.items()}
     on_features = replace(problem, call=replace(call, scale=1.0), **features)
-    found = analyse(on_features, Pairwise(IDENTITY, "sum"))
+    results = analyse(on_features, Pairwise(IDENTITY, "sum"))
     for name, (function, x, at, factor) in sides.items():
-        given = found["d" + name].stored(problem.inner)
-        given = given.rounded(EVALUATION, given.value)
-        found["d" + name] = through_features(function, x, at, given, factor)
-    return found
+        gradient = results["d" + name].stored(problem.inner)
+        gradient = gradient.rounded(EVALUATION, gradient.value)
+        results["d" + name] = through_features(function, x, at, gradient, factor)
+    return results
 
 
 @torch.enable_grad()
@@ -129,19 +129,19 @@ def through_features(
     function: Callable[[Tensor, Tensor], Tensor],
     x: Tensor,
     at: Tensor,
-    given: Approx,
+    gradient: Approx,
     factor: float,
 ) -> Approx:
-    """``factor`` · Jᵀ · ``given`` and its error bound, with the Jacobian J of the features."""
+    """``factor`` · Jᵀ · ``gradient`` and its error bound, with the Jacobian J of the features."""
     x = x.detach().requires_grad_()
     features = function(x, at)
     value, error = torch.zeros_like(x), torch.zeros_like(x)
     for f in range(features.shape[-1]):
         (slope,) = torch.autograd.grad(features[..., f].sum(), x, retain_graph=True)
         slope = factor * slope
-        value = value + slope * given.value[..., f, None]
-        error = error + slope.abs() * given.error[..., f, None]
-    return Approx(value.detach(), error.detach(), given.eps)
+        value = value + slope * gradient.value[..., f, None]
+        error = error + slope.abs() * gradient.error[..., f, None]
+    return Approx(value.detach(), error.detach(), gradient.eps)
 
 
 def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
@@ -178,27 +178,27 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
 
     weights = problem.weights(problem, form, s, visible)
     out = weights.dropped @ v
-    found = {"out": out.stored(problem.dtype)}
+    results = {"out": out.stored(problem.dtype)}
     do = exact(problem.do)
     dp = (do @ v.mT) * exact(problem.keep)
     ds = weights.score_gradient(dp, do, out.stored(problem.inner))
     if call.return_lse:
-        found["lse"] = weights.lse()
-        ds = ds + weights.lse_gradient(found["lse"]) * exact(problem.dlse)[..., None]
+        results["lse"] = weights.lse()
+        ds = ds + weights.lse_gradient(results["lse"]) * exact(problem.dlse)[..., None]
     ds = ds.where(visible)
-    found.update(weights.vector_gradients(ds, gained))
-    found.update(terms.gradients(ds, gain * z))
-    of_logits, found["dscore"] = [gain * ds], ds
+    results.update(weights.vector_gradients(ds, gained))
+    results.update(terms.gradients(ds, gain * z))
+    of_logits, results["dscore"] = [gain * ds], ds
     if statistics is not None and statistics.differentiable:
-        through = found["dgain"] * statistics.slope * statistics.dentropy
-        of_logits, found["dscore"] = [*of_logits, through], ds + through
-        found["dscore parts"] = ds.stored(problem.dtype) + through.stored(problem.dtype)
+        through = results["dgain"] * statistics.slope * statistics.dentropy
+        of_logits, results["dscore"] = [*of_logits, through], ds + through
+        results["dscore parts"] = ds.stored(problem.dtype) + through.stored(problem.dtype)
     if problem.backend in FUSED:
         # Fused backends compute dgain from the gradient of q.
-        found["dgain"] = (ds.stored(problem.inner) * gained).sum(-1, keepdim=True)
+        results["dgain"] = (ds.stored(problem.inner) * gained).sum(-1, keepdim=True)
     if problem.multiplies_queries:
         size = (abs(call.scale) * (ds.value @ k.value) * q.value).abs().sum(-1, keepdim=True)
-        found["dgain"] = found["dgain"].rounded(1, size)
+        results["dgain"] = results["dgain"].rounded(1, size)
     dq, dk = [], []
     for x in of_logits:
         for factor in (terms.gain, slope):
@@ -206,11 +206,11 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
         dz = exact(call.scale) * x.where(visible).stored(problem.inner)
         dq.append((dz @ k).stored(problem.dtype))
         dk.append(shared(dz.mT @ q, call).stored(problem.dtype))
-    found["dq"], found["dk"] = (functools.reduce(operator.add, parts) for parts in (dq, dk))
+    results["dq"], results["dk"] = (functools.reduce(operator.add, parts) for parts in (dq, dk))
     if problem.multiplies_queries:
-        found["dq"] = found["dq"].stored(problem.inner)
-    found["dv"] = shared(weights.dropped.mT @ do, call).stored(problem.dtype)
-    return found
+        results["dq"] = results["dq"].stored(problem.inner)
+    results["dv"] = shared(weights.dropped.mT @ do, call).stored(problem.dtype)
+    return results
 
 
 def capped(z: Approx, softcap: float) -> Approx:
@@ -260,17 +260,17 @@ class Terms:
         return s if difference is None else s + difference
 
     def gradients(self, ds: Approx, gained: Approx) -> dict[str, Approx]:
-        found = {}
+        gradients = {}
         if self.form.key_bias is not None:
-            found["dkey_bias"] = ds.mT.sum(-1, keepdim=True)
+            gradients["dkey_bias"] = ds.mT.sum(-1, keepdim=True)
         total = None
         for slope, factor in zip(self.decay_slopes, (gained, None)):
             if slope is not None:
                 part = ds * slope if factor is None else ds * slope * factor
                 total = part if total is None else total + part
         if total is not None:
-            found["ddecay"] = total.sum(-1, keepdim=True).sum(-2, keepdim=True)
-        return found
+            gradients["ddecay"] = total.sum(-1, keepdim=True).sum(-2, keepdim=True)
+        return gradients
 
 
 def shared(x: Approx, call: Call) -> Approx:

@@ -50,10 +50,11 @@ def patch_once(original: Any) -> Any:
     def patch(fn: Any) -> Any:
         names = fn.__globals__
         if id(names) not in known:
-            own = [x for x in names.values() if x is language or x is language.core]
-            known[id(names)] = names, own  # the names too, so that no other module gets their id
-        own = known[id(names)][1]
-        patched = own and not any(language.core.is_builtin(x.load) for x in own)
+            languages = [x for x in names.values() if x is language or x is language.core]
+            # The names too, so that no other module gets their id.
+            known[id(names)] = names, languages
+        languages = known[id(names)][1]
+        patched = languages and not any(language.core.is_builtin(x.load) for x in languages)
         return empty() if patched else original(fn)
 
     return patch
@@ -97,7 +98,7 @@ def skip_equal_types(original: Any) -> Any:
 
     common = {"fp32", "int32", "int64"}
 
-    def convert(self: Any, left: Any, right: Any, *rest: Any, **options: Any) -> Any:
+    def convert(self: Any, left: Any, right: Any, *others: Any, **options: Any) -> Any:
         if (
             type(left) is core.tensor
             and type(right) is core.tensor
@@ -105,7 +106,7 @@ def skip_equal_types(original: Any) -> Any:
             and left.dtype.name == right.dtype.name
         ):
             return self.broadcast_impl_value(left, right)
-        return original(self, left, right, *rest, **options)
+        return original(self, left, right, *others, **options)
 
     return convert
 

@@ -110,8 +110,8 @@ def trained_on_ranks(rank: int, folder: str) -> dict[str, list[float]]:
             losses[name] = trained(model)
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
             if rank == 0:
-                whole: Any = getattr(model, "module", model)
-                whole.save_pretrained(f"{folder}/{name}", state_dict=state)
+                unwrapped: Any = getattr(model, "module", model)
+                unwrapped.save_pretrained(f"{folder}/{name}", state_dict=state)
             dist.barrier()
     return losses
 

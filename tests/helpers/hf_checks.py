@@ -28,10 +28,10 @@ def assert_generates_as_eager(make: Any, variant: str, options: dict[str, Any]) 
 def assert_equal_gradients(model: Any, expected: Any, tolerance: float) -> None:
     """Assert that two models have the same parameters with the same gradients."""
     wanted = dict(expected.named_parameters())
-    found = dict(model.named_parameters())
-    assert found.keys() == wanted.keys()
+    actual = dict(model.named_parameters())
+    assert actual.keys() == wanted.keys()
     for name, parameter in wanted.items():
-        have, want = found[name].grad, parameter.grad
+        have, want = actual[name].grad, parameter.grad
         if want is None:
             assert have is None, name
             continue

@@ -157,9 +157,9 @@ def batch(model: Any) -> dict[str, Tensor]:
 
 def outputs(model: Any, **options: Any) -> Tensor:
     """The model's first output at all tokens that are not padding."""
-    given = batch(model)
-    out = model(**given, **options)[0]
-    return out if "attention_mask" not in given else out[given["attention_mask"].bool()]
+    inputs = batch(model)
+    out = model(**inputs, **options)[0]
+    return out if "attention_mask" not in inputs else out[inputs["attention_mask"].bool()]
 
 
 def generate(model: Any, **options: Any) -> Tensor:

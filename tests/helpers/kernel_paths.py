@@ -72,9 +72,9 @@ def path_of(level: Level, kinds: tuple[str, ...] = ("pairwise",)) -> Path:
     if isinstance(gain, attnzoo.FromStatistics):
         source = "statistics"
         learned += ["gain"] if gain.differentiable else []
-    given = tuple(name for name in VECTORS if name != "gain" and vectors[name] is not None)
+    used = tuple(name for name in VECTORS if name != "gain" and vectors[name] is not None)
     normalize = "online" if form.softmax else form.normalize
-    return Path("pairwise", normalize, form.activation.name, source, given, tuple(learned))
+    return Path("pairwise", normalize, form.activation.name, source, used, tuple(learned))
 
 
 def one_level_per_path(
@@ -85,11 +85,11 @@ def one_level_per_path(
     If several levels have the same path, the result has only one of them. The function prefers
     levels whose ``params`` is a string to levels whose ``params`` is an index.
     """
-    found: dict[Path, Level] = {}
+    by_path: dict[Path, Level] = {}
     for level in sorted(levels, key=lambda level: isinstance(level.params, int)):
-        found.setdefault(path_of(level, kinds), level)
+        by_path.setdefault(path_of(level, kinds), level)
     groups: dict[str, list[Level]] = {}
-    for path, level in found.items():
+    for path, level in by_path.items():
         group = path.normalize if path.normalize == "threshold" else path.kind
         groups.setdefault(group, []).append(level)
     return groups
@@ -144,9 +144,9 @@ def quick_rows(
             waiting.append(able)
             rows.append({**row, "params": able})
         for level in group:
-            own = [row for row in settings if supports({**row, "params": level})]
+            supported = [row for row in settings if supports({**row, "params": level})]
             missing = ROUNDS - sum(row["params"] == level for row in rows)
-            rows += [{**row, "params": level} for row in islice(cycle(own), max(missing, 0))]
+            rows += [{**row, "params": level} for row in islice(cycle(supported), max(missing, 0))]
     others = (x for x in levels if not any(x in group for group in groups.values()))
     rows += [{**row, "params": level} for level, row in zip(others, cycle(thin), strict=False)]
     return [(row["params"].variant, {**row, "params": row["params"].params}) for row in rows]

@@ -44,7 +44,7 @@ class PackedCall:
         parts = packed.split(HEADS * HEAD_DIM, -1)
         return [x.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for x in parts]
 
-    def run(self) -> list[Tensor]:
+    def outputs_and_gradients(self) -> list[Tensor]:
         """The output and the gradient of q, k and v; of decode the output for the last query."""
         q, k, v = self.slices()
         if self.backend == "decode":

@@ -85,15 +85,15 @@ class Command:
 
 
 def commands(text: str) -> set[Command]:
-    found = set()
-    for module, rest in COMMAND.findall(text.replace("\\\n", " ")):
-        parts = [part.rstrip(".,:)") for part in rest.split()]
+    listed = set()
+    for module, words in COMMAND.findall(text.replace("\\\n", " ")):
+        parts = [part.rstrip(".,:)") for part in words.split()]
         first = parts[:1] if re.fullmatch(r"[a-z][a-z-]*", "".join(parts[:1])) else []
         options = {p.split("=")[0] for p in parts if re.match(r"--[a-z]", p)}
-        plugin = re.search(r"--plugin[ =](\w+\.py)", rest)
+        plugin = re.search(r"--plugin[ =](\w+\.py)", words)
         file = plugin and plugin[1]
-        found.add(Command(module.rstrip("."), tuple(first), tuple(sorted(options)), file))
-    return found
+        listed.add(Command(module.rstrip("."), tuple(first), tuple(sorted(options)), file))
+    return listed
 
 
 def bare_options(text: str) -> set[str]:

@@ -25,8 +25,8 @@ def on_ranks(
     A rank that raises or ends gives the text of its output instead.
     """
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder)
-        (found / "call").write_bytes(
+        path = Path(folder)
+        (path / "call").write_bytes(
             pickle.dumps((function.__module__, function.__qualname__, arguments))
         )
         command = [sys.executable, "-m", "helpers.ranks", folder, str(count), str(seconds)]
@@ -46,7 +46,7 @@ def on_ranks(
             except subprocess.TimeoutExpired:
                 process.kill()
                 texts.append(f"no result after {seconds} s\n{process.communicate()[0]}")
-        paths = [found / f"result-{rank}" for rank in range(count)]
+        paths = [path / f"result-{rank}" for rank in range(count)]
         return [
             pickle.loads(path.read_bytes()) if path.exists() else text
             for path, text in zip(paths, texts, strict=True)

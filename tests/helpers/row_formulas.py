@@ -32,7 +32,7 @@ def bisected(z: Tensor, alpha: float) -> Tensor:
     return (z - low).relu() ** (1 / (alpha - 1))
 
 
-def kept(z: Tensor, count: int) -> Tensor:
+def top_k_softmax(z: Tensor, count: int) -> Tensor:
     """Softmax over the ``count`` largest scores; among equal scores, the first are kept."""
     w = torch.zeros_like(z)
     order = sorted(range(len(z)), key=lambda j: (-z[j].item(), j))[:count]
@@ -65,7 +65,7 @@ def top_p_row(z: Tensor, p: dict[str, Any]) -> Tensor:
     count = 0
     while count < len(z) and (p["p"] == 1 or sum(shares[:count]) < p["p"]):
         count += 1
-    return kept(z, count)
+    return top_k_softmax(z, count)
 
 
 def perturbed_row(z: Tensor, p: dict[str, Any]) -> Tensor:

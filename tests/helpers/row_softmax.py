@@ -39,12 +39,12 @@ def budget(x: Tensor, lanes: int) -> Approx:
     return replace(weights, error=weights.error + 2 * torch.finfo(torch.float32).smallest_normal)
 
 
-def assert_softmax(found: Tensor, x: Tensor, lanes: int) -> None:
+def assert_softmax(actual: Tensor, x: Tensor, lanes: int) -> None:
     """Checks the weights of rows without NaN, +∞ and rows of −∞."""
     allowed = budget(x, lanes)
     torch.testing.assert_close(allowed.value, exact(x), rtol=1e-9, atol=1e-300)
-    excess = (found.double() - allowed.value).abs() / allowed.error
-    assert found.dtype == x.dtype
+    excess = (actual.double() - allowed.value).abs() / allowed.error
+    assert actual.dtype == x.dtype
     assert float(excess.max()) <= 1, f"{float(excess.max()):.2f} times the error budget"
 
 

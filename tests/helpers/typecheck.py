@@ -18,11 +18,11 @@ def pyright(folder: Path, text: str) -> list[Any]:
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     words = ["-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=folder)
-    found = json.loads(done.stdout)
-    assert found["summary"]["filesAnalyzed"] == 1, done.stderr
-    return found["generalDiagnostics"]
+    report = json.loads(done.stdout)
+    assert report["summary"]["filesAnalyzed"] == 1, done.stderr
+    return report["generalDiagnostics"]
 
 
 def wrong_lines(folder: Path, text: str) -> set[int]:
     """Return the numbers (from 0) of the lines in which pyright finds an error."""
-    return {found["range"]["start"]["line"] for found in pyright(folder, text)}
+    return {diagnostic["range"]["start"]["line"] for diagnostic in pyright(folder, text)}

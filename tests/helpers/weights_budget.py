@@ -132,17 +132,21 @@ class Weights:
         ranked = s.value.masked_fill(~self.visible, float("-inf"))
         order = ranked.sort(stable=True, dim=-1, descending=True).indices
         keep = min(self.form.keep or 0, s.shape[-1])
-        kept = torch.zeros_like(self.visible).scatter(-1, order[..., :keep], True) & self.visible
-        either = torch.zeros_like(kept)
+        selected = (
+            torch.zeros_like(self.visible).scatter(-1, order[..., :keep], True) & self.visible
+        )
+        either = torch.zeros_like(selected)
         if 0 < keep < s.shape[-1]:
             low, high = ranked - s.error, ranked + s.error
             last, first = order[..., keep - 1 : keep], order[..., keep : keep + 1]
-            either = torch.where(kept, low <= high.gather(-1, first), high >= low.gather(-1, last))
+            either = torch.where(
+                selected, low <= high.gather(-1, first), high >= low.gather(-1, last)
+            )
             either = either & self.visible
         for name in ("phi", "slope"):
             x = getattr(self, name)
-            error = torch.where(either, x.value.abs() + x.error, x.error.where(kept, 0.0))
-            setattr(self, name, replace(x, value=x.value.where(kept, 0.0), error=error))
+            error = torch.where(either, x.value.abs() + x.error, x.error.where(selected, 0.0))
+            setattr(self, name, replace(x, value=x.value.where(selected, 0.0), error=error))
 
     def normalizer(self) -> Approx:
         total = self.mu.sum(-1, keepdim=True)
@@ -195,15 +199,15 @@ class Weights:
         positive = self.slope.value + self.slope.error > 0
         widest = torch.where(positive, distance + dp.error, 0.0)
         error = torch.minimum(error, largest(widest))
-        found = Approx(mean, error, dp.eps)
-        return found.rounded(dp.shape[-1] / 2 + EVALUATION, largest(dp.value * positive))
+        bounded = Approx(mean, error, dp.eps)
+        return bounded.rounded(dp.shape[-1] / 2 + EVALUATION, largest(dp.value * positive))
 
     def lse(self) -> Approx:
         total = self.phi.sum(-1, keepdim=True)
         log = total.value.clamp(min=1e-300).log()
         error = total.error / total.value.clamp(min=1e-300)
-        found = self.shift + Approx(log, error, total.eps).rounded(EVALUATION, log)
-        return found.rounded(SHIFTS, self.shift.value)[..., 0]
+        lse = self.shift + Approx(log, error, total.eps).rounded(EVALUATION, log)
+        return lse.rounded(SHIFTS, self.shift.value)[..., 0]
 
     def lse_gradient(self, lse: Approx) -> Approx:
         """e^(s − lse); unlike Z, lse does not include the sink."""
@@ -213,20 +217,20 @@ class Weights:
 
     def vector_gradients(self, ds: Approx, z: Approx) -> dict[str, Approx]:
         """The gradients of the form's vectors, (B, H, Nq, 1), by name."""
-        found = {"dgain": (ds * z).sum(-1, keepdim=True)}
+        gradients = {"dgain": (ds * z).sum(-1, keepdim=True)}
         if self.form.factor is not None:
-            found["dfactor"] = self.dfactor
+            gradients["dfactor"] = self.dfactor
         if self.form.offset is not None:
-            found["doffset"] = -ds.sum(-1, keepdim=True)
+            gradients["doffset"] = -ds.sum(-1, keepdim=True)
         if self.form.sink is not None:
-            found["dsink"] = -(self.derivative(self.sink()) * self.r / self.z)
+            gradients["dsink"] = -(self.derivative(self.sink()) * self.r / self.z)
         if self.form.shape is not None:
             dphi = self.shape_derivative().where(self.visible)
             of_shape = (dphi * self.dp / self.z).sum(-1, keepdim=True)
             # In the term with r, backends may evaluate ∂φ/∂shape at the τ of another solver step.
             extra = (dphi.error * self.r.value.abs()).sum(-1, keepdim=True)
-            found["dshape"] = replace(of_shape, error=of_shape.error + extra)
-        return found
+            gradients["dshape"] = replace(of_shape, error=of_shape.error + extra)
+        return gradients
 
     def shape_derivative(self) -> Approx:
         """∂φ/∂shape."""

@@ -25,9 +25,9 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make(which: str, variant: str = "softmax", **options: Any) -> Wrapper:
     """A wrapper in fp64 whose parameters are not their initial values."""
-    name, own = MADE[which]
+    name, arguments = MADE[which]
     torch.manual_seed(0)
-    module = WRAPPERS[name](variant, H, E, **own, **unprojected(variant), **options).double()
+    module = WRAPPERS[name](variant, H, E, **arguments, **unprojected(variant), **options).double()
     with torch.no_grad():
         for index, x in enumerate(p for n, p in module.named_parameters() if "attention." not in n):
             x.add_(0.3 * rand(*x.shape, seed=index))
@@ -57,33 +57,33 @@ def weights_of(
 
 def head_of(options: dict[str, Any], head: int) -> dict[str, Any]:
     """The keywords of one head."""
-    found = dict(options)
-    if "alibi" in found:
-        found["alibi"] = found["alibi"][head : head + 1]
-    if "attn_mask" in found and found["attn_mask"].shape[1] == H:
-        found["attn_mask"] = found["attn_mask"][:, head : head + 1]
-    return found
+    head_options = dict(options)
+    if "alibi" in head_options:
+        head_options["alibi"] = head_options["alibi"][head : head + 1]
+    if "attn_mask" in head_options and head_options["attn_mask"].shape[1] == H:
+        head_options["attn_mask"] = head_options["attn_mask"][:, head : head + 1]
+    return head_options
 
 
 def definition(
     module: Wrapper, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """The output and the weights, head by head, in the order of the formulas."""
-    outs, found = [], []
+    outs, weights = [], []
     maps, group = module.maps, H // k.shape[1]
     gate = None if module.gate is None else F.linear(hidden, module.gate.weight)
     for head in range(H):
-        own, keys, values = head_of(options, head), k[:, head // group], v[:, head // group]
+        keywords, keys, values = head_of(options, head), k[:, head // group], v[:, head // group]
         queries = q.unflatten(1, (H, -1))[:, head]  # [B, Q, Nq, D]
         mine = None if gate is None else gate.unflatten(-1, (H, -1))[:, :, head]  # [B, Nq, G]
         if isinstance(module, Differential):
             blocks = torch.arange(D).view(-1, 2)
-            rows = []
+            rows, scale = [], (D / 2) ** -0.5 * keywords.get("scale", D**-0.5) * D**0.5
             for half in range(2):
                 which = blocks[half::2].flatten()
                 rows.append(weights_of(
                     module, queries[:, 0, :, which], keys[..., which], half * H + head,
-                    {**own, "scale": (D / 2) ** -0.5 * own.get("scale", D**-0.5) * D**0.5},
+                    {**keywords, "scale": scale},
                 ))  # fmt: skip
             x = module.vectors
             factor = (x[0] @ x[1]).exp() - (x[2] @ x[3]).exp() + 0.2  # layer 0
@@ -93,7 +93,7 @@ def definition(
             out = 0.8 * module.norm.weight * out / norm
         elif isinstance(module, (DifferentialV2, MixtureAttention)):
             assert mine is not None
-            rows = [weights_of(module, queries[:, m], keys, head * maps + m, own)
+            rows = [weights_of(module, queries[:, m], keys, head * maps + m, keywords)
                     for m in range(maps)]  # fmt: skip
             if isinstance(module, DifferentialV2):
                 w = rows[0] - torch.sigmoid(mine) * rows[1]
@@ -102,7 +102,7 @@ def definition(
                 w = sum((prior[..., m : m + 1] * rows[m] for m in range(maps)), torch.zeros(()))
             out = w @ values
         else:
-            w = weights_of(module, queries[:, 0], keys, head, own)
+            w = weights_of(module, queries[:, 0], keys, head, keywords)
             if isinstance(module, Laser):
                 c = module.clamp
                 out = (w @ (c * torch.tanh(values / c)).exp()).log()
@@ -110,8 +110,8 @@ def definition(
                 assert mine is not None
                 out = (w @ values) * torch.sigmoid(mine)
         outs.append(out)
-        found.append(w)
-    return torch.stack(outs, 1), torch.stack(found, 1)
+        weights.append(w)
+    return torch.stack(outs, 1), torch.stack(weights, 1)
 
 
 def gradients(out: Tensor, leaves: list[Tensor], seed: int = 9) -> list[Tensor]:
