@@ -45,17 +45,17 @@ def test_cached_call_gives_the_results_of_a_new_call(variant: str, layout: str) 
     """The first call, which fills the cache, has other tensor values than the repeated call."""
     options = {**params_of(variant), **LAYOUTS[layout]}
 
-    def run() -> list[Tensor]:
+    def attend() -> list[Tensor]:
         leaves = [x.requires_grad_() for x in qkv(seed=5)]
         out = attnzoo.attention(*leaves, variant, **options)
         return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
-    expected = run()
+    expected = attend()
     call_cache._CACHE.clear()
     others = [x.requires_grad_() for x in qkv(seed=9)]
     attnzoo.attention(*others, variant, **options)
     assert len(call_cache._CACHE) == ENTRIES[layout]
-    for have, want in zip(run(), expected, strict=True):
+    for have, want in zip(attend(), expected, strict=True):
         assert torch.equal(have, want)
     assert len(call_cache._CACHE) == ENTRIES[layout]
 
@@ -184,12 +184,12 @@ def test_checkpoint_of_a_form_with_learned_features_gives_the_same_gradients() -
     add("learned_features", weights, forms=forms)
     q, k, v = (x.requires_grad_() for x in qkv())
 
-    def run(q: Tensor) -> Tensor:
+    def attend(q: Tensor) -> Tensor:
         return attnzoo.attention(q, k, v, "learned_features", is_causal=True)
 
-    once = torch.autograd.grad(run(q).square().sum(), (q, a))
+    once = torch.autograd.grad(attend(q).square().sum(), (q, a))
     call_cache._CACHE.clear()
-    out: Any = checkpoint(run, q, use_reentrant=False)
+    out: Any = checkpoint(attend, q, use_reentrant=False)
     for have, want in zip(torch.autograd.grad(out.square().sum(), (q, a)), once, strict=True):
         assert torch.allclose(have, want)
 

@@ -26,8 +26,8 @@ def call(variant: str, backend: str, **options: Any) -> tuple[Function, list[Ten
     named = {n: x.to(dtype) for n, x in learned(variant, 2).items()}
     options = {"is_causal": True, "backend": backend, **params_of(variant), **options}
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        params = dict(zip(named, rest, strict=True))
+    def attend(q: Tensor, k: Tensor, v: Tensor, *learned_params: Tensor) -> Tensor:
+        params = dict(zip(named, learned_params, strict=True))
         return attnzoo.attention(q, k, v, variant, **options, **params)
 
     leaves = [x.requires_grad_() for x in (*leaves, *named.values())]
@@ -35,7 +35,7 @@ def call(variant: str, backend: str, **options: Any) -> tuple[Function, list[Ten
         *leaves[:3], variant, **options, **dict(zip(named, leaves[3:], strict=True))
     )
     assert plan.chosen == backend
-    return run, leaves
+    return attend, leaves
 
 
 def once(run: Function, *inputs: Tensor, use_reentrant: bool = False) -> Tensor:
@@ -55,8 +55,8 @@ def gradients(function: Function, leaves: list[Tensor]) -> tuple[Tensor, ...]:
     return tuple(x.grad for x in leaves if x.grad is not None)
 
 
-def agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for have, want in zip(found, expected, strict=True):
+def agree(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for have, want in zip(actual, expected, strict=True):
         assert torch.allclose(have, want)
 
 
@@ -88,8 +88,8 @@ def test_nested_checkpoint_gives_the_same_gradients(variant: str, backend: str) 
 @every_backend
 def test_reentrant_checkpoint_gives_the_same_gradients(variant: str, backend: str) -> None:
     run, leaves = call(variant, backend)
-    found = gradients(lambda *x: once(run, *x, use_reentrant=True), leaves)
-    agree(found, gradients(run, leaves))
+    checkpointed = gradients(lambda *x: once(run, *x, use_reentrant=True), leaves)
+    agree(checkpointed, gradients(run, leaves))
 
 
 @every_backend
@@ -120,8 +120,8 @@ def test_autocast_does_not_affect_the_backward_of_tiled(variant: str) -> None:
     out = run(*leaves)
     do = rand(*out.shape, seed=9, dtype=out.dtype)
     with torch.autocast("cpu", torch.bfloat16):
-        found = torch.autograd.grad(out, leaves, do)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        actual = torch.autograd.grad(out, leaves, do)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_nested_checkpoint_supports_a_gain_computed_from_score_statistics() -> None:

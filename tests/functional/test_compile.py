@@ -54,7 +54,7 @@ QUICK = (
 def cases() -> Iterator[Any]:
     special = {name: cycle(options) for name, options in BACKEND_OPTIONS.items()}
     names = {"eager": cycle(OPTIONS), "tiled": cycle(reversed(OPTIONS))}
-    rest = {backend: set(OPTIONS) for backend in names}
+    remaining = {backend: set(OPTIONS) for backend in names}
     for variant in VARIANTS:
         for backend, cycled in names.items():
             name = next(cycled)
@@ -62,7 +62,7 @@ def cases() -> Iterator[Any]:
                 variant in NO_LSE and name == "lse"
             ):
                 name = next(cycled)
-            rest[backend].discard(name)
+            remaining[backend].discard(name)
             marks = [] if (variant, backend) in QUICK else [pytest.mark.slow]
             case = f"{variant}-{backend}-{name}"
             yield pytest.param(variant, backend, OPTIONS[name], id=case, marks=marks)
@@ -71,7 +71,7 @@ def cases() -> Iterator[Any]:
                 marks = [] if (variant, backend) in QUICK else [pytest.mark.slow]
                 case = f"{variant}-{backend}"
                 yield pytest.param(variant, backend, next(options), id=case, marks=marks)
-    for backend, unused in rest.items():
+    for backend, unused in remaining.items():
         for name in sorted(unused):
             case, marks = f"softmax-{backend}-{name}", [pytest.mark.slow]
             yield pytest.param("softmax", backend, OPTIONS[name], id=case, marks=marks)
@@ -301,11 +301,11 @@ def test_dropout_compiles() -> None:
 
 @pytest.mark.slow
 def test_gradients_of_linear_attention_compile_with_dynamic_shapes() -> None:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attnzoo.linear_attention(q, k, v, "hedgehog")[0]
 
     q, k, v = (torch.randn(1, 2, 10, 8, requires_grad=True) for _ in range(3))
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    gradients = (torch.autograd.grad(f(q, k, v).sum(), (q, k, v)) for f in (compiled, run))
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    gradients = (torch.autograd.grad(f(q, k, v).sum(), (q, k, v)) for f in (compiled, attend))
     for have, want in zip(*gradients, strict=True):
         torch.testing.assert_close(have, want)

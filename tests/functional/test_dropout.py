@@ -35,9 +35,9 @@ def test_each_weight_is_dropped_or_scaled(variant: str, backend: str) -> None:
     params = params_of(variant)
     w = attnzoo.attention(q, k, eye, variant, backend="eager", **params)
     out = seeded(0, q, k, eye, variant, backend=backend, dropout_p=0.25, **params)
-    kept = out != 0
-    assert torch.allclose(out[kept], w[kept] / 0.75)
-    share = float(kept[w > 0].double().mean())
+    remaining = out != 0
+    assert torch.allclose(out[remaining], w[remaining] / 0.75)
+    share = float(remaining[w > 0].double().mean())
     n = int((w > 0).sum())
     assert abs(share - 0.75) < 4 * (0.75 * 0.25 / n) ** 0.5  # four standard errors
 
@@ -79,14 +79,14 @@ def test_dropout_p_zero_uses_no_random_numbers(backend: str) -> None:
 def test_gradients_use_the_mask_of_the_forward(variant: str, backend: str) -> None:
     named = {name: x.double() for name, x in learned(variant, 2).items()}
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        params = {**params_of(variant), **dict(zip(named, rest, strict=True))}
+    def attend(q: Tensor, k: Tensor, v: Tensor, *learned_params: Tensor) -> Tensor:
+        params = {**params_of(variant), **dict(zip(named, learned_params, strict=True))}
         if variant == "adaptive_temperature":
             params["differentiable"] = True
         return seeded(4, q, k, v, variant, backend=backend, dropout_p=0.4, is_causal=True, **params)
 
     leaves = [x.requires_grad_() for x in (*qkv(n=5, d=4), *named.values())]
-    assert gradcheck(run, leaves, fast_mode=True)
+    assert gradcheck(attend, leaves, fast_mode=True)
 
 
 def test_backward_uses_the_forward_mask_even_if_the_generator_was_used_in_between() -> None:
@@ -107,12 +107,12 @@ def test_mask_does_not_depend_on_block_sizes(variant: str, monkeypatch: pytest.M
     q, k, v = rand(3, 4, 11, 6, seed=1), rand(3, 2, 13, 6, seed=2), rand(3, 2, 13, 6, seed=3)
     options = dict(enable_gqa=True, is_causal=True, dropout_p=0.5, backend="tiled")
     options.update(params_of(variant))
-    whole = seeded(6, q, k, v, variant, **options)
+    expected = seeded(6, q, k, v, variant, **options)
     for scores, rows, heads in ((30, 2, 1), (100, 3, 2), (500, 5, 8)):
         monkeypatch.setattr(blocks, "SCORES", scores)
         monkeypatch.setattr(blocks, "ROWS", rows)
         monkeypatch.setattr(blocks, "HEADS", heads)
-        assert torch.allclose(seeded(6, q, k, v, variant, **options), whole)
+        assert torch.allclose(seeded(6, q, k, v, variant, **options), expected)
 
 
 def drawn(heads: int = 4, n: int = 200) -> Tensor:
@@ -124,22 +124,23 @@ def drawn(heads: int = 4, n: int = 200) -> Tensor:
 
 def test_mask_entries_of_rows_keys_and_heads_are_independent() -> None:
     """With p = 0.5, half of the weights are kept, and the mask entries are not correlated."""
-    kept = drawn().double() - 0.5
-    n = kept[0].numel()
+    centered = drawn().double() - 0.5
+    n = centered[0].numel()
     limit = 5 / n**0.5
-    assert abs(float(kept.mean())) * 2 < 5 / kept.numel() ** 0.5
-    for share in (kept.mean((0, 1)), kept.mean((0, 2))):
+    assert abs(float(centered.mean())) * 2 < 5 / centered.numel() ** 0.5
+    for share in (centered.mean((0, 1)), centered.mean((0, 2))):
         assert float(share.abs().max()) * 2 < 5 / 800**0.5
     pairs = {
-        "heads": kept[0] * kept[1],
-        "rows": kept[0, 1:] * kept[0, :-1],
-        "keys": kept[0, :, 1:] * kept[0, :, :-1],
-        "diagonals": kept[0, 1:, 1:] * kept[0, :-1, :-1],
-        "transposed": kept[0] * kept[0].T * (1 - torch.eye(200)),
-        "rows far apart": kept[0, 64:] * kept[0, :-64],
+        "heads": centered[0] * centered[1],
+        "rows": centered[0, 1:] * centered[0, :-1],
+        "keys": centered[0, :, 1:] * centered[0, :, :-1],
+        "diagonals": centered[0, 1:, 1:] * centered[0, :-1, :-1],
+        "transposed": centered[0] * centered[0].T * (1 - torch.eye(200)),
+        "rows far apart": centered[0, 64:] * centered[0, :-64],
     }
     for name, products in pairs.items():
         assert abs(float(products.mean())) * 4 < 1.5 * limit, name
     # If the mask were the XOR of a bit per row and a bit per key, this product would be constant.
-    corners = kept[0, 1:, 1:] * kept[0, :-1, 1:] * kept[0, 1:, :-1] * kept[0, :-1, :-1]
+    above, below = centered[0, :-1], centered[0, 1:]
+    corners = below[:, 1:] * above[:, 1:] * below[:, :-1] * above[:, :-1]
     assert abs(float(corners.mean())) * 16 < 1.5 * limit

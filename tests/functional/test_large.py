@@ -39,22 +39,22 @@ def expected(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Compute the output and gradients of `ROWS` densely in fp64, and their error bounds."""
     leaves, arguments = inputs.arguments(torch.float64)
-    whole = prepared(variant, backend, arguments, inputs, 1.0)
-    call, form = whole.call.with_full_rows(absolute=True), whole.definition
+    full = prepared(variant, backend, arguments, inputs, 1.0)
+    call, form = full.call.with_full_rows(absolute=True), full.definition
     parts, out_bounds = [], []
     allowed = {"d" + name: torch.zeros_like(x, dtype=torch.float64) for name, x in leaves.items()}
     for rows in RANGES:
         part, keys = call.block(slice(0, 1), slice(0, HEADS), rows)
-        q, k, v, do = whole.q[:, :, rows], whole.k[:, :, keys], whole.v[:, :, keys], whole.do
+        q, k, v, do = full.q[:, :, rows], full.k[:, :, keys], full.v[:, :, keys], full.do
         parts.append(form.weights(q, k, part, **form.params) @ v)
-        problem = replace(whole, call=part, q=q, k=k, v=v, do=do[:, :, rows])
-        found = bounds_of(problem, leaves)
-        out_bounds.append(found.pop("out"))
-        allowed["dq"][:, :, rows] += found.pop("dq")
+        problem = replace(full, call=part, q=q, k=k, v=v, do=do[:, :, rows])
+        bounds = bounds_of(problem, leaves)
+        out_bounds.append(bounds.pop("out"))
+        allowed["dq"][:, :, rows] += bounds.pop("dq")
         for name in ("dk", "dv"):
-            allowed[name][:, :, keys] += found.pop(name)
+            allowed[name][:, :, keys] += bounds.pop(name)
         for name in allowed:
-            allowed[name] += found.get(name, 0.0)
+            allowed[name] += bounds.get(name, 0.0)
     exact = results(torch.cat(parts, dim=2), leaves, inputs.do[:, :, ROWS].double())
     return exact, {"out": torch.cat(out_bounds, dim=2), **allowed}
 
@@ -64,7 +64,7 @@ def expected(
     [*((v, None) for v in AFFORDABLE), *((v, 300) for v in AFFORDABLE if v in FIRST.values())],
 )
 def test_rows_of_a_large_call_agree_with_fp64(variant: str, window: int | None) -> None:
-    rest: dict[str, Any] = {"is_causal": True, "window": window, **params_of(variant, N)}
+    options: dict[str, Any] = {"is_causal": True, "window": window, **params_of(variant, N)}
     leaves = {n: rand(1, HEADS, N, DIM, seed=i).float() for i, n in enumerate("qkv")}
     leaves.update(learned(variant, HEADS))
     if attnzoo.get_variant(variant).positional:  # positive products avoid 0/0
@@ -72,11 +72,11 @@ def test_rows_of_a_large_call_agree_with_fp64(variant: str, window: int | None) 
             leaves[name][..., 0] = leaves[name][..., 0].abs() + 0.5
     do = torch.zeros(1, HEADS, N, DIM)
     do[:, :, ROWS] = rand(1, HEADS, 128, DIM, seed=5).float()
-    inputs = Inputs(leaves, rest, do, torch.zeros(()))
+    inputs = Inputs(leaves, options, do, torch.zeros(()))
     fresh, arguments = inputs.arguments()
     backend = attnzoo.explain(variant=variant, **arguments).chosen
     assert backend in ("sdpa", "tiled", "linear")
-    found = results(attnzoo.attention(variant=variant, **arguments), fresh, do)
-    found["out"] = found["out"][:, :, ROWS]
+    actual = results(attnzoo.attention(variant=variant, **arguments), fresh, do)
+    actual["out"] = actual["out"][:, :, ROWS]
     exact, allowed = expected(variant, backend, inputs)
-    assert violations(backend, found, exact, allowed) == []
+    assert violations(backend, actual, exact, allowed) == []

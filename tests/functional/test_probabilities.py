@@ -32,12 +32,12 @@ def expected(variant: str, scores: Tensor, mask: Tensor | None, params: dict[str
     """`formula` for each row of scores (R, n); tensor params are (R,)."""
     rows = []
     for i, z in enumerate(scores):
-        own = {name: x[i] if isinstance(x, Tensor) else x for name, x in params.items()}
+        row_params = {name: x[i] if isinstance(x, Tensor) else x for name, x in params.items()}
         row, seen = torch.zeros_like(z, dtype=torch.float64), slice(None)
         if mask is not None:
             seen = mask[i]
         if z[seen].numel():
-            row[seen] = formula(variant, z[seen], own)
+            row[seen] = formula(variant, z[seen], row_params)
         rows.append(row)
     return torch.stack(rows)
 
@@ -75,19 +75,20 @@ def test_weights_follow_the_formula(variant: str, params: dict[str, Any], masked
 
 @pytest.mark.parametrize("variant", [v for v in ROWS if CASES[v].learned])
 def test_each_row_may_have_its_own_parameters(variant: str) -> None:
-    scores, own = rand(6, 9), per_row(variant, 6)
-    want = expected(variant, scores, None, {**params_of(variant), **own})
-    got = probabilities(scores, variant, **{**params_of(variant), **own})
+    scores, row_params = rand(6, 9), per_row(variant, 6)
+    want = expected(variant, scores, None, {**params_of(variant), **row_params})
+    got = probabilities(scores, variant, **{**params_of(variant), **row_params})
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
     # dim 1 of (2, 9, 3), parameters of shape (2, 3), (2, 1, 3) and (1, 3)
     laid = scores.view(2, 3, 9).movedim(-1, 1)
     for shape in ((2, 3), (2, 1, 3)):
-        shaped = {name: x.view(shape) for name, x in own.items()}
+        shaped = {name: x.view(shape) for name, x in row_params.items()}
         got = probabilities(laid, variant, dim=1, **shaped)
         torch.testing.assert_close(got.movedim(1, -1).reshape(6, 9), want, rtol=1e-9, atol=1e-10)
-    shared = {name: x[:3].view(1, 3) for name, x in own.items()}
+    shared = {name: x[:3].view(1, 3) for name, x in row_params.items()}
     got = probabilities(laid, variant, dim=1, **shared).movedim(1, -1).reshape(6, 9)
-    want = expected(variant, scores, None, {name: x[:3].repeat(2) for name, x in own.items()})
+    repeated = {name: x[:3].repeat(2) for name, x in row_params.items()}
+    want = expected(variant, scores, None, repeated)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
@@ -128,17 +129,17 @@ def test_a_mask_broadcasts(variant: str) -> None:
 def test_gradients(variant: str) -> None:
     mask = torch.tensor([[True] * 5, [True, False] * 2 + [True], [False] * 5])
     scores = rand(3, 5, seed=3).requires_grad_()
-    own = {name: x.requires_grad_() for name, x in per_row(variant, 3).items()}
-    fixed = {name: x for name, x in params_of(variant).items() if name not in own}
+    row_params = {name: x.requires_grad_() for name, x in per_row(variant, 3).items()}
+    fixed = {name: x for name, x in params_of(variant).items() if name not in row_params}
     if variant == "adaptive_temperature":
         fixed["differentiable"] = True
 
     def weights(scores: Tensor, *learned: Tensor) -> Tensor:
-        return probabilities(scores, variant, mask=mask, **fixed, **dict(zip(own, learned)))
+        return probabilities(scores, variant, mask=mask, **fixed, **dict(zip(row_params, learned)))
 
-    assert gradcheck(weights, (scores, *own.values()))
-    assert gradgradcheck(weights, (scores, *own.values()))
-    weights(scores, *own.values()).sum().backward()
+    assert gradcheck(weights, (scores, *row_params.values()))
+    assert gradgradcheck(weights, (scores, *row_params.values()))
+    weights(scores, *row_params.values()).sum().backward()
     assert scores.grad is not None
     assert not scores.grad[2].any()
 
@@ -205,13 +206,13 @@ def test_a_value_that_takes_no_part_has_no_effect(variant: str, value: float) ->
     scores, params = rand(3, 6), params_of(variant)
     mask = torch.ones(3, 6, dtype=torch.bool)
     mask[1, 2], mask[2] = False, False
-    found = []
-    for given in (scores, scores.masked_fill(~mask, value)):
-        given.requires_grad_()
-        w = probabilities(given, variant, mask=mask, **params)
-        found.append((w, *torch.autograd.grad((w * rand(3, 6, seed=1)).sum(), given)))
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-    assert not any(bool(x[2].any()) for x in found[1])
+    results = []
+    for logits in (scores, scores.masked_fill(~mask, value)):
+        logits.requires_grad_()
+        w = probabilities(logits, variant, mask=mask, **params)
+        results.append((w, *torch.autograd.grad((w * rand(3, 6, seed=1)).sum(), logits)))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    assert not any(bool(x[2].any()) for x in results[1])
 
 
 @pytest.mark.parametrize("variant", ROWS)
@@ -228,13 +229,13 @@ def test_vmap(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", [v for v in ROWS if CASES[v].learned])
 def test_vmap_over_parameters(variant: str) -> None:
-    scores, own = rand(6, 9), per_row(variant, 6)
-    want = probabilities(scores, variant, **{**params_of(variant), **own})
+    scores, row_params = rand(6, 9), per_row(variant, 6)
+    want = probabilities(scores, variant, **{**params_of(variant), **row_params})
 
-    def row(scores: Tensor, own: dict[str, Tensor]) -> Tensor:
-        return probabilities(scores, variant, **{**params_of(variant), **own})
+    def row(scores: Tensor, row_params: dict[str, Tensor]) -> Tensor:
+        return probabilities(scores, variant, **{**params_of(variant), **row_params})
 
-    torch.testing.assert_close(torch.func.vmap(row)(scores, own), want)
+    torch.testing.assert_close(torch.func.vmap(row)(scores, row_params), want)
 
 
 @pytest.mark.slow

@@ -118,11 +118,11 @@ def test_named_backend_is_the_one_that_runs(backend: str, monkeypatch: pytest.Mo
     ran = []
     for name, known in list(BACKENDS.items()):
 
-        def run(*args: Any, name: str = name, original: Any = known.run) -> Any:
+        def record(*args: Any, name: str = name, original: Any = known.run) -> Any:
             ran.append(name)
             return original(*args)
 
-        monkeypatch.setitem(BACKENDS, name, replace(known, run=run))
+        monkeypatch.setitem(BACKENDS, name, replace(known, run=record))
     q, k, v = rand(3, 1, 2, 5, 8).float().unbind()
     variant = "taylor" if "linear" in backend else "softmax"
     attnzoo.attention(q, k, v, variant, backend=backend)
@@ -175,9 +175,9 @@ def test_variant_without_forms_supports_all_arguments_and_gradients() -> None:
     do = rand(2, 4, 9, 5, seed=5)
     gradients = torch.autograd.grad(expected, leaves, do)
     for backend in ("eager", "tiled"):
-        found = attnzoo.attention(q, k, v, "own_relu", p=p, backend=backend, **options)
-        assert torch.allclose(found, expected)
-        for have, want in zip(torch.autograd.grad(found, leaves, do), gradients, strict=True):
+        out = attnzoo.attention(q, k, v, "own_relu", p=p, backend=backend, **options)
+        assert torch.allclose(out, expected)
+        for have, want in zip(torch.autograd.grad(out, leaves, do), gradients, strict=True):
             assert torch.allclose(have, want)
     for backend in ("sdpa", "flash", "linear", "flash_linear"):
         with pytest.raises(ValueError, match=f"'{backend}' cannot run 'own_relu' here.*no .* form"):
@@ -199,13 +199,13 @@ def test_variant_without_forms_passes_gradcheck_in_small_blocks(
     leaves += [torch.tensor([1.5, 2.0, 2.5, 3.0]).double(), rand(5, 6, seed=4)]
     leaves += [torch.tensor([0.1, 0.2, 0.3, 0.4]).double()]
 
-    def run(q: Tensor, k: Tensor, v: Tensor, p: Tensor, mask: Tensor, slopes: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, p: Tensor, mask: Tensor, slopes: Tensor) -> Tensor:
         return attnzoo.attention(
             q, k, v, "own_relu", p=p, attn_mask=mask, alibi=slopes, enable_gqa=True,
             is_causal=True, backend=backend,
         )  # fmt: skip
 
-    assert gradcheck(run, [x.requires_grad_() for x in leaves], fast_mode=True)
+    assert gradcheck(attend, [x.requires_grad_() for x in leaves], fast_mode=True)
 
 
 def test_large_call_of_a_variant_without_forms_runs_on_tiled() -> None:

@@ -116,9 +116,9 @@ class TestChoice:
             ("sink", qkv(d=264), {}, "does not support head dimensions above 256"),
             ("taylor", None, {"order": 6}, "taylor6, which has no Triton implementation"),
         ):
-            found = plan(variant, tensors, **options)
-            assert found.chosen == "tiled"
-            assert reason in str(found)
+            actual = plan(variant, tensors, **options)
+            assert actual.chosen == "tiled"
+            assert reason in str(actual)
 
     def test_linear_form_runs_if_it_is_less_work(self) -> None:
         assert chosen("cosformer") == "flash_linear"
@@ -193,8 +193,8 @@ def first_able(
     q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)
     ready = ready._replace(call=replace(ready.call, device=torch.device("cuda")))
-    found = candidates(variant, (*ready.forms, ready.definition), ready.call)
-    return next(c.backend for c in found if c.reason is None)
+    considered = candidates(variant, (*ready.forms, ready.definition), ready.call)
+    return next(c.backend for c in considered if c.reason is None)
 
 
 def test_masks_and_segments_run_on_sdpa_or_flash_and_learned_masks_on_tiled() -> None:

@@ -69,11 +69,11 @@ def test_dtypes(variant: str, params: dict[str, Any], dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("variant", [v for v in ROWS if CASES[v].learned])
 def test_each_row_may_have_its_own_parameters(variant: str) -> None:
     scores = torch.randn(6, 800, dtype=torch.float64)
-    own: dict[str, Any] = {
+    row_params: dict[str, Any] = {
         name: low + (high - low) * torch.rand(6, dtype=torch.float64)
         for name, (low, high) in CASES[variant].learned.items()
     }
-    params = {**params_of(variant), **own}
+    params = {**params_of(variant), **row_params}
     weights = probabilities(scores, variant, **params)
     agrees(topk_probabilities(scores, 4, variant, **params), weights, 4)
 
@@ -83,11 +83,11 @@ def test_processing_few_rows_at_a_time_gives_the_same_result(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores, mask = torch.randn(7, 900), torch.rand(7, 900) < 0.8
-    own = {
+    row_params = {
         name: low + (high - low) * torch.rand(7)
         for name, (low, high) in CASES[variant].learned.items()
     }
-    params = {**params_of(variant), **own}
+    params = {**params_of(variant), **row_params}
     want = topk_probabilities(scores, 5, variant, mask=mask, **params)
     for name in ("UNCOPIED", "COPIED"):
         monkeypatch.setattr(module, name, 2000)
@@ -227,12 +227,12 @@ def test_linear_topk(variant: str, params: dict[str, Any], classes: int) -> None
         params = {"bias": 0.0, **params}  # the default of output layers
     for mask in (None, torch.rand(classes) < 0.7, torch.rand(2, 20, classes) < 0.7):
         logits = 3 * torch.tanh((input @ weight.mT + bias) / 3)
-        own = {name: x for name, x in params.items() if (name, x) != ("bias", 0.0)}
+        other_params = {name: x for name, x in params.items() if (name, x) != ("bias", 0.0)}
         got = linear_topk(
-            input, weight, 4, variant, linear_bias=bias, class_mask=mask, softcap=3, **own
+            input, weight, 4, variant, linear_bias=bias, class_mask=mask, softcap=3, **other_params
         )
         agrees(got, probabilities(logits, variant, mask=mask, **params), 4, 1e-9)
-    agrees(linear_topk(input, weight, 4, variant, **own),
+    agrees(linear_topk(input, weight, 4, variant, **other_params),
            probabilities(input @ weight.mT, variant, **params), 4, 1e-9)  # fmt: skip
 
 
@@ -302,8 +302,8 @@ def test_linear_topk_never_holds_all_logits(variant: str) -> None:
     input, weight = torch.randn(tokens, 16), torch.randn(classes, 16)
     with Peak() as counted:
         linear_topk(input, weight, 10, variant, **params_of(variant))
-    own = 4 * (input.numel() + weight.numel())
-    assert counted.peak - own <= tokens * classes * 4 / 8
+    inputs = 4 * (input.numel() + weight.numel())
+    assert counted.peak - inputs <= tokens * classes * 4 / 8
 
 
 # ---- errors ---------------------------------------------------------------------------------
@@ -380,10 +380,10 @@ def test_compiles_without_graph_breaks(variant: str, dynamic: bool) -> None:
     z, h = rand(5, 70).float().round(decimals=1), rand(5, 4).float()
     weight = rand(70, 4).float()
 
-    def run(z: Tensor, h: Tensor, weight: Tensor) -> list[Tensor]:
+    def topk_of_layers(z: Tensor, h: Tensor, weight: Tensor) -> list[Tensor]:
         first = topk_probabilities(z, 2, variant)
         return [*first, *linear_topk(h, weight, 2, variant)]
 
-    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for have, want in zip(compiled(z, h, weight), run(z, h, weight), strict=True):
+    compiled = torch.compile(topk_of_layers, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for have, want in zip(compiled(z, h, weight), topk_of_layers(z, h, weight), strict=True):
         torch.testing.assert_close(have, want)

@@ -32,7 +32,7 @@ def cube_threshold(q: Tensor, k: Tensor, call: attnzoo.Call) -> Tensor:
     return call.zero_hidden((1 + s - low).relu() ** 3)
 
 
-OWN = {
+VARIANTS = {
     "convex threshold": (
         cube_threshold,
         lambda call: (attnzoo.Pairwise(CUBE, "threshold"),),
@@ -49,12 +49,12 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("case", OWN)
+@pytest.mark.parametrize("case", VARIANTS)
 def test_own_variants(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
-    weights, forms = OWN[case]
-    own = attnzoo.Variant("own", "f(z)", "none", weights, forms=forms, normalized=False)
-    attnzoo.register_variant(own)
+    weights, forms = VARIANTS[case]
+    variant = attnzoo.Variant("own", "f(z)", "none", weights, forms=forms, normalized=False)
+    attnzoo.register_variant(variant)
     scores, mask = torch.randn(4, 2000, dtype=torch.float64), torch.rand(4, 2000) < 0.7
     for seen in (None, mask):
         want = probabilities(scores, "own", mask=seen)

@@ -28,11 +28,11 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     for name, known in list(BACKENDS.items()):
 
-        def run(*args: Any, name: str = name, original: Any = known.run) -> Any:
+        def record(*args: Any, name: str = name, original: Any = known.run) -> Any:
             names.append(name)
             return original(*args)
 
-        monkeypatch.setitem(BACKENDS, name, replace(known, run=run))
+        monkeypatch.setitem(BACKENDS, name, replace(known, run=record))
     return names
 
 
@@ -212,11 +212,11 @@ def test_context_inside_of_compiled_code() -> None:
     graphs = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, backend=graphs)
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with attnzoo.use_backend("eager"):
             return layer(q, k, v)
 
-    assert torch.allclose(run(q, k, v), layer(q, k, v), atol=1e-6)
+    assert torch.allclose(attend(q, k, v), layer(q, k, v), atol=1e-6)
     assert not [n for n in graphs.graphs[0].graph.nodes if "tiled" in str(n.target)]
     assert attnzoo.explain(q, k, v, "sink", b=0.1).chosen == "tiled"
 

@@ -105,15 +105,15 @@ def one_by_one(
     """Output and lse of one call of the definition per sequence."""
     outs, lses = [], []
     queries, keys = (list(pairwise([0, *accumulate(x)])) for x in LAYOUTS[layout])
-    for own_queries, own_keys in zip(queries, keys, strict=True):
-        spans = {"query": own_queries, "key": own_keys, "value": own_keys}
+    for query_span, key_span in zip(queries, keys, strict=True):
+        spans = {"query": query_span, "key": key_span, "value": key_span}
         q, k, v = (leaves[n][slice(*span)].transpose(0, 1)[None] for n, span in spans.items())
-        own = {}
+        params = {}
         for name in leaves.keys() - spans:
             x = leaves[name]
-            span = own_keys if name == "log_gates" else own_queries
-            own[name] = x if x.dim() < 2 else x[None, :, slice(*span)]
-        result = attnzoo.attention(q, k, v, variant, backend="eager", **options, **own)
+            span = key_span if name == "log_gates" else query_span
+            params[name] = x if x.dim() < 2 else x[None, :, slice(*span)]
+        result = attnzoo.attention(q, k, v, variant, backend="eager", **options, **params)
         out, lse = result if options.get("return_lse") else (result, None)
         outs.append(out[0].transpose(0, 1))
         if lse is not None:
@@ -178,11 +178,11 @@ def test_sequences_as_segments_of_a_backend_that_walks_them(
     options = {"is_causal": True, "enable_gqa": True, "return_lse": True}
     tiled, calls = varlen.BACKENDS["tiled"], []
 
-    def run(q: Tensor, *others: Any) -> Any:
+    def record(q: Tensor, *others: Any) -> Any:
         calls.append(q.shape)
         return tiled.run(q, *others)
 
-    walks = type(tiled)(**{**vars(tiled), "walks_segments": True, "run": run})
+    walks = type(tiled)(**{**vars(tiled), "walks_segments": True, "run": record})
     monkeypatch.setitem(varlen.BACKENDS, "tiled", walks)
     monkeypatch.setattr(varlen, "is_recorded", lambda: True)
     for backend in (None, "tiled"):
@@ -252,12 +252,12 @@ def test_dropout_is_unbiased() -> None:
     q, k, v = (rand(7, 2, 8, seed=i) for i in range(3))
     ends = ends_of((4, 3))
 
-    def run(**options: Any) -> Tensor:
+    def attend(**options: Any) -> Tensor:
         return attnzoo.varlen_attention(q, k, v, ends, ends, 4, 4, **options)
 
-    exact = run()
+    exact = attend()
     torch.manual_seed(0)
-    runs = torch.stack([run(dropout_p=0.5) for _ in range(200)])
+    runs = torch.stack([attend(dropout_p=0.5) for _ in range(200)])
     error = (runs.mean(0) - exact) / (runs.std(0) / math.sqrt(200))
     assert float(error.abs().max()) < 5  # bounds the largest of 112 z-scores
     assert float(error.std()) == pytest.approx(1.0, abs=0.35)
@@ -365,12 +365,12 @@ def test_padding_does_not_add_to_the_sum_of_gates() -> None:
     gates = torch.full((1, 10 + longest), -0.01)
     gates[:, ends[:-1]] = -1000.0  # where sequences start
 
-    def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         return attnzoo.varlen_attention(
             q, k, v, ends, ends, longest, longest, "forgetting", is_causal=True, log_gates=gates
         )
 
-    expected = run(q.double(), k.double(), v.double(), gates.double())
-    compiled = torch.compile(run, backend="eager", fullgraph=True)(q, k, v, gates)
+    expected = attend(q.double(), k.double(), v.double(), gates.double())
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)(q, k, v, gates)
     # A cumulative sum that starts at 1000 has an error of 1000 · 2^-24 per gate.
     assert (compiled[:10] - expected[:10]).abs().max() < 10 * 1000 * 2**-24
