@@ -26,10 +26,10 @@ LONG = torch.zeros(1, 4, dtype=torch.long)
 
 def test_shard_pads_and_unshard_removes_the_padding(mesh: Any) -> None:
     x = torch.arange(6.0).view(2, 3)
-    own = shard(x, mesh, fill=-1)
-    assert own.tolist() == [[0, 1, 2, -1], [3, 4, 5, -1]]
-    assert torch.equal(unshard(own, mesh, length=3), x)
-    assert torch.equal(unshard(own, mesh), own)
+    local = shard(x, mesh, fill=-1)
+    assert local.tolist() == [[0, 1, 2, -1], [3, 4, 5, -1]]
+    assert torch.equal(unshard(local, mesh, length=3), x)
+    assert torch.equal(unshard(local, mesh), local)
     assert torch.equal(shard(x, mesh, layout="contiguous"), x)
 
 
@@ -42,9 +42,9 @@ def test_a_batch_has_positions_labels_and_a_mask(mesh: Any) -> None:
     assert batch.key_mask.shape == (2, 1, 1, 4)
     assert batch.count == 4
     labels = torch.tensor([[-100, 1, 2], [-100, -100, 3]])
-    given = shard_batch(torch.zeros(2, 3, dtype=torch.long), mesh, labels=labels)
-    assert given.labels.tolist() == [[-100, 1, 2, -100], [-100, -100, 3, -100]]
-    assert given.count == 3
+    with_labels = shard_batch(torch.zeros(2, 3, dtype=torch.long), mesh, labels=labels)
+    assert with_labels.labels.tolist() == [[-100, 1, 2, -100], [-100, -100, 3, -100]]
+    assert with_labels.count == 3
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_modules_on_one_rank_give_their_own_results(mesh: Any) -> None:
     x = torch.randn(2, 8, 32)
     expected = model(tokens, segment_ids=ids), layer(x, x, x, need_weights=False)[0]
     shard_sequence(nn.ModuleList([model, layer]), mesh)
-    found = model(tokens, segment_ids=ids), layer(x, x, x, need_weights=False)[0]
-    for a, b in zip(found, expected, strict=True):
+    actual = model(tokens, segment_ids=ids), layer(x, x, x, need_weights=False)[0]
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", ["softmax", "entmax", "elu"])
 def test_the_ring_without_gradients(mesh: Any, variant: str) -> None:
     q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
-    found = context_parallel_attention(q, k, v, variant, mesh=mesh, method="ring", is_causal=True)
+    out = context_parallel_attention(q, k, v, variant, mesh=mesh, method="ring", is_causal=True)
     expected = attnzoo.attention(q, k, v, variant, is_causal=True)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)

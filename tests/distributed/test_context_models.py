@@ -10,10 +10,10 @@ from helpers.ranks import on_ranks
 pytestmark = pytest.mark.slow  # each test starts processes that import everything again
 
 
-def check(found: list, name: str) -> None:
+def check(losses_by_rank: list, name: str) -> None:
     expected = context_models.alone(name)
     assert expected[0] > expected[-1]
-    for losses in found:
+    for losses in losses_by_rank:
         assert not isinstance(losses, str), losses
         # Both models are fp64, but transformers sums its loss over some 50 tokens in fp32.
         assert losses == pytest.approx(expected, rel=3e-6 if name == "llama" else 1e-8)
@@ -46,15 +46,15 @@ def test_beside_tensor_parallelism() -> None:
 def test_packed_documents_across_ranks() -> None:
     for result in on_ranks(2, context_models.packed, seconds=120):
         assert not isinstance(result, str), result
-        found, expected = result
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        actual, expected = result
+        assert actual == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_left_padding_across_ranks() -> None:
     for result in on_ranks(2, context_models.left_padded, seconds=120):
         assert not isinstance(result, str), result
-        found, expected = result
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        actual, expected = result
+        assert actual == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_gradients_are_summed_over_the_ranks() -> None:
@@ -66,8 +66,8 @@ def test_gradients_are_summed_over_the_ranks() -> None:
 def test_windows_of_a_host_may_be_longer_than_a_shard(window: int, layout: str) -> None:
     for result in on_ranks(2, context_models.window_of_a_host, window, layout, seconds=120):
         assert not isinstance(result, str), result
-        found, expected = result
-        assert found == pytest.approx(expected, rel=1e-8, abs=1e-9)
+        actual, expected = result
+        assert actual == pytest.approx(expected, rel=1e-8, abs=1e-9)
 
 
 def test_wrong_positions_in_a_host_raise() -> None:

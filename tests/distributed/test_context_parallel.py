@@ -26,10 +26,10 @@ KINDS = (
 NOT_CIRCULATED = {"perturb_max", "stick_breaking", "top_p", "topk"}
 
 
-def check(found: list, variants: tuple[str, ...]) -> None:
+def check(outcomes_by_rank: list, variants: tuple[str, ...]) -> None:
     names = {case.id: case for case in cases(variants)}
     done = set()
-    for rank, of_rank in enumerate(found):
+    for rank, of_rank in enumerate(outcomes_by_rank):
         assert isinstance(of_rank, dict), f"rank {rank}: {of_rank}"
         assert set(of_rank) == set(names)
         for name, text in of_rank.items():
@@ -39,7 +39,7 @@ def check(found: list, variants: tuple[str, ...]) -> None:
                 continue
             assert not text.startswith("differs"), f"rank {rank}, {name}: {text}"
             if text.startswith("rejected"):
-                few_heads = case.method == "ulysses" and case.heads[0] < len(found)
+                few_heads = case.method == "ulysses" and case.heads[0] < len(outcomes_by_rank)
                 no_sums = case.variant in NOT_CIRCULATED or (
                     case.feature.endswith("lse") and case.variant == "taylor"
                 )
@@ -50,9 +50,9 @@ def check(found: list, variants: tuple[str, ...]) -> None:
 
 @pytest.fixture(scope="module")
 def on_two() -> list[Any]:
-    found = on_ranks(2, everything, KINDS, seconds=240)
-    assert all(isinstance(of_rank, dict) for of_rank in found), found
-    return found
+    outcomes_by_rank = on_ranks(2, everything, KINDS, seconds=240)
+    assert all(isinstance(of_rank, dict) for of_rank in outcomes_by_rank), outcomes_by_rank
+    return outcomes_by_rank
 
 
 def test_two_ranks_agree_with_one_process(on_two: list[Any]) -> None:
@@ -74,8 +74,8 @@ def test_chunks_of_one_token() -> None:
 
 @pytest.mark.usefixtures("mesh")
 def test_one_rank_is_attention() -> None:
-    found = outcomes(0, ("ssmax",))
-    assert all(text is None for text in found.values()), found
+    texts = outcomes(0, ("ssmax",))
+    assert all(text is None for text in texts.values()), texts
 
 
 def test_bf16_and_named_backends(on_two: list[Any]) -> None:

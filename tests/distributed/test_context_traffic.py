@@ -31,9 +31,9 @@ KV_HEADS_SENT = {2: (1, 1), 3: (3, 2, 3)}
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def counted(request: pytest.FixtureRequest) -> list[Any]:
     """What each rank has sent, by variant and method."""
-    found = on_ranks(request.param, all_sent, seconds=120)
-    assert all(isinstance(of_rank, dict) for of_rank in found), found
-    return found
+    sent = on_ranks(request.param, all_sent, seconds=120)
+    assert all(isinstance(of_rank, dict) for of_rank in sent), sent
+    return sent
 
 
 def test_bytes_of_all_gather(counted: list[Any]) -> None:
@@ -43,11 +43,11 @@ def test_bytes_of_all_gather(counted: list[Any]) -> None:
 
 
 def test_bytes_of_ulysses(counted: list[Any]) -> None:
-    ranks, found = len(counted), [of_rank["softmax", "ulysses"] for of_rank in counted]
-    for heads, (forward, _, _) in zip(KV_HEADS_SENT[ranks], found, strict=True):
+    ranks, sent = len(counted), [of_rank["softmax", "ulysses"] for of_rank in counted]
+    for heads, (forward, _, _) in zip(KV_HEADS_SENT[ranks], sent, strict=True):
         assert forward == (ranks - 1) * (Q + OUT) // ranks + heads * (K + V) // KV_HEADS
     # The backward sends the gradients the other way.
-    assert sum(x[0] for x in found) == sum(x[1] for x in found)
+    assert sum(x[0] for x in sent) == sum(x[1] for x in sent)
 
 
 def test_bytes_of_the_ring(counted: list[Any]) -> None:
