@@ -70,11 +70,11 @@ def test_softmax_equals_torch(head_bias: bool, div_value: float, scale: float) -
     layer = made(head_bias=head_bias, div_value=div_value)
     same = of_torch(layer)
     h, y = (hidden(17) * scale).requires_grad_(), targets(17)
-    found, wanted = layer(h, y), same(h, y)
-    assert isinstance(found, TargetLoss)
-    torch.testing.assert_close(found.output, wanted.output.detach(), **TIGHT)
-    assert not found.output.requires_grad
-    for loss in (found.loss, layer.loss(h, y), layer.loss(h, y, "none").mean()):
+    result, wanted = layer(h, y), same(h, y)
+    assert isinstance(result, TargetLoss)
+    torch.testing.assert_close(result.output, wanted.output.detach(), **TIGHT)
+    assert not result.output.requires_grad
+    for loss in (result.loss, layer.loss(h, y), layer.loss(h, y, "none").mean()):
         torch.testing.assert_close(loss, wanted.loss, **TIGHT)
         got = torch.autograd.grad(loss, [h, *layer.parameters()])
         for one, other in zip(got, torch.autograd.grad(wanted.loss, [h, *same.parameters()],
@@ -109,16 +109,16 @@ def definition(layer: AdaptiveSoftmax, h: Tensor, y: Tensor) -> Tensor:
         options = {"softcap": one.softcap, "lse_penalty": one.lse_penalty, **params}
         return dense_loss(logits, torch.tensor([target]), one.variant, **options)
 
-    found = []
+    losses = []
     for x, target in zip(h, y.tolist()):
         cluster = sum(target >= cut for cut in CUTOFFS)
         if cluster == 0:
-            found.append(part(layer.head, x, target))
+            losses.append(part(layer.head, x, target))
         else:
             project, tail = layer.tail[cluster - 1]  # type: ignore[misc]
-            own = part(tail, x @ project.weight.mT, target - CUTOFFS[cluster - 1])
-            found.append(part(layer.head, x, CUTOFFS[0] + cluster - 1) + own)
-    return torch.stack(found)
+            tail_loss = part(tail, x @ project.weight.mT, target - CUTOFFS[cluster - 1])
+            losses.append(part(layer.head, x, CUTOFFS[0] + cluster - 1) + tail_loss)
+    return torch.stack(losses)
 
 
 @every_pair
@@ -143,8 +143,8 @@ def test_probabilities_are_products_of_those_of_head_and_cluster(variant: Any, t
     for i, (project, one) in enumerate(layer.tail):  # type: ignore[misc]
         pieces.append(head[..., CUTOFFS[0] + i, None] * one.log_prob(project(h)).exp())
     p = torch.cat(pieces, -1)
-    found = layer.log_prob(h)
-    torch.testing.assert_close(found.exp(), p, **TIGHT)
+    log_prob = layer.log_prob(h)
+    torch.testing.assert_close(log_prob.exp(), p, **TIGHT)
     assert torch.equal(layer.logits(h).isinf(), p == 0)
     assert layer.has_zeros == bool((p == 0).any())
     if "sigmoid" not in (variant, tail):
@@ -152,8 +152,8 @@ def test_probabilities_are_products_of_those_of_head_and_cluster(variant: Any, t
     values, indices = layer.topk(h, 6)
     torch.testing.assert_close(values, p.topk(6).values, **TIGHT)
     torch.testing.assert_close(p.gather(-1, indices), values, **TIGHT)
-    assert torch.equal(layer.predict(h), found.argmax(-1))
-    output = found.gather(-1, y[..., None])[..., 0]
+    assert torch.equal(layer.predict(h), log_prob.argmax(-1))
+    output = log_prob.gather(-1, y[..., None])[..., 0]
     torch.testing.assert_close(layer(h, y).output, output, rtol=1e-9, atol=1e-9)
 
 
@@ -284,18 +284,18 @@ def test_cutoffs_have_the_least_modelled_time(
     layer = AdaptiveSoftmax.from_frequencies(
         128, counts, clusters=clusters, tokens=tokens, overhead=overhead, smallest=smallest
     )
-    found = layer.cutoffs[:-1]
-    assert clusters is None or len(found) == clusters
-    assert modelled(counts, found, *costs) == pytest.approx(least, rel=1e-12)
+    cutoffs = layer.cutoffs[:-1]
+    assert clusters is None or len(cutoffs) == clusters
+    assert modelled(counts, cutoffs, *costs) == pytest.approx(least, rel=1e-12)
 
 
 def test_cutoffs_do_not_depend_on_the_unit_and_type_of_the_counts() -> None:
     counts = torch.arange(1000, 0, -1)
-    found = [
-        AdaptiveSoftmax.from_frequencies(64, given, "entmax", head_bias=True).cutoffs
-        for given in (counts, counts.tolist(), counts.double() / 7, counts.numpy())
+    cutoffs = [
+        AdaptiveSoftmax.from_frequencies(64, frequencies, "entmax", head_bias=True).cutoffs
+        for frequencies in (counts, counts.tolist(), counts.double() / 7, counts.numpy())
     ]
-    assert all(one == found[0] for one in found)
+    assert all(one == cutoffs[0] for one in cutoffs)
 
 
 def test_a_fixed_time_per_product_gives_fewer_clusters() -> None:
@@ -336,9 +336,9 @@ def test_a_fixed_time_per_product_gives_fewer_clusters() -> None:
     ],
 )
 def test_wrong_options_raise(options: dict[str, Any], message: str) -> None:
-    given = {"in_features": WIDTH, "num_classes": CLASSES, "cutoffs": CUTOFFS, **options}
+    arguments = {"in_features": WIDTH, "num_classes": CLASSES, "cutoffs": CUTOFFS, **options}
     with pytest.raises((ValueError, TypeError), match=message):
-        AdaptiveSoftmax(**given)
+        AdaptiveSoftmax(**arguments)
 
 
 @pytest.mark.parametrize(

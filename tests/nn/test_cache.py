@@ -54,7 +54,7 @@ def decoded(cache: Cache, variant: str, tensors: list[Tensor], **options: Any) -
     return torch.cat(out, dim=2)
 
 
-def whole(variant: str, tensors: list[Tensor], **options: Any) -> Tensor:
+def in_one_call(variant: str, tensors: list[Tensor], **options: Any) -> Tensor:
     return attnzoo.attention(
         *tensors, variant, is_causal=True, enable_gqa=True, backend="eager", **params(variant),
         **options,
@@ -90,16 +90,16 @@ CALLS = [(v, o) for v in ALL_VARIANTS for o in OPTIONS if (o, v in NO_SCORE) != 
 @pytest.mark.parametrize(("variant", "option"), CALLS)
 def test_kv_cache_equals_one_call(variant: str, option: str) -> None:
     tensors = qkv()
-    found = decoded(KVCache(LENGTH), variant, tensors, **OPTIONS[option])
-    assert torch.allclose(found, whole(variant, tensors, **OPTIONS[option]), atol=1e-6)
+    out = decoded(KVCache(LENGTH), variant, tensors, **OPTIONS[option])
+    assert torch.allclose(out, in_one_call(variant, tensors, **OPTIONS[option]), atol=1e-6)
 
 
 @pytest.mark.parametrize("option", STATE_OPTIONS)
 @pytest.mark.parametrize("variant", STATES)
 def test_state_cache_equals_one_call(variant: str, option: str) -> None:
     tensors = qkv()
-    found = decoded(StateCache(), variant, tensors, **OPTIONS[option])
-    assert torch.allclose(found, whole(variant, tensors, **OPTIONS[option]), atol=1e-9)
+    out = decoded(StateCache(), variant, tensors, **OPTIONS[option])
+    assert torch.allclose(out, in_one_call(variant, tensors, **OPTIONS[option]), atol=1e-9)
 
 
 @pytest.mark.parametrize("make", [lambda: KVCache(LENGTH), StateCache])
@@ -149,7 +149,7 @@ def test_prefill_in_inference_mode_then_decode_outside() -> None:
         cache.reorder(torch.tensor([1, 0, 2]))
         cache.reorder(torch.tensor([1, 0, 2]))
     out = attend(cache, *(x[:, :, 9:] for x in tensors), "softmax", enable_gqa=True)
-    assert torch.allclose(out, whole("softmax", tensors)[:, :, 9:])
+    assert torch.allclose(out, in_one_call("softmax", tensors)[:, :, 9:])
 
 
 @every_variant
@@ -159,16 +159,16 @@ def test_module_with_cache_equals_module_without(variant: str) -> None:
     cache = module.new_cache(LENGTH)
     with torch.no_grad():
         expected = module(*tensors, is_causal=True, enable_gqa=True, backend="eager")
-        found = [
+        outs = [
             module(q, k, v, cache=cache, enable_gqa=True)
             for q, k, v in zip(*map(pieces, tensors), strict=True)
         ]
-    assert torch.allclose(torch.cat(found, dim=2), expected, atol=1e-6)
+    assert torch.allclose(torch.cat(outs, dim=2), expected, atol=1e-6)
 
 
 def test_lse_with_cache_equals_that_of_one_call() -> None:
     tensors, cache = qkv(), KVCache(LENGTH)
-    _, expected = whole("sink", tensors, return_lse=True)
+    _, expected = in_one_call("sink", tensors, return_lse=True)
     parts = [
         attend(cache, q, k, v, "sink", return_lse=True, enable_gqa=True, **params("sink"))[1]
         for q, k, v in zip(*map(pieces, tensors), strict=True)
@@ -275,7 +275,7 @@ def test_failed_call_appends_nothing() -> None:
         attend(cache, last[0], last[1][:, :, 1:], last[2][:, :, 1:], "softmax", enable_gqa=True)
     assert cache.length == 9
     out = attend(cache, *last, "softmax", enable_gqa=True)
-    assert torch.allclose(out, whole("softmax", tensors)[:, :, 9:])
+    assert torch.allclose(out, in_one_call("softmax", tensors)[:, :, 9:])
 
 
 def test_attention_over_keys_returned_by_update_equals_one_call() -> None:
@@ -316,15 +316,15 @@ def test_wrong_argument_of_a_cached_call_raises(
     cache = KVCache(LENGTH)
     decoded(cache, "softmax", [x[:, :, : sum(PIECES)] for x in qkv()])
     cache.crop(LENGTH - 1)
-    given = dict(zip("qkv", (x[:, :, -1:] for x in qkv()), strict=True))
+    tensors = dict(zip("qkv", (x[:, :, -1:] for x in qkv()), strict=True))
     options: dict[str, Any] = {"enable_gqa": True}
     for name, change in changed.items():
-        if name in given:
-            given[name] = change(given[name])
+        if name in tensors:
+            tensors[name] = change(tensors[name])
         else:
             options[name] = change
     with pytest.raises(error, match=message):
-        attend(cache, given["q"], given["k"], given["v"], "softmax", **options)
+        attend(cache, tensors["q"], tensors["k"], tensors["v"], "softmax", **options)
     assert cache.length == LENGTH - 1
 
 
@@ -378,8 +378,8 @@ def test_new_cache_is_a_state_where_possible() -> None:
 
 def test_state_cache_is_differentiable() -> None:
     leaves = [x.requires_grad_() for x in qkv()]
-    found = decoded(StateCache(), "taylor", leaves)
-    expected = whole("taylor", leaves)
+    out = decoded(StateCache(), "taylor", leaves)
+    expected = in_one_call("taylor", leaves)
     do = rand(*expected.shape, seed=6)
-    pairs = (torch.autograd.grad(out, leaves, do) for out in (found, expected))
+    pairs = (torch.autograd.grad(x, leaves, do) for x in (out, expected))
     assert all(torch.allclose(a, b) for a, b in zip(*pairs, strict=True))

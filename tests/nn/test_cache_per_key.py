@@ -24,67 +24,67 @@ def tensors(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [*(rand(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)), gates]
 
 
-def forget(cache: KVCache | StateCache, given: list[Tensor], **options: Any) -> Tensor:
-    q, k, v, gates = given
+def forget(cache: KVCache | StateCache, tensors: list[Tensor], **options: Any) -> Tensor:
+    q, k, v, gates = tensors
     options = {"log_gates": gates, **options}
     return attend(cache, q, k, v, "forgetting", enable_gqa=True, **options)
 
 
-def whole(given: list[Tensor], **options: Any) -> Tensor:
-    q, k, v, gates = given
+def in_one_call(tensors: list[Tensor], **options: Any) -> Tensor:
+    q, k, v, gates = tensors
     options = {"is_causal": True, "enable_gqa": True, **options}
     return attnzoo.attention(q, k, v, "forgetting", log_gates=gates, **options)
 
 
-def cut(given: list[Tensor], start: int, stop: int) -> list[Tensor]:
-    return [x[:, :, start:stop] for x in given]
+def cut(tensors: list[Tensor], start: int, stop: int) -> list[Tensor]:
+    return [x[:, :, start:stop] for x in tensors]
 
 
-def decoded(cache: KVCache, given: list[Tensor], **options: Any) -> Tensor:
+def decoded(cache: KVCache, tensors: list[Tensor], **options: Any) -> Tensor:
     parts, start = [], 0
     for count in PIECES:
-        parts.append(forget(cache, cut(given, start, start + count), **options))
+        parts.append(forget(cache, cut(tensors, start, start + count), **options))
         start += count
     return torch.cat(parts, dim=2)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 2.0}, {"scale": 0.1}], ids=str)
 def test_decoding_equals_one_call(options: dict[str, Any]) -> None:
-    given, cache = tensors(), KVCache(LENGTH + 2)
+    inputs, cache = tensors(), KVCache(LENGTH + 2)
     assert cache.per_key == {}
-    assert torch.allclose(decoded(cache, given, **options), whole(given, **options))
+    assert torch.allclose(decoded(cache, inputs, **options), in_one_call(inputs, **options))
     assert list(cache.per_key) == ["log_gates"]
-    assert torch.equal(cache.per_key["log_gates"], given[3])
+    assert torch.equal(cache.per_key["log_gates"], inputs[3])
 
 
 def test_module_takes_the_gates_of_the_next_tokens() -> None:
-    module, given = Attention("forgetting", 4, given=("log_gates",)), tensors()
+    module, inputs = Attention("forgetting", 4, given=("log_gates",)), tensors()
     cache, parts = module.new_cache(LENGTH), []
     for start, stop in ((0, 9), (9, 10), (10, LENGTH)):
-        q, k, v, gates = cut(given, start, stop)
+        q, k, v, gates = cut(inputs, start, stop)
         parts.append(module(q, k, v, cache=cache, enable_gqa=True, log_gates=gates))
-    assert torch.allclose(torch.cat(parts, dim=2), whole(given))
+    assert torch.allclose(torch.cat(parts, dim=2), in_one_call(inputs))
 
 
 def test_crop_and_reorder_apply_to_values_per_key() -> None:
     """Five beams continue the first nine tokens of three sequences."""
-    given, cache = tensors(), KVCache(LENGTH)
-    decoded(cache, given)
+    inputs, cache = tensors(), KVCache(LENGTH)
+    decoded(cache, inputs)
     cache.crop(9)
-    assert torch.equal(cache.per_key["log_gates"], given[3][:, :, :9])
+    assert torch.equal(cache.per_key["log_gates"], inputs[3][:, :, :9])
     index = torch.tensor([2, 0, 0, 1, 2])
     cache.reorder(index)
-    token = [rand(5, x.shape[1], 1, *x.shape[3:], seed=i) for i, x in enumerate(given)]
+    token = [rand(5, x.shape[1], 1, *x.shape[3:], seed=i) for i, x in enumerate(inputs)]
     token[3] = -token[3].abs()
-    longer = [torch.cat([x[index, :, :9], t], dim=2) for x, t in zip(given, token, strict=True)]
-    assert torch.allclose(forget(cache, token), whole(longer)[:, :, 9:])
+    longer = [torch.cat([x[index, :, :9], t], dim=2) for x, t in zip(inputs, token, strict=True)]
+    assert torch.allclose(forget(cache, token), in_one_call(longer)[:, :, 9:])
 
 
 def test_an_empty_cache_accepts_other_values_per_key() -> None:
-    given, cache = tensors(), KVCache(LENGTH)
-    decoded(cache, given)
+    inputs, cache = tensors(), KVCache(LENGTH)
+    decoded(cache, inputs)
     cache.crop(0)
-    q, k, v, gates = given
+    q, k, v, gates = inputs
     attend(cache, q, k, v, "forgetting", enable_gqa=True, log_gates=-0.1)
     assert cache.per_key == {}
     cache.crop(0)
@@ -96,14 +96,14 @@ def test_an_empty_cache_accepts_other_values_per_key() -> None:
 
 
 def test_a_failed_call_appends_no_value_per_key() -> None:
-    given, cache = tensors(), KVCache(LENGTH)
-    forget(cache, cut(given, 0, 9))
-    wrong = cut(given, 9, LENGTH)
+    inputs, cache = tensors(), KVCache(LENGTH)
+    forget(cache, cut(inputs, 0, 9))
+    wrong = cut(inputs, 9, LENGTH)
     wrong[3] = -wrong[3]
     with pytest.raises(ValueError, match="log_gates must be between -1e4 and 0"):
         forget(cache, wrong)
     assert cache.length == 9
-    assert torch.allclose(forget(cache, cut(given, 9, LENGTH)), whole(given)[:, :, 9:])
+    assert torch.allclose(forget(cache, cut(inputs, 9, LENGTH)), in_one_call(inputs)[:, :, 9:])
 
 
 @pytest.mark.parametrize("positions", ["rope", "none"])
@@ -134,15 +134,15 @@ def test_transformer_decodes_with_projected_gates(positions: str) -> None:
 
 def after_five(**changed: Any) -> Any:
     """Decode five tokens, then one with other arguments."""
-    cache, given = KVCache(LENGTH), tensors()
-    forget(cache, cut(given, 0, 5))
-    return forget(cache, cut(given, 5, 6), **changed)
+    cache, inputs = KVCache(LENGTH), tensors()
+    forget(cache, cut(inputs, 0, 5))
+    return forget(cache, cut(inputs, 5, 6), **changed)
 
 
 def number_then_gates() -> Any:
-    cache, given = KVCache(LENGTH), tensors()
-    forget(cache, cut(given, 0, 5), log_gates=-0.1)
-    return forget(cache, cut(given, 5, 6))
+    cache, inputs = KVCache(LENGTH), tensors()
+    forget(cache, cut(inputs, 0, 5), log_gates=-0.1)
+    return forget(cache, cut(inputs, 5, 6))
 
 
 def update(**per_key: Any) -> Any:

@@ -39,13 +39,13 @@ TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
 def made(variant: str = "softmax", **options: Any) -> MixtureOutput:
     torch.manual_seed(0)
-    given = {"dtype": torch.float64, "components": COMPONENTS, **options}
-    layer = MixtureOutput(WIDTH, CLASSES, variant=variant, **given)
+    arguments = {"dtype": torch.float64, "components": COMPONENTS, **options}
+    layer = MixtureOutput(WIDTH, CLASSES, variant=variant, **arguments)
     with torch.no_grad():
         for weight in (layer.weight, layer.contexts.weight, layer.prior.weight):
             weight.mul_(4)
     # Learned parameters of variants are fp32 unless the layer is cast.
-    return layer.double() if given["dtype"] == torch.float64 else layer
+    return layer.double() if arguments["dtype"] == torch.float64 else layer
 
 
 def hidden(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -58,8 +58,8 @@ def targets(*shape: int) -> Tensor:
 
 def contexts_of(layer: MixtureOutput, h: Tensor) -> tuple[list[Tensor], Tensor]:
     """The contexts tanh(W_k h), each (N, d), and log π (N, K)."""
-    found = [torch.tanh(h @ w.mT) for w in layer.contexts.weight.split(layer.in_features)]
-    return found, (h @ layer.prior.weight.mT).log_softmax(-1)
+    contexts = [torch.tanh(h @ w.mT) for w in layer.contexts.weight.split(layer.in_features)]
+    return contexts, (h @ layer.prior.weight.mT).log_softmax(-1)
 
 
 def definition(layer: MixtureOutput, h: Tensor, y: Tensor) -> Tensor:
@@ -67,13 +67,13 @@ def definition(layer: MixtureOutput, h: Tensor, y: Tensor) -> Tensor:
     contexts, log_prior = contexts_of(layer, h)
     names = {"ssmax": ("s", "b"), "log_n": ("train_length",), "sink": ("b",), "taylor": ("order",)}
     params = {name: getattr(layer, name) for name in names.get(layer.variant, ())}
-    found = []
+    log_probs = []
     for k, context in enumerate(contexts):
         z = context @ layer.weight.mT
         z = z if layer.bias is None else z + layer.bias
         options = {"softcap": layer.softcap, "reduction": "none", **params}
-        found.append(log_prior[:, k] - dense_loss(z, y, layer.variant, **options))
-    return -torch.stack(found, -1).logsumexp(-1)
+        log_probs.append(log_prior[:, k] - dense_loss(z, y, layer.variant, **options))
+    return -torch.stack(log_probs, -1).logsumexp(-1)
 
 
 def all_gradients(layer: nn.Module, h: Tensor, loss: Tensor) -> list[Tensor]:
@@ -97,8 +97,8 @@ def test_loss_and_all_gradients_are_those_of_the_definition(
     torch.testing.assert_close(output, -expected.detach(), **TIGHT)
     torch.testing.assert_close(loss, expected.mean(), **TIGHT)
     wanted = all_gradients(layer, h, expected.mean())
-    for found in (loss, layer.loss(h, y)):
-        for one, other in zip(all_gradients(layer, h, found), wanted, strict=True):
+    for value in (loss, layer.loss(h, y)):
+        for one, other in zip(all_gradients(layer, h, value), wanted, strict=True):
             torch.testing.assert_close(one, other, **TIGHT)
 
 
@@ -108,14 +108,14 @@ def test_log_prob_and_its_gradients(variant: str, options: dict[str, Any]) -> No
     rows = h.reshape(-1, WIDTH)
     each = [-definition(layer, rows, torch.full((6,), y)) for y in range(CLASSES)]
     expected = torch.stack(each, -1).view(2, 3, CLASSES)
-    found = layer.log_prob(h)
-    torch.testing.assert_close(found, expected, **TIGHT)
-    assert torch.equal(layer.logits(h), found)
+    log_prob = layer.log_prob(h)
+    torch.testing.assert_close(log_prob, expected, **TIGHT)
+    assert torch.equal(layer.logits(h), log_prob)
     assert not layer.has_zeros
     if variant != "sink":
-        torch.testing.assert_close(found.exp().sum(-1), torch.ones(2, 3).double(), **TIGHT)
+        torch.testing.assert_close(log_prob.exp().sum(-1), torch.ones(2, 3).double(), **TIGHT)
     weights = rand(2, 3, CLASSES, seed=5)
-    got, want = (all_gradients(layer, h, (x * weights).sum()) for x in (found, expected))
+    got, want = (all_gradients(layer, h, (x * weights).sum()) for x in (log_prob, expected))
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, **TIGHT)
 
@@ -170,10 +170,10 @@ def test_extreme_logits(scale: float) -> None:
         layer.weight.mul_(scale)
         layer.prior.weight.mul_(scale)
     h, y = hidden(12).requires_grad_(), targets(12)
-    found, expected = layer.loss(h, y, "none"), definition(layer, h, y)
+    losses, expected = layer.loss(h, y, "none"), definition(layer, h, y)
     assert float(expected.detach().max()) > scale
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12 * scale)
-    got, want = (all_gradients(layer, h, x.sum()) for x in (found, expected))
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-12 * scale)
+    got, want = (all_gradients(layer, h, x.sum()) for x in (losses, expected))
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * float(other.abs().max()))
 
@@ -201,11 +201,11 @@ def test_ignored_targets_have_no_loss_and_no_gradient(mix: str) -> None:
     assert output.isnan().tolist() == [False, False, True, False, False, False]
     assert layer.loss(h, y, "none").tolist()[2] == 0
     torch.testing.assert_close(loss, layer.loss(h[keep], y[keep]), **TIGHT)
-    found = all_gradients(layer, h, loss)
+    gradients = all_gradients(layer, h, loss)
     wanted = all_gradients(layer, h, layer.loss(h[keep], y[keep]))
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(one, other, **TIGHT)
-    assert not bool(found[0][2].any())
+    assert not bool(gradients[0][2].any())
     nothing = torch.full((6,), -1)
     assert bool(layer.loss(h, nothing).isnan())
     assert float(layer.loss(h, nothing, "sum").detach()) == 0

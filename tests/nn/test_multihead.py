@@ -66,17 +66,17 @@ def masks(kind: str, length: int = 6, keys: int = 8) -> dict[str, Tensor]:
     }[kind]
 
 
-def results(layer: Any, given: list[Tensor], **options: Any) -> list[Tensor]:
+def results(layer: Any, inputs: list[Tensor], **options: Any) -> list[Tensor]:
     """Return the output, the weights if any, and the gradients of inputs and parameters."""
-    leaves = [x.clone().requires_grad_() for x in given]
+    leaves = [x.clone().requires_grad_() for x in inputs]
     out, weights = layer(*leaves, **options)
     loss = (out * rand(*out.shape, seed=8)).sum()
-    found = [out]
+    outputs = [out]
     if weights is not None:
         loss = loss + (weights * rand(*weights.shape, seed=9)).sum()
-        found.append(weights)
+        outputs.append(weights)
     parameters = [p for _, p in sorted(layer.named_parameters())]
-    return [*found, *torch.autograd.grad(loss, [*leaves, *parameters])]
+    return [*outputs, *torch.autograd.grad(loss, [*leaves, *parameters])]
 
 
 @every_layer
@@ -90,10 +90,10 @@ def test_initial_weights_equal_torchs(options: dict[str, Any]) -> None:
 @every_layer
 def test_outputs_weights_and_gradients_equal_torchs(options: dict[str, Any], kind: str) -> None:
     theirs, ours = pair(**options)
-    given = tensors(theirs)
+    inputs = tensors(theirs)
     for need, average in ((True, True), (True, False), (False, True)):
         call = {**masks(kind), "need_weights": need, "average_attn_weights": average}
-        for actual, expected in zip(results(ours, given, **call), results(theirs, given, **call)):
+        for actual, expected in zip(results(ours, inputs, **call), results(theirs, inputs, **call)):
             assert actual.shape == expected.shape
             assert torch.allclose(actual, expected, atol=1e-9)
 
@@ -101,33 +101,33 @@ def test_outputs_weights_and_gradients_equal_torchs(options: dict[str, Any], kin
 @every_layer
 def test_unbatched_call_equals_torchs(options: dict[str, Any]) -> None:
     theirs, ours = pair(**options)
-    given = [x[0] if theirs.batch_first else x[:, 0] for x in tensors(theirs)]
+    inputs = [x[0] if theirs.batch_first else x[:, 0] for x in tensors(theirs)]
     call = {"key_padding_mask": torch.arange(8) >= 6, "attn_mask": masks("bool")["attn_mask"]}
-    for actual, expected in zip(results(ours, given, **call), results(theirs, given, **call)):
+    for actual, expected in zip(results(ours, inputs, **call), results(theirs, inputs, **call)):
         assert actual.shape == expected.shape
         assert torch.allclose(actual, expected, atol=1e-9)
 
 
 def test_is_causal_equals_the_causal_mask() -> None:
     theirs, ours = pair()
-    given = tensors(theirs, 6, 6)
+    inputs = tensors(theirs, 6, 6)
     later = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
     padding = torch.zeros(2, 6, dtype=torch.float64)
     padding[1, 4:] = float("-inf")
     padding = {"key_padding_mask": padding}
     for more in ({}, padding, {"need_weights": False}):
         call = {"attn_mask": later, "is_causal": True, **more}
-        for actual, expected in zip(results(ours, given, **call), results(theirs, given, **call)):
+        for actual, expected in zip(results(ours, inputs, **call), results(theirs, inputs, **call)):
             assert torch.allclose(actual, expected, atol=1e-9)
-    alone = ours(*given, is_causal=True)[0]
-    assert torch.allclose(alone, ours(*given, attn_mask=later)[0])
+    alone = ours(*inputs, is_causal=True)[0]
+    assert torch.allclose(alone, ours(*inputs, attn_mask=later)[0])
 
 
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 def test_appended_keys_are_visible_in_a_causal_call(options: dict[str, Any]) -> None:
     _, ours = pair(**options)
-    given = tensors(ours, 5, 5)
-    weights = ours(*given, is_causal=True)[1]
+    inputs = tensors(ours, 5, 5)
+    weights = ours(*inputs, is_causal=True)[1]
     assert bool((weights[..., -1] > 0).all())
     assert torch.equal(weights[..., :5].triu(1), torch.zeros(2, 5, 5, dtype=torch.float64))
 
@@ -150,10 +150,10 @@ def test_variants_that_depend_on_positions_have_no_appended_keys(variant: str, f
 def test_fully_blocked_row_gives_the_output_bias() -> None:
     _, ours = pair()
     nn.init.normal_(ours.out_proj.bias)
-    given = tensors(ours)
+    inputs = tensors(ours)
     for need in (True, False):
         blocked = torch.ones(2, 8, dtype=torch.bool)
-        out = ours(*given, key_padding_mask=blocked, need_weights=need)[0]
+        out = ours(*inputs, key_padding_mask=blocked, need_weights=need)[0]
         assert torch.allclose(out, ours.out_proj.bias.expand_as(out))
 
 
@@ -230,36 +230,36 @@ def test_wrong_constructor_arguments_raise(options: dict[str, Any], message: str
 )
 def test_wrong_forward_arguments_raise(change: dict, error: type, message: str) -> None:
     layer = MultiheadAttention(E, H)
-    given = dict(zip(("query", "key", "value"), (x.float() for x in tensors(layer))))
+    inputs = dict(zip(("query", "key", "value"), (x.float() for x in tensors(layer))))
     with pytest.raises(error, match=message):
-        layer(**{**given, **change})
+        layer(**{**inputs, **change})
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "key_padding_mask", "attn_mask"])
 def test_lists_instead_of_tensors_raise(name: str) -> None:
     x = torch.randn(2, 5, 16)
-    given = {"query": x, "key": x, "value": x, name: [[0.0]]}
+    inputs = {"query": x, "key": x, "value": x, name: [[0.0]]}
     with pytest.raises(TypeError, match=f"^{name} must be a tensor, got list"):
-        MultiheadAttention(16, 4, batch_first=True)(**given)
+        MultiheadAttention(16, 4, batch_first=True)(**inputs)
 
 
 def test_output_equals_torchs_if_is_causal_contradicts_the_mask() -> None:
     """Torch uses attn_mask if need_weights is True, and is_causal if need_weights is False."""
     theirs, ours = pair()
-    given = tensors(theirs, 6, 6)
+    inputs = tensors(theirs, 6, 6)
     later = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
     later[:, 2] -= 3
     for need in (True, False):
         call = {"attn_mask": later, "is_causal": True, "need_weights": need}
-        assert torch.allclose(ours(*given, **call)[0], theirs(*given, **call)[0])
+        assert torch.allclose(ours(*inputs, **call)[0], theirs(*inputs, **call)[0])
 
 
 def test_attn_mask_and_is_causal_both_apply_with_weights() -> None:
     _, ours = pair()
-    given = tensors(ours, 6, 6)
+    inputs = tensors(ours, 6, 6)
     first = torch.zeros(6, 6, dtype=torch.bool)
     first[2:, 0] = True
-    weights = ours(*given, attn_mask=first, is_causal=True)[1]
+    weights = ours(*inputs, attn_mask=first, is_causal=True)[1]
     assert torch.equal(weights > 0, (~first).tril().expand(2, 6, 6))
 
 

@@ -45,11 +45,11 @@ LEARNED = {
 
 @every_variant
 def test_default_learned_parameters_and_initial_values(variant: str) -> None:
-    found = dict(module(variant).named_parameters())
+    parameters = dict(module(variant).named_parameters())
     expected = LEARNED.get(variant, {})
-    assert set(found) == set(expected)
+    assert set(parameters) == set(expected)
     for name, value in expected.items():
-        assert torch.allclose(found[name], torch.tensor([value] * 4))
+        assert torch.allclose(parameters[name], torch.tensor([value] * 4))
 
 
 @every_variant

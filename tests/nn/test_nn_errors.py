@@ -327,9 +327,9 @@ def test_dropout_p_is_checked_with_and_without_weights(value: Any) -> None:
 def test_dropout_applies_to_output_and_returned_weights() -> None:
     out, weights = forward(need_weights=True, dropout_p=0.5)
     assert torch.allclose(out, weights @ X)
-    kept = weights[weights > 0]
-    assert 0 < len(kept) < weights.numel()
-    assert torch.allclose(kept, torch.tensor(2 / 3))
+    positive = weights[weights > 0]
+    assert 0 < len(positive) < weights.numel()
+    assert torch.allclose(positive, torch.tensor(2 / 3))
 
 
 def test_truthy_flags_of_torchs_layer_become_bools() -> None:

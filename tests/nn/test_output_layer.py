@@ -84,23 +84,23 @@ def parameters_of(layer: OutputLayer) -> dict[str, Any]:
 def test_log_prob_is_the_log_of_the_definition(variant: str, options: dict[str, Any]) -> None:
     layer, h = made(variant, options), hidden(3, 7)
     expected = attnzoo.probabilities(logits_of(layer, h), variant, **parameters_of(layer))
-    found = layer.log_prob(h)
-    assert torch.allclose(found.exp(), expected, atol=1e-12)
-    assert torch.equal(found == -math.inf, expected == 0)
+    log_prob = layer.log_prob(h)
+    assert torch.allclose(log_prob.exp(), expected, atol=1e-12)
+    assert torch.equal(log_prob == -math.inf, expected == 0)
     assert layer.has_zeros == (variant in SPARSE)
-    assert bool((found == -math.inf).any()) == layer.has_zeros
+    assert bool((log_prob == -math.inf).any()) == layer.has_zeros
 
 
 @every_layer
 def test_output_is_the_log_prob_of_the_target(variant: str, options: dict[str, Any]) -> None:
     layer, h, y = made(variant, options), hidden(3, 7), targets(3, 7)
-    found = layer(h, y)
-    assert isinstance(found, TargetLoss)
+    losses = layer(h, y)
+    assert isinstance(losses, TargetLoss)
     expected = layer.log_prob(h).gather(-1, y[..., None])[..., 0]
-    assert torch.equal(found.output == -math.inf, expected == -math.inf)
+    assert torch.equal(losses.output == -math.inf, expected == -math.inf)
     finite = expected > -math.inf
-    assert torch.allclose(found.output[finite], expected[finite], atol=1e-10)
-    assert not found.output.requires_grad
+    assert torch.allclose(losses.output[finite], expected[finite], atol=1e-10)
+    assert not losses.output.requires_grad
 
 
 @every_layer
@@ -136,8 +136,8 @@ def test_predict_and_topk(variant: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("variant", ["softmax", "entmax", "sigmoid"])
 def test_log_prob_has_finite_gradients(variant: str) -> None:
     layer, h = made(variant, {}), hidden(4).requires_grad_()
-    found = layer.log_prob(h)
-    found[found > -math.inf].sum().backward()
+    log_prob = layer.log_prob(h)
+    log_prob[log_prob > -math.inf].sum().backward()
     assert bool(h.grad.isfinite().all())  # type: ignore[union-attr]
     assert bool(h.grad.any())  # type: ignore[union-attr]
 
@@ -158,12 +158,12 @@ def test_a_common_offset_of_the_logits_loses_no_digits_of_log_prob(
     with torch.no_grad():
         layer.bias.fill_(1e6)  # type: ignore[union-attr]
         z = layer.logits(h)
-        found = OutputLayer(CLASSES, CLASSES, variant, bias=False, **options)
-        found.weight.copy_(torch.eye(CLASSES))
-        given = found.log_prob(z)
+        identity = OutputLayer(CLASSES, CLASSES, variant, bias=False, **options)
+        identity.weight.copy_(torch.eye(CLASSES))
+        log_prob = identity.log_prob(z)
     expected = torch.log(attnzoo.probabilities(z.double(), variant, **options))
     # Rounding of sums of 50 terms, for log w above -20.
-    torch.testing.assert_close(given.double(), expected, rtol=0, atol=50 * 20 * 2**-24)
+    torch.testing.assert_close(log_prob.double(), expected, rtol=0, atol=50 * 20 * 2**-24)
 
 
 @pytest.mark.parametrize(("variant", "options"), [LAYERS[0], LAYERS[6], LAYERS[11], LAYERS[12]])

@@ -200,9 +200,9 @@ def test_a_causal_mask_and_is_causal_may_come_with_weights() -> None:
     blocked = torch.ones(9, 9, dtype=torch.bool).triu(1)
     for mask in (blocked, torch.zeros(9, 9).double().masked_fill(blocked, float("-inf"))):
         for call in ({}, {"need_weights": False}):
-            out, found = layer(x, x, x, attn_mask=mask, is_causal=True, **call)
+            out, same_weights = layer(x, x, x, attn_mask=mask, is_causal=True, **call)
             assert torch.allclose(out, expected)
-            assert found is None or torch.allclose(found, weights)
+            assert same_weights is None or torch.allclose(same_weights, weights)
 
 
 # ---- initial values, state dict, learn --------------------------------------------------------

@@ -53,15 +53,15 @@ def start() -> Tensor:
 
 @pytest.mark.parametrize("how", ["given", "fixed", "learn", "parameter"])
 def test_values_and_gradients_equal_those_of_a_call(how: str) -> None:
-    given = start().float()
+    matrices = start().float()
     options: dict[str, Any] = {
         "given": {"given": ("map",)},
-        "fixed": {"map": given},
-        "learn": {"map": given, "learn": ("map", "b")},
-        "parameter": {"map": nn.Parameter(given)},
+        "fixed": {"map": matrices},
+        "learn": {"map": matrices, "learn": ("map", "b")},
+        "parameter": {"map": nn.Parameter(matrices)},
     }[how]
     module = Attention("mine", H, **options)
-    (q, k, v), leaf = qkv(), given.clone().requires_grad_()
+    (q, k, v), leaf = qkv(), matrices.clone().requires_grad_()
     passed = {"map": leaf} if how == "given" else {}
     out = module(q, k, v, is_causal=True, **passed)
     expected = attnzoo.attention(q, k, v, "mine", is_causal=True, map=leaf, b=0.0)

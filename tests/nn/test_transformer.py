@@ -76,13 +76,13 @@ def test_qk_dim_changes_only_queries_and_keys(positions: str) -> None:
     )
     assert made.layers[0].get_parameter("qkv.weight").shape == (4 * (6 + 6 + 8), 32)
     with torch.no_grad():
-        whole, caches = made(tokens()), made.new_caches(16)
+        logits, caches = made(tokens()), made.new_caches(16)
         parts = [made(tokens()[:, a:b], caches=caches) for a, b in ((0, 9), (9, 10), (10, 14))]
-    assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-5)
+    assert torch.allclose(torch.cat(parts, dim=1), logits, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"qk_norm": 1}, "qk_norm must be a bool, got 1"),
         ({"qk_dim": 0}, "qk_dim must be"),
@@ -91,9 +91,9 @@ def test_qk_dim_changes_only_queries_and_keys(positions: str) -> None:
         ({"layer_scale": "x"}, "layer_scale must be a number from 0 to"),
     ],
 )
-def test_wrong_extras_raise(given: dict[str, Any], message: str) -> None:
+def test_wrong_extras_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        model(**given)
+        model(**options)
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
@@ -105,11 +105,11 @@ def test_caches_do_not_change_the_logits(variant: str, positions: str) -> None:
         return
     made = model(variant, positions, num_kv_heads=2, **params_of(variant))
     with torch.no_grad():
-        whole = made(tokens())
+        logits = made(tokens())
         caches, parts = made.new_caches(16), []
         for start, stop in ((0, 9), (9, 10), (10, 14)):
             parts.append(made(tokens()[:, start:stop], caches=caches))
-    assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-5)
+    assert torch.allclose(torch.cat(parts, dim=1), logits, atol=1e-5)
 
 
 def test_rope_scores_depend_on_distances_only() -> None:
@@ -148,8 +148,8 @@ def test_p_rope_with_share_0_or_1_is_none_or_rope() -> None:
 
 def test_layers_with_different_variants_share_the_window() -> None:
     made = model([("entmax", {"alpha": 1.3}), "ssmax"], window=4)
-    found = [m.variant for m in made.modules() if isinstance(m, Attention)]
-    assert found == ["entmax", "ssmax"]
+    variants = [m.variant for m in made.modules() if isinstance(m, Attention)]
+    assert variants == ["entmax", "ssmax"]
     with torch.no_grad():
         one, two = tokens(), tokens()
         two[:, 0] = (one[:, 0] + 1) % 20

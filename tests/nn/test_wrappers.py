@@ -35,8 +35,8 @@ def test_values_and_gradients_agree_with_the_definition(
     mine = copy.deepcopy(module).to(dtype)
     q, k, v, x = (leaf.detach().to(dtype).requires_grad_() for leaf in leaves)
     got = mine(q, k, v, backend=backend, **mine.projected(x, x))
-    found = [got, *gradients(got, [*(q, k, v, x)[:used], *mine.parameters()])]
-    assert_near(found, expected, torch.finfo(dtype).eps)
+    actual = [got, *gradients(got, [*(q, k, v, x)[:used], *mine.parameters()])]
+    assert_near(actual, expected, torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("which", MADE)
@@ -245,13 +245,13 @@ def test_compiles_as_one_graph_for_all_lengths(name: str) -> None:
         graphs.append(graph)
         return graph
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> Any:
+    def attend_to_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> Any:
         return attend(q, k, v, is_causal=True, backend="eager", **attend.projected(x, x))
 
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=count)
+    compiled = torch.compile(attend_to_inputs, fullgraph=True, dynamic=True, backend=count)
     for length in (9, 12, 17):
         x = rand(2, length, 16).float()
         q, k, v = (rand(2, n, length, 8, seed=n).float() for n in (2 * attend.queries, 2, 2))
-        assert torch.allclose(compiled(q, k, v, x), run(q, k, v, x), atol=1e-6)
+        assert torch.allclose(compiled(q, k, v, x), attend_to_inputs(q, k, v, x), atol=1e-6)
     assert len(graphs) == 1
     torch.compiler.reset()
