@@ -204,9 +204,9 @@ def test_a_bias_with_hidden_keys_shows_no_later_token(variant: str) -> None:
     lowest = torch.finfo(torch.float32).min
     bias = torch.where(distance >= 0, -0.1 * distance, lowest).expand(2, 1, 12, 12)
     model = convert(llama(), variant)
-    whole = model(ids(), attention_mask=bias).logits
+    full = model(ids(), attention_mask=bias).logits
     start = model(ids()[:, :5], attention_mask=bias[:, :, :5, :5]).logits
-    assert torch.allclose(whole[:, :5], start, atol=1e-6)
+    assert torch.allclose(full[:, :5], start, atol=1e-6)
 
 
 def test_packed_sequences_do_not_see_each_other() -> None:
@@ -243,14 +243,14 @@ def test_output_attentions_equal_those_of_softmax() -> None:
 
 def test_output_attentions_have_a_column_for_every_key_of_the_cache() -> None:
     """Also for keys that the window hides."""
-    found = []
+    attentions = []
     for model in (eager(mistral()), convert(mistral(), "softmax")):
         cache = DynamicCache()
         with torch.no_grad():
             model(ids()[:, :9], past_key_values=cache)
             last = model(ids()[:, 9:10], past_key_values=cache, output_attentions=True)
-        found.append(last.attentions[0])
-    assert torch.allclose(*found, atol=1e-6)
+        attentions.append(last.attentions[0])
+    assert torch.allclose(*attentions, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [gpt2, bert], ids=["gpt2", "bert"])

@@ -220,10 +220,10 @@ def test_revert_gives_each_part_its_former_implementation() -> None:
     model.vision_model.set_attn_implementation("eager")
     before = state(model)
     assert state(revert(convert(model, "ssmax"))) == before
-    whole = clip().eval()
-    whole.text_model.set_attn_implementation("eager")
-    before = state(whole)
-    assert state(revert(convert(whole, "ssmax"))) == before
+    both = clip().eval()
+    both.text_model.set_attn_implementation("eager")
+    before = state(both)
+    assert state(revert(convert(both, "ssmax"))) == before
 
 
 @pytest.mark.parametrize("part", ["", "model.layers.0"])

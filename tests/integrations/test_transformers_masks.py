@@ -43,9 +43,9 @@ def test_masks_that_say_nothing_about_single_keys_hold_no_values() -> None:
     ):
         assert mask is not None
         assert mask.numel() == 0
-        found = read_mask(mask, False, queries, keys)
-        assert (found.is_causal, found.window, found.start, found.stop) == expected
-        assert (found.attn_mask, found.segment_ids) == (None, None)
+        layout = read_mask(mask, False, queries, keys)
+        assert (layout.is_causal, layout.window, layout.start, layout.stop) == expected
+        assert (layout.attn_mask, layout.segment_ids) == (None, None)
 
 
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]]).expand(2, -1)
@@ -88,25 +88,25 @@ def test_every_recognized_mask_shows_the_same_keys_as_the_dense_one(name: str) -
         else:
             assert made.dtype in (torch.uint8, torch.int32)
             assert read_mask(made, True, 12, 12).is_causal == is_causal(made, False)
-        found = read_mask(made, False, 12, 12)
+        layout = read_mask(made, False, 12, 12)
         q = torch.zeros(2, 1, 12, 4)
         weights = attnzoo.attention_weights(
-            q, q, q, attn_mask=found.attn_mask, is_causal=found.is_causal, window=found.window,
-            segment_ids=found.segment_ids,
+            q, q, q, attn_mask=layout.attn_mask, is_causal=layout.is_causal, window=layout.window,
+            segment_ids=layout.segment_ids,
         )  # fmt: skip
         rows = torch.ones(2, 12, dtype=torch.bool) if padding is None else padding
         assert torch.equal((weights > 0).squeeze(1)[rows], dense.squeeze(1)[rows])
 
 
 def test_other_mask_functions_become_dense_masks() -> None:
-    def own(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def other(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return key != 3
 
     two = and_masks(sliding_window_causal_mask_function(3), sliding_window_causal_mask_function(5))
     both = and_masks(causal_mask_function, sliding_window_bidirectional_mask_function(3))
     for function in (
-        or_masks(causal_mask_function, own),
-        and_masks(causal_mask_function, own),
+        or_masks(causal_mask_function, other),
+        and_masks(causal_mask_function, other),
         two,
         both,
         sliding_window_overlay(3),

@@ -85,10 +85,10 @@ def test_packed_batch_equals_its_documents_one_by_one(
     expected = torch.cat([single(one, use_cache=False).logits for one in documents()], dim=1)
     expected.square().mean().backward()
     model, seen = convert(make(), variant), Seen(monkeypatch)
-    given = batch(
+    inputs = batch(
         return_position_ids=how != "cu_seq_lens", return_flash_attn_kwargs=how != "position_ids"
     )
-    actual = model(**given, use_cache=False).logits
+    actual = model(**inputs, use_cache=False).logits
     actual.square().mean().backward()
     # Without position ids, the rotations of a later document are of larger angles.
     assert torch.allclose(actual, expected, atol=1e-5 if how != "cu_seq_lens" else 3e-5)
@@ -118,18 +118,18 @@ def test_chunks_start_anew_with_each_document(how: str) -> None:
     """With a cache, layers of Llama 4 get the sequence lengths and no position ids."""
     model = convert(llama4(), "ssmax")
     expected = torch.cat([model(one).logits for one in documents()], dim=1)
-    given = batch(
+    inputs = batch(
         return_position_ids=how != "cu_seq_lens", return_flash_attn_kwargs=how != "position_ids"
     )
     for cached in (False,) if how == "position_ids" else (False, True):
-        actual = model(**given, use_cache=cached).logits
+        actual = model(**inputs, use_cache=cached).logits
         assert torch.allclose(actual, expected, atol=3e-5)
     if how != "position_ids":
         padding = torch.ones(1, sum(LENGTHS), dtype=torch.long)
-        for kept in (sum(LENGTHS), sum(LENGTHS) - 2):
-            padding[:, kept:] = 0
-            actual = model(**given, attention_mask=padding).logits
-            assert torch.allclose(actual[:, :kept], expected[:, :kept], atol=3e-5)
+        for length in (sum(LENGTHS), sum(LENGTHS) - 2):
+            padding[:, length:] = 0
+            actual = model(**inputs, attention_mask=padding).logits
+            assert torch.allclose(actual[:, :length], expected[:, :length], atol=3e-5)
 
 
 def test_rows_of_a_batch_may_be_packed_differently() -> None:
@@ -176,52 +176,52 @@ def test_wrong_lengths_raise(lengths: Any, error: type[Exception], message: str)
 )
 def test_positions_that_do_not_restart_are_not_packed(positions: list[int]) -> None:
     """With a cache, where transformers' masks take no notice of positions."""
-    given = torch.tensor([positions])
+    position_ids = torch.tensor([positions])
     model, tokens = convert(large_llama(), "softmax"), ids(6)[:1]
-    expected = eager(large_llama())(tokens, position_ids=given).logits
-    assert torch.allclose(model(tokens, position_ids=given).logits, expected, atol=1e-5)
+    expected = eager(large_llama())(tokens, position_ids=position_ids).logits
+    assert torch.allclose(model(tokens, position_ids=position_ids).logits, expected, atol=1e-5)
 
 
 def test_documents_are_recognized_while_a_mode_watches_operations() -> None:
     model = convert(large_llama(), "softmax")
-    given = batch(return_position_ids=True)
-    expected = model(given["input_ids"], position_ids=given["position_ids"]).logits
+    inputs = batch(return_position_ids=True)
+    expected = model(inputs["input_ids"], position_ids=inputs["position_ids"]).logits
     with FlopCounterMode(display=False):
-        actual = model(given["input_ids"], position_ids=given["position_ids"]).logits
+        actual = model(inputs["input_ids"], position_ids=inputs["position_ids"]).logits
     assert torch.allclose(actual, expected, atol=1e-5)
 
 
 def test_position_ids_are_read_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """In inference mode they are read in each layer, because they may change unnoticed."""
-    model, given = convert(gpt_oss(), "sink"), batch()
+    model, inputs = convert(gpt_oss(), "sink"), batch()
     layers, reads, real = 2, [], packed._from_positions
     monkeypatch.setattr(packed, "_from_positions", lambda *args: reads.append(1) or real(*args))
-    expected = model(**given).logits
+    expected = model(**inputs).logits
     assert len(reads) == 1
-    whole = torch.arange(sum(LENGTHS))[None]
+    unbroken = torch.arange(sum(LENGTHS))[None]
     with torch.inference_mode():
-        positions = whole.clone()
-        model(given["input_ids"], position_ids=positions)
-        positions.copy_(given["position_ids"])
-        actual = model(given["input_ids"], position_ids=positions).logits
+        positions = unbroken.clone()
+        model(inputs["input_ids"], position_ids=positions)
+        positions.copy_(inputs["position_ids"])
+        actual = model(inputs["input_ids"], position_ids=positions).logits
     assert len(reads) == 1 + 2 * layers
     assert torch.allclose(actual, expected, atol=1e-5)
-    assert not torch.allclose(model(given["input_ids"]).logits, expected, atol=1e-2)
+    assert not torch.allclose(model(inputs["input_ids"]).logits, expected, atol=1e-2)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_position_ids_changed_in_place_are_read_again_by_another_model(mode: Any) -> None:
-    first, second, given = (
+    first, second, inputs = (
         convert(large_llama(), "softmax"),
         convert(large_llama(), "softmax"),
         batch(),
     )
-    expected = second(**given).logits
+    expected = second(**inputs).logits
     with mode():
         positions = torch.arange(sum(LENGTHS))[None].clone()
-        first(given["input_ids"], position_ids=positions)
-        positions.copy_(given["position_ids"])
-        actual = second(given["input_ids"], position_ids=positions).logits
+        first(inputs["input_ids"], position_ids=positions)
+        positions.copy_(inputs["position_ids"])
+        actual = second(inputs["input_ids"], position_ids=positions).logits
     assert torch.allclose(actual, expected, atol=1e-5)
 
 
@@ -257,8 +257,8 @@ def test_windows_and_chunks_equal_those_of_eager(
     expected = eager(make())(ids(), attention_mask=mask).logits
     model, seen = convert(make(), variant), Seen(monkeypatch)
     actual = model(ids(), attention_mask=mask).logits
-    kept = torch.ones_like(ids(), dtype=torch.bool) if mask is None else mask.bool()
-    assert torch.allclose(actual[kept], expected[kept], atol=1e-5)
+    visible = torch.ones_like(ids(), dtype=torch.bool) if mask is None else mask.bool()
+    assert torch.allclose(actual[visible], expected[visible], atol=1e-5)
     assert not seen.is_dense()
     limited = seen.calls[0]["window"] is not None or seen.calls[0]["segment_ids"] is not None
     assert limited
@@ -279,13 +279,13 @@ def test_parts_of_a_prompt_continue_a_cache(make: Any, monkeypatch: pytest.Monke
     """The cache of a layer with a window holds only its last keys."""
     model, seen = convert(make(), "ssmax"), Seen(monkeypatch)
     tokens = ids(20)
-    whole = model(tokens, use_cache=False).logits
+    logits = model(tokens, use_cache=False).logits
     cache, parts = None, []
     for part in tokens.split([7, 6, 1, 1, 5], dim=1):
         out = model(part, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         parts.append(out.logits)
-    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
+    assert torch.allclose(torch.cat(parts, 1), logits, atol=1e-5)
     assert not seen.is_dense()
     assert all(call["attn_mask"] is None for call in seen.calls if make is gemma2)
 
@@ -293,14 +293,14 @@ def test_parts_of_a_prompt_continue_a_cache(make: Any, monkeypatch: pytest.Monke
 def test_decoding_of_a_window_reads_only_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from a cache that keeps all keys."""
     model, tokens = convert(mistral(), "softmax"), ids(20)
-    whole = model(tokens, use_cache=False).logits
+    logits = model(tokens, use_cache=False).logits
     from transformers import DynamicCache
 
     for cache in (DynamicCache(), DynamicCache(config=model.config)):
         model(tokens[:, :-1], past_key_values=cache)
         seen = Seen(monkeypatch)
         last = model(tokens[:, -1:], past_key_values=cache).logits
-        assert torch.allclose(last, whole[:, -1:], atol=1e-5)
+        assert torch.allclose(last, logits[:, -1:], atol=1e-5)
         assert [(call["keys"], call["attn_mask"]) for call in seen.calls] == [(5, None)] * 2
 
 
@@ -330,11 +330,11 @@ def test_windows_compile_as_one_graph(make: Any, variant: str) -> None:
     model = convert(make(), variant)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        for given in ({"attention_mask": left_padding()}, {}):
-            expected = model(ids(), use_cache=False, **given).logits
-            actual = compiled(ids(), use_cache=False, **given).logits
-            kept = given.get("attention_mask", torch.ones_like(ids())).bool()
-            assert torch.allclose(actual[kept], expected[kept], atol=1e-5)
+        for inputs in ({"attention_mask": left_padding()}, {}):
+            expected = model(ids(), use_cache=False, **inputs).logits
+            actual = compiled(ids(), use_cache=False, **inputs).logits
+            visible = inputs.get("attention_mask", torch.ones_like(ids())).bool()
+            assert torch.allclose(actual[visible], expected[visible], atol=1e-5)
     torch.compiler.reset()
 
 

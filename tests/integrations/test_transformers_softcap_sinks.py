@@ -164,8 +164,8 @@ def test_a_variant_of_a_user_can_take_the_sinks(monkeypatch: pytest.MonkeyPatch)
         return sink.weights(q, k, call, logits)
 
     param = attnzoo.Param("logits", 0.0, host_sink=True, doc="score of the sink")
-    own = replace(sink, name="own_sink", params=(param,), weights=renamed, forms=no_forms)
-    monkeypatch.setitem(registry._VARIANTS, "own_sink", own)
+    variant = replace(sink, name="own_sink", params=(param,), weights=renamed, forms=no_forms)
+    monkeypatch.setitem(registry._VARIANTS, "own_sink", variant)
     model = convert(gpt_oss(), "own_sink")
     assert torch.allclose(logits(model), logits(eager(gpt_oss())), atol=1e-5)
 

@@ -140,16 +140,16 @@ def test_rope_depends_on_distances_only(make: Any, which: str) -> None:
 
 def test_threads_do_not_mix_their_hidden_states() -> None:
     model = wrapped("gate per element")
-    given = [torch.randint(1, 99, (1, 24)) for _ in range(4)]
+    tokens_of_threads = [torch.randint(1, 99, (1, 24)) for _ in range(4)]
 
     @torch.no_grad()
-    def run(tokens: Tensor) -> Tensor:
+    def logits_of(tokens: Tensor) -> Tensor:
         return model(tokens).logits
 
-    expected = [run(tokens) for tokens in given]
+    expected = [logits_of(tokens) for tokens in tokens_of_threads]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(run, 10 * given))
-    for index, logits in enumerate(found):
+        results = list(pool.map(logits_of, 10 * tokens_of_threads))
+    for index, logits in enumerate(results):
         assert torch.allclose(logits, expected[index % 4], atol=1e-5)
 
 
@@ -173,9 +173,9 @@ def test_all_parameters_get_gradients(which: str) -> None:
         if checkpointing:
             model.gradient_checkpointing_enable()
         model(ids(), labels=ids()).loss.backward()
-        found = {name: x.grad for name, x in model.named_parameters()}
-        assert all(g is not None and bool(g.any()) for g in found.values())
-        gradients.append(found)
+        named = {name: x.grad for name, x in model.named_parameters()}
+        assert all(g is not None and bool(g.any()) for g in named.values())
+        gradients.append(named)
     first, second = gradients
     assert all(torch.allclose(first[name], second[name], atol=1e-7) for name in first)
 
