@@ -59,10 +59,10 @@ def test_other_calls_raise_with_the_reason(variant: str) -> None:
             )
     # One query stands behind all keys.
     last = attnzoo.attention(q[:, :, -1:], k, v, variant, enable_gqa=True, **params_of(variant))
-    whole = attnzoo.attention(
+    full = attnzoo.attention(
         q, k, v, variant, is_causal=True, enable_gqa=True, **params_of(variant)
     )
-    torch.testing.assert_close(last, whole[:, :, -1:])
+    torch.testing.assert_close(last, full[:, :, -1:])
     empty = k[:, :, :0], v[:, :, :0]
     nothing = attnzoo.attention(q, *empty, variant, enable_gqa=True, **params_of(variant))
     assert bool((nothing == 0).all())
@@ -73,9 +73,9 @@ def test_other_calls_raise_with_the_reason(variant: str) -> None:
 def test_outputs_of_a_prefix_do_not_depend_on_later_tokens(variant: str, backend: str) -> None:
     options = {"is_causal": True, "enable_gqa": True, "backend": backend, **params_of(variant)}
     q, k, v = qkv()
-    whole = attnzoo.attention(q, k, v, variant, **options)
+    full = attnzoo.attention(q, k, v, variant, **options)
     part = attnzoo.attention(q[:, :, :5], k[:, :, :5], v[:, :, :5], variant, **options)
-    torch.testing.assert_close(part, whole[:, :, :5])
+    torch.testing.assert_close(part, full[:, :, :5])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -102,14 +102,14 @@ def test_gradients_of_values_per_key_match_finite_differences(
     variant: str, name: str, backend: str
 ) -> None:
     q, k, v = (x[:1, :, :5].requires_grad_() for x in qkv())
-    given = values_per_key(variant, name)[:1, :, :5].requires_grad_()
+    values = values_per_key(variant, name)[:1, :, :5].requires_grad_()
 
-    def run(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, values: Tensor) -> Tensor:
         return attnzoo.attention(
-            q, k, v, variant, is_causal=True, enable_gqa=True, backend=backend, **{name: given}
+            q, k, v, variant, is_causal=True, enable_gqa=True, backend=backend, **{name: values}
         )
 
-    assert gradcheck(run, (q, k, v, given))
+    assert gradcheck(attend, (q, k, v, values))
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 1.5}, {"dropout_p": 0.0}])
@@ -123,17 +123,17 @@ def test_blocks_agree_with_the_definition(
         replace(attnzoo.get_variant(variant), name="no_forms", forms=lambda call, **_: ())
     )
     monkeypatch.setattr(blocks, "ROWS", 3)
-    given = values_per_key(variant, name)
+    values = values_per_key(variant, name)
     results = []
     for called, backend in ((variant, "eager"), (variant, "tiled"), ("no_forms", "tiled")):
-        leaves = [x.clone().requires_grad_() for x in (*qkv(), given)]
+        leaves = [x.clone().requires_grad_() for x in (*qkv(), values)]
         out = attnzoo.attention(
             *leaves[:3], called, is_causal=True, enable_gqa=True, backend=backend,
             **options, **{name: leaves[3]},
         )  # fmt: skip
         results.append([out, *torch.autograd.grad(out, leaves, rand(*out.shape, seed=4))])
-    for found in results[1:]:
-        for have, want in zip(found, results[0], strict=True):
+    for result in results[1:]:
+        for have, want in zip(result, results[0], strict=True):
             torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-11)
 
 
@@ -143,10 +143,10 @@ def test_repeated_calls_use_new_values(variant: str, name: str) -> None:
     q, k, v = qkv()
     first, second = values_per_key(variant, name), 0.5 * values_per_key(variant, name)
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
-    for given in (first, second, first):
-        found = attnzoo.attention(q, k, v, variant, **options, **{name: given})
-        want = attnzoo.attention(q, k, v, variant, backend="eager", **options, **{name: given})
-        torch.testing.assert_close(found, want)
+    for values in (first, second, first):
+        out = attnzoo.attention(q, k, v, variant, **options, **{name: values})
+        want = attnzoo.attention(q, k, v, variant, backend="eager", **options, **{name: values})
+        torch.testing.assert_close(out, want)
 
 
 @pytest.mark.parametrize(("variant", "name"), per_key)
@@ -165,12 +165,12 @@ def test_wrong_values_per_key_raise(variant: str, name: str) -> None:
 @pytest.mark.parametrize("variant", CAUSAL_ONLY)
 def test_a_value_per_head_equals_the_same_value_for_each_key(variant: str) -> None:
     q, k, v = qkv()
-    own = {name: x.double() for name, x in learned(variant, H).items()}
-    wide = {name: x.view(1, H, 1).expand(B, H, N) for name, x in own.items()}
+    per_head = {name: x.double() for name, x in learned(variant, H).items()}
+    wide = {name: x.view(1, H, 1).expand(B, H, N) for name, x in per_head.items()}
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
     for backend in BACKENDS:
         torch.testing.assert_close(
-            attnzoo.attention(q, k, v, variant, backend=backend, **options, **own),
+            attnzoo.attention(q, k, v, variant, backend=backend, **options, **per_head),
             attnzoo.attention(q, k, v, variant, backend=backend, **options, **wide),
         )
 
@@ -179,8 +179,8 @@ def test_equal_forget_gates_are_alibi() -> None:
     q, k, v = qkv()
     slopes = torch.linspace(0.1, 0.5, H).double()
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
-    found = attnzoo.attention(q, k, v, "forgetting", log_gates=-slopes, **options)
-    torch.testing.assert_close(found, attnzoo.attention(q, k, v, alibi=slopes, **options))
+    out = attnzoo.attention(q, k, v, "forgetting", log_gates=-slopes, **options)
+    torch.testing.assert_close(out, attnzoo.attention(q, k, v, alibi=slopes, **options))
 
 
 def test_forgetting_in_fp32_after_many_tokens() -> None:
@@ -189,11 +189,11 @@ def test_forgetting_in_fp32_after_many_tokens() -> None:
     q, k, v = (rand(1, 1, n, 4, seed=i) for i in range(3))
     gates = -2 * torch.rand(1, 1, n, generator=torch.Generator().manual_seed(3)).double()
     exact = attnzoo.attention(q, k, v, "forgetting", is_causal=True, log_gates=gates)
-    found = attnzoo.attention(
+    out = attnzoo.attention(
         q.float(), k.float(), v.float(), "forgetting", is_causal=True, log_gates=gates.float()
     )
     # Each of the n additions rounds a number of up to 2000: n · 2000 · 2⁻²⁴ bounds all of them.
     bound = n * 2000 * 2**-24 * 2 * v.abs().max()
-    error = (found.double() - exact).abs().max()
+    error = (out.double() - exact).abs().max()
     assert error < bound
     assert error < 2e-2

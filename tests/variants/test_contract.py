@@ -60,19 +60,19 @@ HEADINGS = ("Formula", "Effect", "Initial values", "Source", "Differences", "Not
 
 def paragraphs(module: str) -> dict[str, str]:
     """Map each heading of a variant's docstring to its paragraph."""
-    summary, *rest = (sys.modules[module].__doc__ or "").strip().split("\n\n")
-    found = {"Summary": summary}
-    for text in rest:
+    summary, *texts = (sys.modules[module].__doc__ or "").strip().split("\n\n")
+    by_heading = {"Summary": summary}
+    for text in texts:
         heading, _, body = text.partition(":")
-        assert heading not in found
-        found[heading] = body.strip()
-    return found
+        assert heading not in by_heading
+        by_heading[heading] = body.strip()
+    return by_heading
 
 
 @every_variant
 def test_module_docstring_has_the_documented_paragraphs(variant: str) -> None:
-    found = attnzoo.get_variant(variant)
-    module = found.weights.__module__
+    definition = attnzoo.get_variant(variant)
+    module = definition.weights.__module__
     assert module == f"attnzoo.variants.{variant}"  # one file per variant, of the same name
     text = paragraphs(module)
     assert text["Summary"].startswith(f"{variant}: ")
@@ -80,23 +80,23 @@ def test_module_docstring_has_the_documented_paragraphs(variant: str) -> None:
     assert "\n" not in text["Summary"]
     assert [name for name in HEADINGS if name in text] == list(text)[1:]
     assert {"Formula", "Effect", "Source"} <= set(text)
-    assert ("Initial values" in text) <= bool(found.params)
+    assert ("Initial values" in text) <= bool(definition.params)
     assert all(text.values())
-    for year in [word for word in found.paper.replace(",", " ").split() if word.isdigit()]:
+    for year in [word for word in definition.paper.replace(",", " ").split() if word.isdigit()]:
         assert year in text["Source"]
-    assert set(re.findall(r"arXiv:\S+\b", found.paper)) <= set(
+    assert set(re.findall(r"arXiv:\S+\b", definition.paper)) <= set(
         re.findall(r"arXiv:\S+\b", text["Source"])
     )
 
 
 @every_variant
 def test_fields_for_tables_are_filled(variant: str) -> None:
-    found = attnzoo.get_variant(variant)
-    assert found.formula
-    assert found.paper
-    assert found.use.endswith(".")
-    assert len(found.use) <= 100
-    for param in found.params:
+    definition = attnzoo.get_variant(variant)
+    assert definition.formula
+    assert definition.paper
+    assert definition.use.endswith(".")
+    assert len(definition.use) <= 100
+    for param in definition.params:
         assert param.name.isidentifier()
         assert len(param.doc.split()) > 3
         if param.kind == "per_head":
@@ -162,13 +162,13 @@ def test_rows_sum_to_one_if_normalized(variant: str) -> None:
 
 @every_variant
 def test_has_state_is_true_exactly_with_a_linear_form(variant: str) -> None:
-    found, (q, k, v) = attnzoo.get_variant(variant), qkv()
-    defaults = {param.name: param.default for param in found.params}
+    definition, (q, k, v) = attnzoo.get_variant(variant), qkv()
+    defaults = {param.name: param.default for param in definition.params}
     for setting in ({}, learned(variant, 2), *CASES[variant].settings):
         params = {**params_of(variant), **setting}
         plan = attnzoo.explain(q, k, v, variant, is_causal=True, **params)
         linear = any(isinstance(x.form, attnzoo.Linear) for x in plan.candidates)
-        assert found.has_state(**{**defaults, **params}) == linear
+        assert definition.has_state(**{**defaults, **params}) == linear
 
 
 @every_variant
@@ -185,19 +185,19 @@ def test_prefix_keeps_its_outputs(variant: str, backend: str) -> None:
     """Appending tokens under causality does not change earlier outputs."""
     q, k, v = qkv(queries=32, keys=32, dtype=precise(backend))
     options = {"is_causal": True, "backend": backend, **params_of(variant)}
-    whole = attnzoo.attention(q, k, v, variant, **options)
+    full = attnzoo.attention(q, k, v, variant, **options)
     for n in (1, 2, 17, 31):
         part = attnzoo.attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], variant, **options)
-        assert same(part, whole[:, :, :n])
+        assert same(part, full[:, :, :n])
 
 
 @every_pair
 def test_last_query_alone_gives_the_last_row(variant: str, backend: str) -> None:
     q, k, v = qkv(queries=12, keys=12, dtype=precise(backend))
     options = {"is_causal": True, "backend": backend, **params_of(variant)}
-    whole = attnzoo.attention(q, k, v, variant, **options)
+    full = attnzoo.attention(q, k, v, variant, **options)
     last = attnzoo.attention(q[:, :, -1:], k, v, variant, **options)
-    assert same(last, whole[:, :, -1:])
+    assert same(last, full[:, :, -1:])
 
 
 @every_pair
@@ -277,26 +277,26 @@ def test_empty_row_does_not_change_the_others(variant: str, float_mask: bool, ba
     mask = rand(7, 7, seed=9) > -0.3
     mask[:, 0] = True
     mask[4] = False
-    given = mask
+    attn_mask = mask
     if float_mask:
-        given = torch.zeros(7, 7, dtype=torch.float64).masked_fill(~mask, float("-inf"))
-        given.requires_grad_()
+        attn_mask = torch.zeros(7, 7, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+        attn_mask.requires_grad_()
     params = params_of(variant)
-    out = attnzoo.attention(q, k, v, variant, attn_mask=given, backend=backend, **params)
+    out = attnzoo.attention(q, k, v, variant, attn_mask=attn_mask, backend=backend, **params)
     assert torch.equal(out[:, :, 4], torch.zeros(2, 2, 6, dtype=torch.float64))
     do = rand(2, 2, 7, 6, seed=8)
-    found = torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
-    assert torch.equal(found[0][:, :, 4], torch.zeros(2, 2, 6, dtype=torch.float64))
-    rest = [0, 1, 2, 3, 5, 6]
+    gradients = torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
+    assert torch.equal(gradients[0][:, :, 4], torch.zeros(2, 2, 6, dtype=torch.float64))
+    others = [0, 1, 2, 3, 5, 6]
     if attnzoo.get_variant(variant).by_position:
-        assert all(bool(x.isfinite().all()) for x in found)
+        assert all(bool(x.isfinite().all()) for x in gradients)
         return
-    less = attnzoo.attention(q[:, :, rest], k, v, variant, attn_mask=mask[rest], **params)
-    expected = torch.autograd.grad(less, (q, k, v), do[:, :, rest])
-    for have, want in zip(found, expected, strict=True):
+    less = attnzoo.attention(q[:, :, others], k, v, variant, attn_mask=mask[others], **params)
+    expected = torch.autograd.grad(less, (q, k, v), do[:, :, others])
+    for have, want in zip(gradients, expected, strict=True):
         assert torch.allclose(have, want)
     if float_mask:
-        gradient = torch.autograd.grad(out, given, do)[0]
+        gradient = torch.autograd.grad(out, attn_mask, do)[0]
         assert torch.equal(gradient[~mask], torch.zeros(int((~mask).sum()), dtype=torch.float64))
 
 

@@ -48,9 +48,9 @@ def results(
 def agrees(variant: str, backend: str, options: dict[str, Any]) -> None:
     """Assert that output and gradients agree with those of `eager` in fp64."""
     inputs = qkv(precise(backend))
-    found = results(variant, backend, inputs, options)
+    actual = results(variant, backend, inputs, options)
     exact = results(variant, "eager", [x.double() for x in inputs], options)
-    for have, want in zip(found, exact):
+    for have, want in zip(actual, exact):
         tolerance = 1e-10 if have.dtype == torch.float64 else 2e-5
         assert torch.allclose(have.double(), want, rtol=tolerance, atol=tolerance)
 
@@ -258,18 +258,18 @@ def test_lse_is_the_lowest_float_if_all_scores_of_the_row_are(backend: str) -> N
 def test_gradients_of_lse_are_finite_with_a_row_at_the_lowest_float() -> None:
     mask = torch.zeros(1, 1, N, N)
     mask[:, :, 3] = LEAST
-    found = []
+    gradients = []
     for backend in ("eager", "flash"):
         leaves = [x.requires_grad_() for x in qkv(torch.float32)]
         _, lse = attnzoo.attention(*leaves, attn_mask=mask, backend=backend, return_lse=True)
         others = torch.arange(N) != 3
-        found.append(torch.autograd.grad(lse[:, :, others].sum(), leaves[:2]))
+        gradients.append(torch.autograd.grad(lse[:, :, others].sum(), leaves[:2]))
         (gradient,) = torch.autograd.grad(
             attnzoo.attention(*leaves, attn_mask=mask, backend=backend, return_lse=True)[1].sum(),
             leaves[:1],
         )
         assert bool(gradient.isfinite().all())
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*gradients, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
 
@@ -286,12 +286,12 @@ def test_entropy_is_right_if_all_scores_of_a_row_are_the_lowest_float(
     options = {"backend": backend, "differentiable": differentiable}
     out = attnzoo.attention(*leaves, "adaptive_temperature", attn_mask=mask, **options)
     assert torch.allclose(out[:, :, 7], v.mean(2), atol=1e-6)
-    found = torch.autograd.grad(out.sum(), leaves)
+    gradients = torch.autograd.grad(out.sum(), leaves)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     bare = attnzoo.attention(*exact, "adaptive_temperature", **options)
     rows = torch.arange(33) != 7
     assert torch.allclose(out[:, :, rows].double(), bare[:, :, rows], atol=1e-5)
-    assert all(bool(x.isfinite().all()) for x in found)
+    assert all(bool(x.isfinite().all()) for x in gradients)
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
@@ -326,10 +326,10 @@ def test_linear_is_accurate_for_nearly_orthogonal_queries_and_keys(
     want = attnzoo.attention(*exact, "taylor", is_causal=is_causal, backend="eager")
     eps = torch.finfo(dtype).eps
     assert torch.allclose(out.double(), want, rtol=eps, atol=1e-6)
-    found, gradients = (
+    actual, gradients = (
         torch.autograd.grad(x.square().sum(), y) for x, y in ((out, leaves), (want, exact))
     )
-    for have, gradient in zip(found, gradients, strict=True):
+    for have, gradient in zip(actual, gradients, strict=True):
         scale = float(gradient.abs().max())
         assert float((have.double() - gradient).abs().max()) < 4 * eps * scale
 

@@ -47,11 +47,11 @@ def differentiable(variant: str, per_token: bool = False) -> tuple[list[Tensor],
     if variant == "adaptive_temperature":
         fixed["differentiable"] = True
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **more: Any) -> Any:
-        tensors = dict(zip(named, rest, strict=True))
+    def attend(q: Tensor, k: Tensor, v: Tensor, *values: Tensor, **more: Any) -> Any:
+        tensors = dict(zip(named, values, strict=True))
         return attnzoo.attention(q, k, v, variant, **fixed, **tensors, **more)
 
-    return [x.requires_grad_() for x in leaves], run
+    return [x.requires_grad_() for x in leaves], attend
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
@@ -87,14 +87,14 @@ def test_gradients_on_sdpa_and_linear_match_finite_differences(variant: str, bac
     q, k, v = qkv(queries=4, keys=4)
     named = {name: x.double() for name, x in learned(variant, 2).items()}
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        params = {**params_of(variant), **dict(zip(named, rest, strict=True))}
+    def attend(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
+        params = {**params_of(variant), **dict(zip(named, values, strict=True))}
         return attnzoo.attention(q, k, v, variant, is_causal=True, backend=backend, **params)
 
     leaves = [x.requires_grad_() for x in (q, k, v, *named.values())]
     if variant == "adaptive_temperature":  # no gradient through β by default
         leaves = [q.detach(), k.detach(), v]
-    assert gradcheck(run, leaves, fast_mode=True)
+    assert gradcheck(attend, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled", "sdpa"])
@@ -103,7 +103,7 @@ def test_adaptive_temperature_has_no_gradient_through_beta_by_default(backend: s
     q, k, v = (x.requires_grad_() for x in qkv(queries=1, keys=30))
     do = rand(2, 2, 1, 6, seed=8)
     out = attnzoo.attention(q, k, v, "adaptive_temperature", backend=backend)
-    found = torch.autograd.grad(out, (q, k, v), do)
+    actual = torch.autograd.grad(out, (q, k, v), do)
     from attnzoo.variants.adaptive_temperature import beta
 
     z = q @ k.transpose(-1, -2) / 6**0.5
@@ -111,7 +111,7 @@ def test_adaptive_temperature_has_no_gradient_through_beta_by_default(backend: s
     temperature = beta(-(p * p.log()).sum(-1, keepdim=True)).detach()
     assert bool((temperature > 1.2).all())  # with 30 keys, β is above 1
     frozen = torch.autograd.grad((temperature * z).softmax(-1) @ v, (q, k, v), do)
-    for have, want in zip(found, frozen, strict=True):
+    for have, want in zip(actual, frozen, strict=True):
         assert torch.allclose(have, want)
     moving = attnzoo.attention(
         q, k, v, "adaptive_temperature", backend="tiled", differentiable=True
@@ -155,8 +155,8 @@ def test_the_gradient_of_an_input_is_the_same_if_only_this_input_requires_one(
     for at, expected in enumerate(together):
         alone = [x.detach() for x in leaves]
         alone[at].requires_grad_()
-        found = torch.autograd.grad(run(*alone, backend=backend), alone[at], do)[0]
-        assert torch.allclose(found, expected)
+        gradient = torch.autograd.grad(run(*alone, backend=backend), alone[at], do)[0]
+        assert torch.allclose(gradient, expected)
 
 
 @pytest.mark.parametrize(("variant", "backend"), TRAINED)
@@ -183,9 +183,9 @@ def test_zero_dim_parameter_equals_the_same_number_per_head(variant: str, backen
     ]
     assert torch.allclose(*outs)
     do = rand(*outs[0].shape, seed=9)
-    found = torch.autograd.grad(outs[0], list(one.values()), do)
+    actual = torch.autograd.grad(outs[0], list(one.values()), do)
     expected = torch.autograd.grad(outs[1], list(per_head.values()), do)
-    for have, want in zip(found, expected, strict=True):
+    for have, want in zip(actual, expected, strict=True):
         assert have.shape == ()
         assert torch.allclose(have, want.sum())
 
@@ -196,6 +196,6 @@ def test_gradients_of_attention_weights_equal_those_of_attention(variant: str) -
     w = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **params_of(variant))
     out = attnzoo.attention(q, k, v, variant, is_causal=True, **params_of(variant))
     do = rand(*out.shape, seed=9)
-    found = torch.autograd.grad(w, (q, k), do @ v.detach().mT)
+    actual = torch.autograd.grad(w, (q, k), do @ v.detach().mT)
     expected = torch.autograd.grad(out, (q, k), do)
-    assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.allclose(a, b) for a, b in zip(actual, expected, strict=True))

@@ -69,25 +69,25 @@ def test_maps_on_every_backend(backend: str, heads: int, causal: bool) -> None:
         q, k, v, "hedgehog", query_map=query_map, key_map=key_map, is_causal=causal,
         enable_gqa=True, backend=backend,
     )  # fmt: skip
-    found = [out, *torch.autograd.grad(out, mine, do.to(dtype))]
+    actual = [out, *torch.autograd.grad(out, mine, do.to(dtype))]
     wanted = [expected, *torch.autograd.grad(expected, leaves, do)]
     # Sums of a few hundred products; a wrong formula differs by far more than 1000 roundings.
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(actual, wanted, strict=True):
         assert (a.double() - b).abs().max() <= 1000 * torch.finfo(dtype).eps * (1 + b.abs().max())
 
 
 @pytest.mark.parametrize("one", ["query_map", "key_map"])
 def test_a_map_that_is_not_given_is_the_identity(one: str) -> None:
     q, k, v, query_map, key_map = inputs()
-    given = {"query_map": query_map, "key_map": key_map}
+    maps = {"query_map": query_map, "key_map": key_map}
     eye = torch.eye(D).double().expand(H, D, D)
     options: dict[str, Any] = {"enable_gqa": True, "is_causal": True}
     for backend in ("eager", "linear"):
         options["backend"] = backend
-        found = attnzoo.attention(q, k, v, "hedgehog", **options, **{one: given[one]})
-        other = {name: x if name == one else eye for name, x in given.items()}
+        out = attnzoo.attention(q, k, v, "hedgehog", **options, **{one: maps[one]})
+        other = {name: x if name == one else eye for name, x in maps.items()}
         expected = attnzoo.attention(q, k, v, "hedgehog", **options, **other)
-        assert torch.allclose(found, expected, atol=1e-12)
+        assert torch.allclose(out, expected, atol=1e-12)
 
 
 def test_masks_and_a_state_with_grouped_heads() -> None:
@@ -99,10 +99,10 @@ def test_masks_and_a_state_with_grouped_heads() -> None:
     )
     poisoned = k.masked_fill(~mask[:, :, 0, :, None], torch.nan)
     for backend in ("tiled", "linear"):
-        found = attnzoo.attention(
+        out = attnzoo.attention(
             q, poisoned, v, "hedgehog", attn_mask=mask, is_causal=True, backend=backend, **maps
         )
-        assert torch.allclose(found, expected, atol=1e-12)
+        assert torch.allclose(out, expected, atol=1e-12)
     parts, state = [], None
     for s in (slice(4), slice(4, 5), slice(5, N)):
         out, state = attnzoo.linear_attention(
@@ -118,12 +118,12 @@ def test_a_state_needs_maps_of_the_same_kind() -> None:
     maps, cache = rand(H, D, D, seed=2), attnzoo.nn.StateCache()
     attnzoo.nn.attend(cache, q[:, :, :3], k[:, :, :3], v[:, :, :3], "hedgehog", query_map=maps)
     shape = re.escape(f"a tensor {(H, D, D)}")
-    for given, message in (
+    for params, message in (
         ({}, f"query_map must be {shape} as in the first call of this StateCache, got None"),
         ({"query_map": maps, "key_map": maps}, f"key_map must be None .*, got {shape}"),
     ):
         with pytest.raises(ValueError, match=message):
-            attnzoo.nn.attend(cache, q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], "hedgehog", **given)
+            attnzoo.nn.attend(cache, q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], "hedgehog", **params)
 
 
 @pytest.mark.parametrize("size", [1e3, 1e30])

@@ -34,8 +34,8 @@ def test_weights_of_the_paper_example(variant: str) -> None:
         if attnzoo.explain(*call, **options).chosen is None:
             assert VARIANT_BACKENDS[variant].get(backend) is not RUNS or backend == "sdpa"
             continue
-        found = attnzoo.attention(*call, **options)[0, 0, 0].double()
-        assert torch.allclose(found, expected, rtol=0, atol=paper.accuracy), backend
+        weights = attnzoo.attention(*call, **options)[0, 0, 0].double()
+        assert torch.allclose(weights, expected, rtol=0, atol=paper.accuracy), backend
 
 
 def test_softmax_equals_scaled_dot_product_attention() -> None:
@@ -46,8 +46,8 @@ def test_softmax_equals_scaled_dot_product_attention() -> None:
         expected = (out, *torch.autograd.grad(out, (q, k, v), do))
         for backend in BACKENDS:
             out = attnzoo.attention(q, k, v, backend=backend, **options)
-            found = (out, *torch.autograd.grad(out, (q, k, v), do))
-            assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
+            actual = (out, *torch.autograd.grad(out, (q, k, v), do))
+            assert all(torch.allclose(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 # ---- thresholds, against the authors' package -------------------------------------------------
@@ -60,8 +60,8 @@ def grads(function: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
     return (out, *torch.autograd.grad(out, leaves, rand(*out.shape, seed=77, dtype=out.dtype)))
 
 
-def agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], atol: float = 1e-9) -> None:
-    for have, want in zip(found, expected, strict=True):
+def agree(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], atol: float = 1e-9) -> None:
+    for have, want in zip(actual, expected, strict=True):
         assert torch.allclose(have, want, rtol=0, atol=atol), float((have - want).abs().max())
 
 
@@ -153,13 +153,13 @@ def test_asentmax_against_the_package(per_token: bool, backend: str) -> None:
         power[..., 1:] = log_n[1:] ** gamma[..., 1:]
         return delta + beta * power
 
-    def theirs(q: Tensor, *rest: Tensor) -> Tensor:
-        scores = gained(*rest)[..., None] * (q @ k.mT / 6**0.5)
+    def theirs(q: Tensor, *params: Tensor) -> Tensor:
+        scores = gained(*params)[..., None] * (q @ k.mT / 6**0.5)
         later = torch.ones(9, 9, dtype=torch.bool).triu(1)
         return package.entmax15(scores.masked_fill(later, -1e6), dim=-1) @ v
 
-    def ours(q: Tensor, *rest: Tensor) -> Tensor:
-        named = dict(zip(("beta", "gamma", "delta"), rest, strict=True))
+    def ours(q: Tensor, *params: Tensor) -> Tensor:
+        named = dict(zip(("beta", "gamma", "delta"), params, strict=True))
         return attnzoo.attention(q, k, v, "asentmax", is_causal=True, backend=backend, **named)
 
     agree(grads(ours, q, *values), grads(theirs, q, *values))
@@ -297,8 +297,8 @@ def test_taylor_equals_its_pairwise_definition(causal: bool, backend: str) -> No
     w = 1 + scores + scores**2 / 2
     assert bool((w >= 0.5).all())
     w = w.tril() if causal else w
-    found = weights_of(scores, "taylor", backend, is_causal=causal)
-    assert torch.allclose(found, w / w.sum(-1, keepdim=True))
+    actual = weights_of(scores, "taylor", backend, is_causal=causal)
+    assert torch.allclose(actual, w / w.sum(-1, keepdim=True))
 
 
 def test_taylor_of_higher_order_approaches_softmax() -> None:
@@ -314,8 +314,8 @@ def test_taylor_of_higher_order_approaches_softmax() -> None:
 def test_taylor_features_hold_each_product_once() -> None:
     """There are 153 features at D = 16, 2145 at D = 64, and ψ(q)·ψ(k) = 1 + q·k + (q·k)²/2."""
     q, k = rand(5, 16, seed=1), rand(5, 16, seed=2)
-    found = attnzoo.get_variant("taylor").forms(None, order=2)
-    form = next(form for form in found if isinstance(form, attnzoo.Linear))
+    forms = attnzoo.get_variant("taylor").forms(None, order=2)
+    form = next(form for form in forms if isinstance(form, attnzoo.Linear))
     psi_q, psi_k = form.features(q, torch.arange(5)), form.features(k, torch.arange(5))
     assert psi_q.shape == (5, form.size(16)) == (5, 153)
     assert form.size(64) == 2145
@@ -338,10 +338,10 @@ def test_topk_keeps_the_lowest_index_of_equal_scores(backend: str) -> None:
 def test_topk_selects_among_visible_keys_and_keeps_all_if_fewer(backend: str) -> None:
     scores = torch.tensor([[9.0, 1, 2, 3, 4]]).double()
     mask = torch.tensor([[False, True, True, False, True]])
-    found = weights_of(scores, "topk", backend, top_k=2, attn_mask=mask)
+    actual = weights_of(scores, "topk", backend, top_k=2, attn_mask=mask)
     expected = torch.tensor([[0, 0, 2.0, 0, 4]]).double()
     expected[0, [2, 4]] = expected[0, [2, 4]].softmax(-1)
-    assert torch.allclose(found, expected)
+    assert torch.allclose(actual, expected)
     everything = weights_of(scores, "topk", backend, top_k=7, attn_mask=mask)
     assert torch.allclose(everything, weights_of(scores, "softmax", attn_mask=mask))
 

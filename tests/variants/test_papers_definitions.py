@@ -66,10 +66,10 @@ def test_stick_breaking_keeps_weights_of_extreme_logits() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_top_p_with_p_1_is_softmax_exactly(backend: str, options: dict) -> None:
     q, k, v = (x.float() for x in qkv())
-    found = attnzoo.attention(q, k, v, "top_p", p=1.0, backend="eager", **options)
-    assert torch.equal(found, attnzoo.attention(q, k, v, backend="eager", **options))
-    found = attnzoo.attention(q, k, v, "top_p", p=1.0, backend=backend, **options)
-    torch.testing.assert_close(found, attnzoo.attention(q, k, v, backend=backend, **options))
+    out = attnzoo.attention(q, k, v, "top_p", p=1.0, backend="eager", **options)
+    assert torch.equal(out, attnzoo.attention(q, k, v, backend="eager", **options))
+    out = attnzoo.attention(q, k, v, "top_p", p=1.0, backend=backend, **options)
+    torch.testing.assert_close(out, attnzoo.attention(q, k, v, backend=backend, **options))
     assert attnzoo.explain(q, k, v, "top_p", p=1.0).chosen == "sdpa"
 
 
@@ -140,13 +140,13 @@ def test_perturb_max_agrees_with_the_loss_of_each_class() -> None:
 @pytest.mark.parametrize("backend", [*BACKENDS, "sdpa"])
 def test_perturb_max_with_gumbel_noise_is_softmax_of_scores_over_std(backend: str) -> None:
     q, k, v = qkv()
-    found = attnzoo.attention(
+    out = attnzoo.attention(
         q, k, v, "perturb_max", noise="gumbel", std=0.5, is_causal=True, backend=backend
     )
     expected = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=2 / 5**0.5
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("n", [1, 2, 10, 1000, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -205,12 +205,12 @@ def test_wrong_parameters_of_perturb_max_raise(
 def test_noisy_is_softmax_of_logits_plus_normal_noise() -> None:
     q, k, v = qkv()
     torch.manual_seed(3)
-    found = attnzoo.attention(q, k, v, "noisy", std=0.7, is_causal=True, backend="eager")
+    out = attnzoo.attention(q, k, v, "noisy", std=0.7, is_causal=True, backend="eager")
     torch.manual_seed(3)
     z = q @ k.mT / 5**0.5
     s = z + 0.7 * torch.randn_like(z)
     s = s.masked_fill(torch.ones(12, 12, dtype=torch.bool).triu(1), float("-inf"))
-    torch.testing.assert_close(found, s.softmax(-1) @ v)
+    torch.testing.assert_close(out, s.softmax(-1) @ v)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -219,12 +219,12 @@ def test_noise_is_the_same_forward_and_backward(
 ) -> None:
     monkeypatch.setattr(blocks, "SCORES", 40)  # several blocks
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.manual_seed(0)
         return attnzoo.attention(q, k, v, "noisy", std=1.0, is_causal=True, backend=backend)
 
     leaves = [x[:1, :2, :6].requires_grad_() for x in qkv()]
-    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

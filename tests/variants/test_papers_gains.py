@@ -61,11 +61,11 @@ def test_clipped_log_n_is_softmax_up_to_the_train_length() -> None:
 )
 def test_position_temperature_sharpens_in_steps(one_based: bool, gains: tuple[int, ...]) -> None:
     q, k, v = (rand(1, 1, 8, 4, seed=seed) for seed in range(3))
-    found = attnzoo.attention(
+    out = attnzoo.attention(
         q, k, v, "position_temperature", train_length=3, one_based=one_based, is_causal=True
     )
     gain = 1 + 0.1 * torch.tensor(gains, dtype=torch.float64).add(1).log()
-    assert torch.allclose(found, attnzoo.attention(gain[:, None] * q, k, v, is_causal=True))
+    assert torch.allclose(out, attnzoo.attention(gain[:, None] * q, k, v, is_causal=True))
 
 
 def test_adaptive_temperature_by_hand() -> None:
