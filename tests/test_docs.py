@@ -103,7 +103,7 @@ def test_first_example_of_readme_has_at_most_five_lines() -> None:
 
 def evaluated() -> list[object]:
     """Return (page, command, file): evals commands with a plugin that the same page shows."""
-    found = [
+    cases = [
         pytest.param(path, words, file, id=f"{name_of(path)}-{file}")
         for path in CURRENT
         for words, file in re.findall(
@@ -112,8 +112,8 @@ def evaluated() -> list[object]:
             re.MULTILINE,
         )
     ]
-    assert len(found) >= 2  # your-own-variant.md and evals.md
-    return found
+    assert len(cases) >= 2  # your-own-variant.md and evals.md
+    return cases
 
 
 @pytest.mark.slow

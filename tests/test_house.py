@@ -91,26 +91,26 @@ def package_of(name: str) -> str:
 def test_dependencies_point_one_way() -> None:
     ours = ("attnzoo", "commandline", "evals", "benchmarks", "scripts")
     for path in ALL:
-        own = module_name(path)
-        assert package_of(own) in MAY_IMPORT, f"add {package_of(own)} to MAY_IMPORT"
-        allowed = {package_of(own), *MAY_IMPORT[package_of(own)]}
+        module = module_name(path)
+        assert package_of(module) in MAY_IMPORT, f"add {package_of(module)} to MAY_IMPORT"
+        allowed = {package_of(module), *MAY_IMPORT[package_of(module)]}
         for name in (n for n in imports(path) if n.split(".")[0] in ours):
             # For a file outside attnzoo, only the top-level package of the import is checked here.
             # test_evals_and_benchmarks_use_public_names checks the names in evals and benchmarks.
-            inside = name.split(".")[0] if own.split(".")[0] != "attnzoo" else package_of(name)
-            assert inside in allowed, f"{own} imports {name}"
+            inside = name.split(".")[0] if module.split(".")[0] != "attnzoo" else package_of(name)
+            assert inside in allowed, f"{module} imports {name}"
 
 
 @pytest.mark.parametrize("top", ORDER)
 def test_evals_and_benchmarks_import_in_order(top: str) -> None:
     for path in (ROOT / top).rglob("*.py"):
-        own = module_name(path).split(".")
-        if len(own) == 1:
+        module = module_name(path).split(".")
+        if len(module) == 1:
             continue
         for name in (n.split(".") for n in imports(path)):
             if name[0] == top and len(name) > 1:
                 order = ORDER[top]
-                assert order.index(name[1]) <= order.index(own[1]), f"{path} imports {name}"
+                assert order.index(name[1]) <= order.index(module[1]), f"{path} imports {name}"
 
 
 def test_no_import_cycles() -> None:
@@ -137,13 +137,13 @@ def at_import(path: Path) -> set[str]:
         if isinstance(node, (ast.FunctionDef, ast.Lambda))
         for inner in ast.walk(node)
     }
-    found = set()
+    names = set()
     for node in nodes_of(path):
         if node not in inside and isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif node not in inside and isinstance(node, ast.ImportFrom):
-            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def test_triton_is_imported_only_when_a_kernel_is_launched() -> None:
@@ -165,13 +165,13 @@ def test_triton_is_imported_only_when_a_kernel_is_launched() -> None:
 
 
 def test_only_variants_with_shared_mathematics_import_each_other() -> None:
-    found = {
+    imported = {
         (path.stem, name.rsplit(".", 1)[-1])
         for path in (PACKAGE / "variants").glob("*.py")
         for name in imports(path)
         if name.startswith("attnzoo.variants.")
     }
-    assert found == {("entmax", "sparsemax"), ("asentmax", "entmax"), ("cosformer", "elu")}
+    assert imported == {("entmax", "sparsemax"), ("asentmax", "entmax"), ("cosformer", "elu")}
 
 
 PUBLIC = (
@@ -294,6 +294,50 @@ def test_general_code_names_no_variant() -> None:
                 assert node in docstrings or not words & names, f"{place}, line {node.lineno}"
 
 
+# Words that say that a thing was passed, computed or left over, but not what it is.
+VAGUE = {"found", "given", "kept", "own", "places", "rest", "said", "whole"}
+# Public names: `Call.places`, the argument ``given`` of `nn.Attention`.
+PUBLIC_NAMES = {
+    ("attnzoo/core/visibility.py", "places"),
+    ("attnzoo/nn/attention.py", "given"),
+    ("attnzoo/nn/parameters.py", "given"),
+}
+# Files and folders that still have such names, or classes of equal names.
+NOT_YET = (
+    "attnzoo/backends/", "attnzoo/losses/", "benchmarks/", "evals/", "tests/backends/",
+    "tests/benchmarks/", "tests/evals/", "tests/losses/", "tests/helpers/loss_",
+    "tests/helpers/other_loss_", "tests/helpers/sharded_losses.py",
+)  # fmt: skip
+
+
+def bound_name(node: ast.AST) -> str | None:
+    """The name that a node binds: of a variable, argument, attribute, function or class."""
+    if isinstance(node, ast.Name | ast.Attribute):
+        name = node.id if isinstance(node, ast.Name) else node.attr
+        return name if isinstance(node.ctx, ast.Store) else None
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
+        return node.name
+    if isinstance(node, ast.arg):
+        return node.arg
+    return node.asname if isinstance(node, ast.alias) else None
+
+
+def test_names_say_what_they_hold() -> None:
+    wrong, classes = [], []
+    for path in (*ALL, *sorted((ROOT / "tests").rglob("*.py"))):
+        place = path.relative_to(ROOT).as_posix()
+        if place.startswith(NOT_YET):
+            continue
+        for node in nodes_of(path):
+            word = (bound_name(node) or "").strip("_").lower()
+            if word in VAGUE and (place, word) not in PUBLIC_NAMES:
+                wrong.append(f"{place}, line {getattr(node, 'lineno', '?')}: {word}")
+            if isinstance(node, ast.ClassDef) and place.startswith("attnzoo/"):
+                classes.append(node.name)
+    assert wrong == []
+    assert sorted(classes) == sorted(set(classes))
+
+
 def test_no_name_starts_with_supports_and_no_code_reads_environment_variables() -> None:
     for path in FILES:
         nodes = nodes_of(path)
@@ -321,15 +365,15 @@ def test_names_in_all_exist_and_are_unique() -> None:
 def test_doctests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the examples in a module's docstrings. Variants that they register are removed."""
     monkeypatch.setattr(attnzoo.core.registry, "_VARIANTS", dict(attnzoo.core.registry._VARIANTS))
-    found = doctest.testmod(importlib.import_module(name))
-    assert found.failed == 0
+    outcome = doctest.testmod(importlib.import_module(name))
+    assert outcome.failed == 0
     examples = {
         "attnzoo.functional.attention": 6,
         "attnzoo.core.registry": 7,
         "attnzoo.nn.attention": 5,
         "attnzoo": 3,
     }
-    assert found.attempted >= examples.get(name, 0)
+    assert outcome.attempted >= examples.get(name, 0)
 
 
 def test_files_have_no_merge_conflict_markers() -> None:

@@ -59,27 +59,29 @@ class Loaded(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.addresses: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
+        attributes = dict(attrs)
         names = ["src", "srcset", "data", "poster"] + (["href"] if tag == "link" else [])
-        self.found += [given[name] or "" for name in names if name in given and tag != "a"]
+        self.addresses += [
+            attributes[name] or "" for name in names if name in attributes and tag != "a"
+        ]
 
 
 def pages(site: Path) -> list[str]:
     """Return the paths of all pages relative to the site, except pages of the theme in _static."""
-    found = (path.relative_to(site).as_posix() for path in site.rglob("*.html"))
-    return sorted(name for name in found if not name.startswith("_static/"))
+    paths = (path.relative_to(site).as_posix() for path in site.rglob("*.html"))
+    return sorted(name for name in paths if not name.startswith("_static/"))
 
 
 def test_nothing_is_loaded_from_the_network(site: Path) -> None:
     remote = re.compile(r"(https?:)?//")
     for name in pages(site):
-        found = Loaded((site / name).read_text()).found
-        assert found
-        assert [x for x in found if remote.match(x)] == [], name
+        addresses = Loaded((site / name).read_text()).addresses
+        assert addresses
+        assert [x for x in addresses if remote.match(x)] == [], name
     for path in site.rglob("*.css"):
         sources = re.findall(r"(?:url\(|@import )['\"]?([^'\")]+)", path.read_text())
         assert [x for x in sources if remote.match(x)] == [], path
@@ -144,8 +146,8 @@ def test_no_page_scrolls_sideways_or_reports_an_error(
         browser.get(address + name)
         for width in WIDTHS.values():
             resize(browser, width)
-            found = browser.execute_script("return document.documentElement.scrollWidth")
-            assert found <= width, (name, width)
+            content_width = browser.execute_script("return document.documentElement.scrollWidth")
+            assert content_width <= width, (name, width)
         assert errors(browser) == [], name
 
 
@@ -213,8 +215,8 @@ def test_search_finds_pages(address: str, browser: webdriver.Chrome) -> None:
     WebDriverWait(browser, 10).until(
         lambda b: b.find_elements(By.CSS_SELECTOR, "#search-results li a")
     )
-    found = browser.find_elements(By.CSS_SELECTOR, "#search-results li a")
-    assert any("variants/entmax.html" in (a.get_attribute("href") or "") for a in found)
+    links = browser.find_elements(By.CSS_SELECTOR, "#search-results li a")
+    assert any("variants/entmax.html" in (a.get_attribute("href") or "") for a in links)
     assert errors(browser) == []
 
 

@@ -69,8 +69,8 @@ def test_a_wrong_block_is_one_line_and_no_page_is_written(
 
 
 def test_docstring_examples_of_variant_facts_run() -> None:
-    found = doctest.testmod(variant_facts)
-    assert (found.failed, found.attempted) == (0, 2)
+    outcome = doctest.testmod(variant_facts)
+    assert (outcome.failed, outcome.attempted) == (0, 2)
 
 
 def test_the_table_of_arguments_is_what_calls_accept() -> None:
