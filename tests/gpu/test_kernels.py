@@ -247,7 +247,7 @@ def test_a_captured_graph_equals_eager_calls_for_new_values(
 ) -> None:
     """Forward and backward are captured once, and replayed for other values of q, k and v."""
     call = PackedCall(variant, backend, device=device)
-    graph, results = captured(call.run, cuda)
+    graph, results = captured(call.outputs_and_gradients, cuda)
     for seed in (1, 2):
         call.fill(seed)
         graph.replay()
