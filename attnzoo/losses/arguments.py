@@ -223,14 +223,9 @@ def _allowed(least: float | None, most: float | None, above: bool) -> str:
 
 
 def check_softcap(softcap: Any) -> float | None:
-    softcap = plain(softcap)
-    if softcap is None:
+    if plain(softcap) is None:
         return None
-    if not is_number(softcap):
-        raise TypeError(f"softcap must be a finite number > 0 or None, got {shown(softcap)}")
-    if not 0 < softcap <= torch.finfo(torch.float32).max:
-        raise ValueError(f"softcap must be a finite number > 0 or None, got {shown(softcap)}")
-    return float(softcap)
+    return check_number("softcap", softcap, above=True, other=" or None")
 
 
 class Batch(NamedTuple):

@@ -32,8 +32,7 @@ def linear_loss(
     linear_bias: Tensor | None = None, class_mask: Tensor | None = None,
     softcap: float | None = None, weight: Tensor | None = None, label_smoothing: float = 0.0,
     lse_penalty: float = 0.0, ignore_index: int = -100, reduction: str = "mean",
-    return_stats: Literal[False] = False,
-    **params: Tensor | float | None,
+    return_stats: Literal[False] = False, **params: Tensor | float | None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_loss(
@@ -41,8 +40,7 @@ def linear_loss(
     linear_bias: Tensor | None = None, class_mask: Tensor | None = None,
     softcap: float | None = None, weight: Tensor | None = None, label_smoothing: float = 0.0,
     lse_penalty: float = 0.0, ignore_index: int = -100, reduction: str = "mean",
-    return_stats: Literal[True],
-    **params: Tensor | float | None,
+    return_stats: Literal[True], **params: Tensor | float | None,
 ) -> tuple[Tensor, LossStats]: ...  # fmt: skip
 @overload
 def linear_loss(
@@ -50,8 +48,7 @@ def linear_loss(
     linear_bias: Tensor | None = None, class_mask: Tensor | None = None,
     softcap: float | None = None, weight: Tensor | None = None, label_smoothing: float = 0.0,
     lse_penalty: float = 0.0, ignore_index: int = -100, reduction: str = "mean",
-    return_stats: bool,
-    **params: Tensor | float | None,
+    return_stats: bool, **params: Tensor | float | None,
 ) -> Tensor | tuple[Tensor, LossStats]: ...  # fmt: skip
 def linear_loss(
     input: Tensor,
@@ -161,26 +158,23 @@ def linear_loss(
 @overload
 def loss(
     logits: Tensor, target: Tensor, variant: str = "softmax", *,
-    class_mask: Tensor | None = None, softcap: float | None = None,
-    weight: Tensor | None = None, label_smoothing: float = 0.0, lse_penalty: float = 0.0,
-    ignore_index: int = -100, reduction: str = "mean", return_stats: Literal[False] = False,
-    **params: Tensor | float | None,
+    class_mask: Tensor | None = None, softcap: float | None = None, weight: Tensor | None = None,
+    label_smoothing: float = 0.0, lse_penalty: float = 0.0, ignore_index: int = -100,
+    reduction: str = "mean", return_stats: Literal[False] = False, **params: Tensor | float | None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def loss(
     logits: Tensor, target: Tensor, variant: str = "softmax", *,
-    class_mask: Tensor | None = None, softcap: float | None = None,
-    weight: Tensor | None = None, label_smoothing: float = 0.0, lse_penalty: float = 0.0,
-    ignore_index: int = -100, reduction: str = "mean", return_stats: Literal[True],
-    **params: Tensor | float | None,
+    class_mask: Tensor | None = None, softcap: float | None = None, weight: Tensor | None = None,
+    label_smoothing: float = 0.0, lse_penalty: float = 0.0, ignore_index: int = -100,
+    reduction: str = "mean", return_stats: Literal[True], **params: Tensor | float | None,
 ) -> tuple[Tensor, LossStats]: ...  # fmt: skip
 @overload
 def loss(
     logits: Tensor, target: Tensor, variant: str = "softmax", *,
-    class_mask: Tensor | None = None, softcap: float | None = None,
-    weight: Tensor | None = None, label_smoothing: float = 0.0, lse_penalty: float = 0.0,
-    ignore_index: int = -100, reduction: str = "mean", return_stats: bool,
-    **params: Tensor | float | None,
+    class_mask: Tensor | None = None, softcap: float | None = None, weight: Tensor | None = None,
+    label_smoothing: float = 0.0, lse_penalty: float = 0.0, ignore_index: int = -100,
+    reduction: str = "mean", return_stats: bool, **params: Tensor | float | None,
 ) -> Tensor | tuple[Tensor, LossStats]: ...  # fmt: skip
 def loss(
     logits: Tensor,
