@@ -181,9 +181,9 @@ class Tokens(NamedTuple):
         """The shape of φ, [n, 1]."""
         return None if self.vectors.shape is None else self.vectors.shape[:, None]
 
-    def visible(self, x: Tensor, value: float = 0.0) -> Tensor:
-        """x [n, K] with ``value`` for hidden classes."""
-        return x if self.hidden is None else x.masked_fill(self.hidden, value)
+    def visible(self, x: Tensor) -> Tensor:
+        """x [n, K] with 0 for hidden classes."""
+        return x if self.hidden is None else x.masked_fill(self.hidden, 0.0)
 
     def rows(self, part: slice | Tensor) -> Tokens:
         hidden = self.hidden
