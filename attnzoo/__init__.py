@@ -21,7 +21,7 @@ from attnzoo.functional.probabilities import probabilities
 from attnzoo.functional.topk import TopK, topk_probabilities
 from attnzoo.functional.use_backend import use_backend
 from attnzoo.functional.varlen import varlen_attention
-from attnzoo.losses.linear_topk import linear_topk
+from attnzoo.losses.probabilities import linear_topk
 
 __version__ = "0.1.0"
 

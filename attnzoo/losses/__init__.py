@@ -4,13 +4,11 @@
 masks for tasks, distances between classes, or a cost that is independent of tokens × classes.
 """
 
-from attnzoo.losses.dispatch import LossStats
-from attnzoo.losses.emo import emo_loss
+from attnzoo.losses.cross_entropies import emo_loss, margin_loss, masked_loss, noisy_loss
 from attnzoo.losses.linear_loss import linear_loss, loss
-from attnzoo.losses.margins import margin_loss, noisy_loss
-from attnzoo.losses.masked import masked_loss
 from attnzoo.losses.moments import spherical_loss, z_loss
 from attnzoo.losses.perturb_max import exact_loss, perturb_max_loss
+from attnzoo.losses.probabilities import LossStats
 
 __all__ = [
     "LossStats",

@@ -1,13 +1,13 @@
-"""Validates the arguments of a loss, and finds the form of its variant."""
+"""Validates the arguments of losses: an output layer, and tokens with their targets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnzoo.backends.transforms import uses_transforms
 from attnzoo.core.call import score_dtype
 from attnzoo.core.checks import (
     DTYPES,
@@ -20,24 +20,31 @@ from attnzoo.core.checks import (
     plain,
     shown,
 )
-from attnzoo.core.forms import FromStatistics, Pairwise
-from attnzoo.core.variant import Variant
-from attnzoo.functional.score_rows import BoundVariant, RowCall, bind_rows, row_call
+from attnzoo.functional.prepare import cast_by_autocast
+from attnzoo.losses.rules import ALL_CLASSES, ClassShard
 
 REDUCTIONS = ("none", "mean", "sum")
 
 
-class LossArguments(NamedTuple):
-    """The keywords that `linear_loss` and `loss` share."""
+class LossCall(NamedTuple):
+    """The arguments of `linear_loss`, or of `loss` with ``linear_weight`` None."""
 
-    class_mask: Tensor | None
+    input: Any  # the logits of `loss`
+    linear_weight: Any
+    linear_bias: Any
+    target: Any
+    variant: str
+    class_mask: Any
     softcap: float | None
-    weight: Tensor | None
+    weight: Any
     label_smoothing: float
     lse_penalty: float
     ignore_index: int
     reduction: str
     return_stats: bool
+    params: dict[str, Any]
+    is_logits: bool = False
+    shard: ClassShard = ALL_CLASSES
 
 
 def check_plain(**tensors: Any) -> None:
@@ -216,91 +223,97 @@ def _allowed(least: float | None, most: float | None, above: bool) -> str:
 
 
 def check_softcap(softcap: Any) -> float | None:
-    softcap = plain(softcap)
-    if softcap is None:
+    if plain(softcap) is None:
         return None
-    if not is_number(softcap):
-        raise TypeError(f"softcap must be a finite number > 0 or None, got {shown(softcap)}")
-    if not 0 < softcap <= torch.finfo(torch.float32).max:
-        raise ValueError(f"softcap must be a finite number > 0 or None, got {shown(softcap)}")
-    return float(softcap)
+    return check_number("softcap", softcap, above=True, other=" or None")
 
 
-class BoundForm(NamedTuple):
-    """A variant with its parameters, and its form for the tokens of an output layer."""
+class Batch(NamedTuple):
+    """Validated operands, with one row per token."""
 
-    bound: BoundVariant
-    call: RowCall
-    form: Pairwise
+    input: Tensor  # [N, d]; without weight, the logits [N, V]
+    weight: Tensor | None  # [V, d]
+    bias: Tensor | None  # [V]
+    class_mask: Tensor | None  # bool [1|N, V]
+    target: Tensor  # [N]
+    ignore_index: int
+    reduction: str
+    lead: torch.Size  # the shape of the tokens
+    shard: ClassShard  # the classes of weight and bias
+    class_weight: Tensor | None = None  # [V]
 
-    def vector(self, value: Tensor | float | None) -> Tensor | None:
-        """A per-query vector of the form with one entry per token, (N,)."""
-        if value is None:
-            return None
-        return self.call.per_query(value).expand(1, self.call.heads, 1)[0, :, 0]
+    @property
+    def classes(self) -> int:
+        """The number of all classes."""
+        here = self.input.shape[1] if self.weight is None else self.weight.shape[0]
+        return self.shard.total(here)
+
+    @property
+    def counted(self) -> Tensor:
+        """False for ignored tokens, (N,)."""
+        return self.target != self.ignore_index
+
+    @property
+    def classes_of_tokens(self) -> Tensor:
+        """Targets (N,), with class 0 for ignored tokens."""
+        return self.target.where(self.counted, 0)
+
+    def factor(self) -> Tensor:
+        """The factor of each token in the reduced loss, (N,); 0 for ignored tokens."""
+        counted, dtype = self.counted, score_dtype(self.input)
+        share = counted.to(dtype)
+        if self.reduction != "mean":
+            return share
+        if self.class_weight is not None:
+            share = share * self.class_weight[self.classes_of_tokens]
+        return counted / share.sum()
+
+    def shaped(self, loss: Tensor) -> Tensor:
+        """A loss that is reduced already, or with reduction "none" the losses (N,), as returned."""
+        if self.reduction == "none":
+            return loss.reshape(self.lead)
+        if self.reduction == "mean" and self.target.shape[0] == 0:
+            return loss + float("nan")  # 0/0, as in torch
+        return loss
+
+    def reduced(self, losses: Tensor) -> Tensor:
+        """The losses (N,) of all tokens, as returned. Those of ignored tokens may be anything."""
+        losses = losses.where(self.counted, 0.0)
+        if self.reduction == "none":
+            return self.shaped(losses)
+        return self.shaped(torch.dot(losses, self.factor()))
 
 
-def bind_form(
-    function: str,
-    variant: str,
-    input: Tensor,
-    classes: int,
-    class_mask: Tensor | None,
-    params: dict[str, Any],
-    lead: torch.Size,
-    keywords: Iterable[str] = (),
-) -> BoundForm:
-    """Validate the variant and its parameters for tokens ``input`` (N, d) of the shape ``lead``.
+def bind_batch(
+    input: Any, weight: Any, bias: Any, target: Any, ignore_index: Any, reduction: Any,
+    class_mask: Any = None, params: tuple[Any, ...] = (), logits: bool = False,
+    shard: ClassShard = ALL_CLASSES,
+) -> Batch:  # fmt: skip
+    """Validate the operands of a loss. ``logits``: ``input`` holds logits, and ``weight`` is None.
 
-    ``keywords``: the other keywords of the function, for errors.
+    ``params`` are other arguments of the loss. They may not be used in torch.func transforms.
+    ``shard``: the classes of ``weight`` and ``bias``. The class mask is that of all classes.
     """
-    bound = bind_rows(
-        function, variant, input, params, tuple(lead), output_layer=True, keywords=keywords
+    if weight is None and not logits:
+        raise TypeError("linear_weight must be a tensor (V, d), got None")
+    check_reduction(reduction, ignore_index)
+    check_plain(
+        input=input, linear_weight=weight, linear_bias=bias, target=target, class_mask=class_mask
     )
-    # A form depends on the number of scores, not on their values. One expanded number stands for
-    # all scores, so that they take no memory.
-    scores = input.new_empty((), dtype=score_dtype(input)).expand(input.shape[0], classes)
-    call = row_call(scores, class_mask, input.dtype)
-    form = bound.pairwise(call)
-    if form is None:
-        extras = ", ".join(bound.extras(call))
-        why = "it has no pairwise form"
-        if extras:
-            why = f"its form has {extras}, which losses do not support"
-        raise ValueError(f"variant {variant!r} has no loss: {why}")
-    return BoundForm(bound, call, form)
-
-
-def check_loss(
-    variant: Variant, form: Pairwise, label_smoothing: float, lse_penalty: float
-) -> None:
-    """Raise unless the form has a loss with these options."""
-    phi, how = form.activation, form.normalize
-    reason = None
-    if isinstance(form.gain, FromStatistics):
-        reason = "its gain depends on statistics of all scores"
-    elif how == "sum" and not (phi.exponential or phi.positive):
-        reason = f"the weight of the target can be 0 (activation {phi.name} is not positive)"
-    elif how == "select" and not phi.exponential:
-        reason = f"normalize='select' has a loss only with φ = exp, got {phi.name}"
-    elif phi.integral is None and (how == "none" or (how == "threshold" and phi.alpha is None)):
-        reason = f"activation {phi.name} has no integral"
-    elif (
-        how in ("none", "threshold")
-        and phi.alpha is None
-        and isinstance(form.shape, Tensor)
-        and form.shape.requires_grad
-    ):
-        reason = f"the loss has no gradient for the parameter of activation {phi.name}"
-    if reason is not None:
-        raise ValueError(f"variant {variant.name!r} has no loss: {reason}")
-    if label_smoothing and (how == "select" or (how == "threshold" and phi.alpha is None)):
+    if weight is not None:
+        input, weight = cast_by_autocast(input, weight)
+        if bias is not None:
+            (bias,) = cast_by_autocast(bias)
+    classes = shard.total(check_layer(input, weight, bias))
+    lead, mask = input.shape[:-1], None
+    if class_mask is not None:
+        mask = check_class_mask(class_mask, lead, classes, input.device)
+    target = check_target(target, lead, classes, mask, ignore_index, input.device)
+    tensors = [x for x in (input, weight, bias, *params) if isinstance(x, Tensor)]
+    if uses_transforms(*tensors):
         raise ValueError(
-            f"label_smoothing must be 0 for variant {variant.name!r}, got {label_smoothing}"
-            + ("; classes that are not kept have no score" if how == "select" else "")
+            "attnzoo.losses supports neither torch.func transforms (vmap, grad, jvp, ...) nor "
+            "forward-mode derivatives"
         )
-    if lse_penalty and not form.has_lse:
-        raise ValueError(
-            f"lse_penalty must be 0 for variant {variant.name!r}, which has no log-sum-exp, got "
-            f"{lse_penalty}"
-        )
+    rows = input.reshape(-1, input.shape[-1])
+    return Batch(rows, weight, bias, mask, target, ignore_index, reduction, lead, shard)

@@ -6,17 +6,15 @@ db += Σ dZ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Vectors
 from attnzoo.core.call import score_dtype
 from attnzoo.core.device import is_cpu
-from attnzoo.losses.classes import WHOLE, ClassShard
-from attnzoo.losses.tokens import Tokens
+from attnzoo.losses.rules import Options, Rule, Tokens
 
 NAN = float("nan")
 # On a CPU a chunk has up to CHUNK tokens, but at most 1/16 of all tokens, so that its logits take
@@ -34,77 +32,59 @@ COPIED = 2**26  # numbers of E that are copied at a time
 
 
 class Layer(NamedTuple):
-    """An output layer, or logits, with the K classes of this process, usually all V."""
+    """An output layer, or logits, with the K classes of this process."""
 
     input: Tensor  # h [N, d]; without weight, the logits [N, K]
     weight: Tensor | None  # E [K, d]
     bias: Tensor | None  # b [K]
     class_mask: Tensor | None  # bool [1|N, K]
-    shard: ClassShard = WHOLE
 
 
 # Outputs with one entry per token, and their values at ignored tokens.
 PER_TOKEN = {"loss": 0.0, "statistic": NAN, "power_sum": NAN, "target_score": NAN, "support": 0.0}
 
 
-class Rule(NamedTuple):
-    """What the loss of a token is.
-
-    compute: Takes logits z (n, V), their tokens and the names of wanted gradients. Returns "loss",
-        statistics and gradients of per-token vectors, each (n,), by name. If gradients are wanted,
-        z becomes ∂(factor · loss)/∂z.
-    has_stats: Whether it returns the statistics of `PER_TOKEN`.
-    sparse: Whether most entries of ∂loss/∂z are 0.
-    block: How many logits to pass to ``compute`` on a GPU, if it holds many tensors of this size.
-    """
-
-    compute: Callable[[Tensor, Tokens, list[str]], dict[str, Tensor]]
-    has_stats: bool = False
-    sparse: bool = False
-    block: int | None = None
-
-
 def losses(
-    layer: Layer, target: Tensor, factor: Tensor, vectors: Vectors, rule: Rule, ignore_index: int,
-    wanted: list[str],
-) -> dict[str, Tensor]:  # fmt: skip
+    layer: Layer, tokens: Tokens, rule: Rule, options: Options, wanted: list[str]
+) -> dict[str, Tensor]:
     """The outputs of `PER_TOKEN`, and the ``wanted`` gradients of Σ factor · loss, by name.
 
-    All are in the dtype of scores. Missing statistics are tensors of shape (0,).
+    All are in the dtype of scores. Missing statistics are tensors of shape (0,). ``hidden`` of
+    ``tokens`` is not read: `Layer.class_mask` has no copy for all tokens.
     """
-    dtype, count = score_dtype(layer.input), len(target)
+    dtype, count, shard = score_dtype(layer.input), len(tokens.target), tokens.shard
     classes = layer.input.shape[1] if layer.weight is None else len(layer.weight)
-    operands = {**layer._asdict(), **vectors._asdict()}
+    operands = {**layer._asdict(), **tokens.vectors._asdict()}
     shapes = {name: operands[name].shape for name in wanted}
     # Contiguous also if the operands are not, as `torch.compile` expects.
     result = {name: layer.input.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()}
     for name, fill in PER_TOKEN.items():
-        size = count if rule.has_stats or name == "loss" else 0
-        result[name] = layer.input.new_full((size,), fill, dtype=dtype)
+        length = count if options.want_stats or name == "loss" else 0
+        result[name] = layer.input.new_full((length,), fill, dtype=dtype)
     # All ranks must have the same chunks, because each chunk exchanges sums.
-    size = chunk_size(count, layer.shard.most(classes), layer.input.device)
-    chunks = _chunks(target != ignore_index, size)
+    size = chunk_size(count, shard.most(classes), layer.input.device)
+    chunks = _chunks(tokens.target != options.ignore_index, size)
     usable = _usable_classes(layer) if "input" in wanted else None
     most = chunks[0][1] if chunks else 0
     logits = layer.input.new_empty((most, classes), dtype=dtype)
+    # Each block of some of the classes exchanges sums, which costs more than a cache miss.
+    step = max(1, BLOCK // max(classes, 1)) if is_cpu(logits.device) and not shard.group else most
     # Nothing in this loop may wait for a GPU.
     for part, length in chunks:
         z = chunk_logits(layer, part, logits[:length])
-        hidden = None
-        if layer.class_mask is not None:
-            mask = layer.class_mask
-            hidden = ~(mask if len(mask) == 1 else mask[part])
-        cut = Vectors(*(None if x is None else x[part] for x in vectors))
-        batch = Tokens(target[part], factor[part], hidden, cut, layer.shard)
-        found: dict[str, list[Tensor]] = {}
-        for rows in _blocks(z, layer.shard, rule):
-            for name, values in rule.compute(z[rows], batch.rows(rows), wanted).items():
-                found.setdefault(name, []).append(values)
-        for name, values in found.items():
-            result[name][part] = torch.cat(values).to(dtype)
-        _propagate(layer, part, z, result, rule.sparse, usable)
+        chunk = tokens.rows(part)
+        if (mask := layer.class_mask) is not None:
+            chunk = chunk._replace(hidden=~(mask if len(mask) == 1 else mask[part]))
+        by_name: dict[str, list[Tensor]] = {}
+        for start in range(0, length, step):
+            rows = slice(start, min(start + step, length))
+            for name, values in rule(z[rows], chunk.rows(rows), wanted, options).items():
+                by_name.setdefault(name, []).append(values)
+        for name, blocks in by_name.items():
+            result[name][part] = torch.cat(blocks).to(dtype)
+        _propagate(layer, part, z, result, options.sparse, usable)
     if layer.weight is not None and "input" in wanted:
-        result["input"] = layer.shard.sum(result["input"])
+        result["input"] = shard.sum(result["input"])
     return result
 
 
@@ -132,14 +112,6 @@ def _chunks(counted: Tensor, size: int) -> list[tuple[slice | Tensor, int]]:
         (slice(first, last + 1) if last - first + 1 == n else part, n)
         for part, n, first, last in zip(parts, lengths, ends[::2], ends[1::2])
     ]
-
-
-def _blocks(z: Tensor, shard: ClassShard, rule: Rule) -> Iterator[slice]:
-    # Each block of some of the classes exchanges sums, which costs more than a cache miss.
-    block = (BLOCK if is_cpu(z.device) else rule.block) if shard.whole else None
-    rows = len(z) if block is None else max(1, block // max(z.shape[1], 1))
-    for start in range(0, len(z), rows):
-        yield slice(start, min(start + rows, len(z)))
 
 
 def chunk_logits(layer: Layer, part: slice | Tensor, out: Tensor) -> Tensor:

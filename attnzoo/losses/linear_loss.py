@@ -2,68 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
-from attnzoo.losses.arguments import LossArguments
-from attnzoo.losses.dispatch import LossStats, compute_loss
+from attnzoo.core.call import in_full_precision
+from attnzoo.core.checks import is_dtensor
+from attnzoo.core.forms import Pairwise
+from attnzoo.losses import moments
+from attnzoo.losses.arguments import (
+    Batch,
+    LossCall,
+    bind_batch,
+    check_class_weight,
+    check_options,
+)
+from attnzoo.losses.forms import form_loss
+from attnzoo.losses.operators import token_losses
+from attnzoo.losses.probabilities import BoundForm, LossStats, bind_form, check_loss
+from attnzoo.losses.rules import Options
+
+KEYWORDS = ("linear_bias", *LossCall._fields[5:13])  # for errors
 
 
 @overload
 def linear_loss(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    variant: str = "softmax",
-    *,
-    linear_bias: Tensor | None = None,
-    class_mask: Tensor | None = None,
-    softcap: float | None = None,
-    weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    lse_penalty: float = 0.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    return_stats: Literal[False] = False,
-    **params: Tensor | float | None,
-) -> Tensor: ...
+    input: Tensor, linear_weight: Tensor, target: Tensor, variant: str = "softmax", *,
+    linear_bias: Tensor | None = None, class_mask: Tensor | None = None,
+    softcap: float | None = None, weight: Tensor | None = None, label_smoothing: float = 0.0,
+    lse_penalty: float = 0.0, ignore_index: int = -100, reduction: str = "mean",
+    return_stats: Literal[False] = False, **params: Tensor | float | None,
+) -> Tensor: ...  # fmt: skip
 @overload
 def linear_loss(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    variant: str = "softmax",
-    *,
-    linear_bias: Tensor | None = None,
-    class_mask: Tensor | None = None,
-    softcap: float | None = None,
-    weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    lse_penalty: float = 0.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    return_stats: Literal[True],
-    **params: Tensor | float | None,
-) -> tuple[Tensor, LossStats]: ...
+    input: Tensor, linear_weight: Tensor, target: Tensor, variant: str = "softmax", *,
+    linear_bias: Tensor | None = None, class_mask: Tensor | None = None,
+    softcap: float | None = None, weight: Tensor | None = None, label_smoothing: float = 0.0,
+    lse_penalty: float = 0.0, ignore_index: int = -100, reduction: str = "mean",
+    return_stats: Literal[True], **params: Tensor | float | None,
+) -> tuple[Tensor, LossStats]: ...  # fmt: skip
 @overload
 def linear_loss(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    variant: str = "softmax",
-    *,
-    linear_bias: Tensor | None = None,
-    class_mask: Tensor | None = None,
-    softcap: float | None = None,
-    weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    lse_penalty: float = 0.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    return_stats: bool,
-    **params: Tensor | float | None,
-) -> Tensor | tuple[Tensor, LossStats]: ...
+    input: Tensor, linear_weight: Tensor, target: Tensor, variant: str = "softmax", *,
+    linear_bias: Tensor | None = None, class_mask: Tensor | None = None,
+    softcap: float | None = None, weight: Tensor | None = None, label_smoothing: float = 0.0,
+    lse_penalty: float = 0.0, ignore_index: int = -100, reduction: str = "mean",
+    return_stats: bool, **params: Tensor | float | None,
+) -> Tensor | tuple[Tensor, LossStats]: ...  # fmt: skip
 def linear_loss(
     input: Tensor,
     linear_weight: Tensor,
@@ -97,8 +83,8 @@ def linear_loss(
 
     Args:
         input: Hidden states (*, d) in fp16, bf16, fp32 or fp64.
-        linear_weight: One row per class (V, d), of the same dtype. It may be a DTensor that shares
-            out the classes over ranks; see the notes.
+        linear_weight: One row per class (V, d), of the same dtype. Only in this loss, it may be a
+            DTensor that shares out the classes over ranks; see the notes.
         target: Class indices (*), int64.
         variant: A name from `list_variants`.
         linear_bias: One number per class (V,), added to the logits; of the same dtype.
@@ -163,61 +149,33 @@ def linear_loss(
         (taylor) is computed from moments of the classes, without scores, if this is possible with
         the given options and costs less, but not with sharded classes.
     """
-    given = LossArguments(
-        class_mask, softcap, weight, label_smoothing, lse_penalty, ignore_index, reduction,
-        return_stats,
-    )  # fmt: skip
-    return compute_loss(input, linear_weight, linear_bias, target, variant, given, params)
+    return _loss(LossCall(
+        input, linear_weight, linear_bias, target, variant, class_mask, softcap, weight,
+        label_smoothing, lse_penalty, ignore_index, reduction, return_stats, params,
+    ))  # fmt: skip
 
 
 @overload
 def loss(
-    logits: Tensor,
-    target: Tensor,
-    variant: str = "softmax",
-    *,
-    class_mask: Tensor | None = None,
-    softcap: float | None = None,
-    weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    lse_penalty: float = 0.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    return_stats: Literal[False] = False,
-    **params: Tensor | float | None,
-) -> Tensor: ...
+    logits: Tensor, target: Tensor, variant: str = "softmax", *,
+    class_mask: Tensor | None = None, softcap: float | None = None, weight: Tensor | None = None,
+    label_smoothing: float = 0.0, lse_penalty: float = 0.0, ignore_index: int = -100,
+    reduction: str = "mean", return_stats: Literal[False] = False, **params: Tensor | float | None,
+) -> Tensor: ...  # fmt: skip
 @overload
 def loss(
-    logits: Tensor,
-    target: Tensor,
-    variant: str = "softmax",
-    *,
-    class_mask: Tensor | None = None,
-    softcap: float | None = None,
-    weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    lse_penalty: float = 0.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    return_stats: Literal[True],
-    **params: Tensor | float | None,
-) -> tuple[Tensor, LossStats]: ...
+    logits: Tensor, target: Tensor, variant: str = "softmax", *,
+    class_mask: Tensor | None = None, softcap: float | None = None, weight: Tensor | None = None,
+    label_smoothing: float = 0.0, lse_penalty: float = 0.0, ignore_index: int = -100,
+    reduction: str = "mean", return_stats: Literal[True], **params: Tensor | float | None,
+) -> tuple[Tensor, LossStats]: ...  # fmt: skip
 @overload
 def loss(
-    logits: Tensor,
-    target: Tensor,
-    variant: str = "softmax",
-    *,
-    class_mask: Tensor | None = None,
-    softcap: float | None = None,
-    weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    lse_penalty: float = 0.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    return_stats: bool,
-    **params: Tensor | float | None,
-) -> Tensor | tuple[Tensor, LossStats]: ...
+    logits: Tensor, target: Tensor, variant: str = "softmax", *,
+    class_mask: Tensor | None = None, softcap: float | None = None, weight: Tensor | None = None,
+    label_smoothing: float = 0.0, lse_penalty: float = 0.0, ignore_index: int = -100,
+    reduction: str = "mean", return_stats: bool, **params: Tensor | float | None,
+) -> Tensor | tuple[Tensor, LossStats]: ...  # fmt: skip
 def loss(
     logits: Tensor,
     target: Tensor,
@@ -253,8 +211,93 @@ def loss(
         >>> attnzoo.losses.loss(logits, torch.tensor([0, 2]), "sparsemax").item()
         0.0
     """
-    given = LossArguments(
-        class_mask, softcap, weight, label_smoothing, lse_penalty, ignore_index, reduction,
-        return_stats,
+    return _loss(LossCall(
+        logits, None, None, target, variant, class_mask, softcap, weight, label_smoothing,
+        lse_penalty, ignore_index, reduction, return_stats, params, is_logits=True,
+    ))  # fmt: skip
+
+
+def _loss(call: LossCall) -> Any:
+    if any(map(is_dtensor, (*call, *call.params.values()))):
+        from attnzoo.losses.sharded import on_ranks, replicated  # slow to import
+
+        checked, mesh = on_ranks(call, _checked)
+        return replicated(_computed(*checked), mesh)
+    return _computed(*_checked(call))
+
+
+def _checked(call: LossCall) -> tuple[LossCall, Batch, BoundForm]:
+    check_options(call.reduction, call.label_smoothing, call.lse_penalty, call.softcap,
+                  call.ignore_index, call.return_stats)  # fmt: skip
+    batch = bind_batch(
+        call.input, call.linear_weight, call.linear_bias, call.target, call.ignore_index,
+        call.reduction, call.class_mask, tuple(call.params.values()), call.is_logits, call.shard,
     )  # fmt: skip
-    return compute_loss(logits, None, None, target, variant, given, params, logits=True)
+    if call.weight is not None:
+        class_weight = check_class_weight(call.weight, batch.classes, batch.input)
+        batch = batch._replace(class_weight=class_weight)
+    with in_full_precision(batch.input.device):
+        layer = bind_form(
+            "linear_loss", call.variant, batch.input, batch.classes, batch.class_mask, call.params,
+            batch.lead, KEYWORDS,
+        )  # fmt: skip
+    check_loss(layer.bound.variant, layer.form, call.label_smoothing, call.lse_penalty)
+    return call, batch, layer
+
+
+def _computed(call: LossCall, batch: Batch, layer: BoundForm) -> Any:
+    form = layer.form
+    with in_full_precision(batch.input.device):
+        vectors = layer.vectors
+        if _by_moments(call, batch, form):
+            loss, *stats = _quadratic_loss(batch, vectors.gain, form)
+        else:
+            options = Options(
+                activation=form.activation.key, normalize=form.normalize, keep=form.keep,
+                softcap=call.softcap, label_smoothing=float(call.label_smoothing),
+                lse_penalty=float(call.lse_penalty), want_stats=call.return_stats,
+            )  # fmt: skip
+            loss, *stats = token_losses(batch, form_loss, options, vectors)
+    return (loss, _stats(stats, form, batch.lead)) if call.return_stats else loss
+
+
+def _by_moments(call: LossCall, batch: Batch, form: Pairwise) -> bool:
+    """Whether moments of the classes give the loss at a lower cost than scores; see `moments`."""
+    return (
+        form.normalize == "sum"
+        and form.activation.quadratic is not None
+        and form.sink is None
+        and call.softcap is None
+        and call.class_mask is None
+        and not call.label_smoothing
+        and not call.shard.group
+        and batch.weight is not None
+        and moments.cheaper(batch.input.shape[0], batch.classes, batch.input.shape[1])
+    )
+
+
+def _quadratic_loss(batch: Batch, gain: Tensor | None, form: Pairwise) -> tuple[Tensor, ...]:
+    """log Σ_j φ(s_j) − log φ(s_y), and the statistics of `token_losses`."""
+    assert form.activation.quadratic is not None
+    a, b, c = form.activation.quadratic
+    counted, logits = batch.counted, moments.logits_of(batch)
+    score = logits.target if gain is None else logits.target * gain
+    total = moments.log_sum(logits, gain, (a, b, c), batch.classes)
+    loss = total - torch.log(a + score * (b + c * score))
+    if batch.class_weight is not None:
+        loss = loss * batch.class_weight[batch.classes_of_tokens]
+    nan = torch.full_like(score, float("nan"))
+    support = counted * float(batch.classes)
+    return batch.reduced(loss), nan, nan, score.detach().where(counted, nan), support
+
+
+def _stats(stats: list[Tensor], form: Pairwise, lead: torch.Size) -> LossStats:
+    statistic, power_sum, score, support = (x.reshape(lead) for x in stats)
+    threshold = form.normalize == "threshold"
+    return LossStats(
+        lse=statistic if form.has_lse else None,
+        threshold=statistic if threshold else None,
+        power_sum=power_sum if threshold and form.activation.alpha is not None else None,
+        target_score=score,
+        support=support.long(),
+    )

@@ -30,14 +30,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Vectors
-from attnzoo.backends.tiled.threshold import solve_threshold
 from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import Activation
 from attnzoo.core.device import is_cpu
-from attnzoo.losses.classes import WHOLE, ClassShard
+from attnzoo.losses.rules import ALL_CLASSES, NEG_INF, ClassShard, Tokens
 
-NEG_INF = float("-inf")
 GROUP = 16  # classes per group in the search for classes with a nonzero weight
 FIRST = 64  # number of group maxima from which a lower bound of the threshold is computed
 POWERS = 2**24  # scores per step of a derivative by α, which holds ten tensors of this size
@@ -56,44 +53,39 @@ class Potential(NamedTuple):
     support: Tensor | None = None  # number of nonzero weights, if slope has other zeros than w
 
 
-def peaks(
-    s: Tensor, how: Normalizer, sink: Tensor | None, shard: ClassShard = WHOLE
-) -> Tensor | None:
+def peaks(s: Tensor, how: Normalizer, tokens: Tokens) -> Tensor | None:
     """The largest score of each row, (rows,); None if A(s) is computed from s itself.
 
     The sink if all scores are −∞.
     """
     if how.normalize == "none" or (how.normalize == "sum" and not how.activation.exponential):
         return None
-    peak = shard.max(s.amax(-1))
+    peak, sink = tokens.shard.max(s.amax(-1)), tokens.vectors.sink
     return peak if sink is None else torch.where(peak == NEG_INF, sink, peak)
 
 
 def potential(
-    s: Tensor, how: Normalizer, vectors: Vectors, hidden: Tensor | None, target: Tensor,
-    by_shape: bool, peak: Tensor | None, shard: ClassShard = WHOLE,
-) -> Potential:  # fmt: skip
-    """A of rows of scores s − peak, which are −∞ where ``hidden``. Overwrites s.
+    s: Tensor, how: Normalizer, tokens: Tokens, peak: Tensor | None, by_shape: bool
+) -> Potential:
+    """A of rows of scores s − peak, which are −∞ where hidden. Overwrites s.
 
-    by_shape: whether a threshold's derivative by ``shape`` is wanted. It takes many passes.
+    A is over all classes, its gradient over those of this process.
+
     peak: from `peaks`. The rows must be relative to it.
-    shard: which classes the scores are of. A is over all classes, its gradient over those of s.
+    by_shape: whether a threshold's derivative by ``shape`` is wanted. It takes many passes.
     """
-    shape = None if vectors.shape is None else vectors.shape[:, None]
     if peak is None:
-        if how.normalize == "none":
-            assert vectors.offset is not None
-            offset = vectors.offset[:, None]
-            return _elementwise(s, how.activation, shape, offset, hidden, shard)
-        return _sum(s, how.activation, shape, vectors.sink, hidden, shard)
+        evaluate = _elementwise if how.normalize == "none" else _sum
+        return evaluate(s, how.activation, tokens)
     if how.normalize == "threshold":
-        found = _threshold(s, how.activation, shape, by_shape, shard)
+        result = _threshold(s, how.activation, tokens, by_shape)
     elif how.normalize == "select":
-        found = _selected(s, how.keep, target[:, None], shard)
+        result = _selected(s, how.keep, tokens)
     else:
-        found = _exponential(s, None if vectors.sink is None else vectors.sink - peak, shard)
-    assert found.statistic is not None
-    return found._replace(statistic=found.statistic + peak)
+        sink = tokens.vectors.sink
+        result = _exponential(s, None if sink is None else sink - peak, tokens.shard)
+    assert result.statistic is not None
+    return result._replace(statistic=result.statistic + peak)
 
 
 def _exponential(s: Tensor, sink: Tensor | None, shard: ClassShard) -> Potential:
@@ -105,33 +97,32 @@ def _exponential(s: Tensor, sink: Tensor | None, shard: ClassShard) -> Potential
     # Σ exp(s) relative to a far larger sink would underflow, and exp(sink) would overflow.
     top = sink.clamp(min=0)
     down, extra = (-top).exp(), (sink - top).exp()
-    whole = z * down + extra
-    value = top + whole.log()
-    return Potential(value, s, down / whole, {"sink": extra / whole}, lse, 1 / z)
+    total = z * down + extra
+    value = top + total.log()
+    return Potential(value, s, down / total, {"sink": extra / total}, lse, 1 / z)
 
 
-def _selected(s: Tensor, keep: int | None, target: Tensor, shard: ClassShard) -> Potential:
+def _selected(s: Tensor, keep: int | None, tokens: Tokens) -> Potential:
     """For rows whose largest score is 0."""
     assert keep is not None
+    shard, target = tokens.shard, tokens.column
     values, top = shard.largest(s, keep)
     # The target comes last, with score −∞ if it is in ``top`` already.
     twice = (top == target).any(-1, keepdim=True)
-    places = torch.cat([top, target], 1)
+    classes = torch.cat([top, target], 1)
     x = torch.cat([values, shard.at(s, target).masked_fill_(twice, NEG_INF)], 1)
-    found = _exponential(x, None, WHOLE)
-    return found._replace(slope=shard.add_at(s.zero_(), places, found.slope))
+    result = _exponential(x, None, ALL_CLASSES)
+    return result._replace(slope=shard.add_at(s.zero_(), classes, result.slope))
 
 
-def _sum(
-    s: Tensor, phi: Activation, shape: Tensor | None, sink: Tensor | None, hidden: Tensor | None,
-    shard: ClassShard,
-) -> Potential:  # fmt: skip
-    value = _zero(phi.value(s.clone(), shape), hidden)
-    slope = _zero(phi.slope(s, value, shape), hidden)
+def _sum(s: Tensor, phi: Activation, tokens: Tokens) -> Potential:
+    shape, sink, shard = tokens.shape, tokens.vectors.sink, tokens.shard
+    value = tokens.visible(phi.value(s.clone(), shape))
+    slope = tokens.visible(phi.slope(s, value, shape))
     z = shard.sum(value.sum(-1))
     by_shape = None
     if phi.shape_slope is not None:
-        by_shape = shard.sum(_zero(phi.shape_slope(s, value, shape), hidden).sum(-1))
+        by_shape = shard.sum(tokens.visible(phi.shape_slope(s, value, shape)).sum(-1))
     by_vector = {}
     if sink is not None:
         at = sink[:, None]
@@ -146,30 +137,27 @@ def _sum(
     return Potential(z.log(), slope, 1 / z, by_vector, support=support)
 
 
-def _elementwise(
-    s: Tensor, phi: Activation, shape: Tensor | None, offset: Tensor, hidden: Tensor | None,
-    shard: ClassShard,
-) -> Potential:  # fmt: skip
+def _elementwise(s: Tensor, phi: Activation, tokens: Tokens) -> Potential:
     assert phi.integral is not None
-    s.sub_(offset)
-    area = shard.sum(_zero(phi.integral(s, shape), hidden).sum(-1))
-    w = _zero(phi.value(s, shape), hidden)
-    return Potential(area, w, None, {"offset": -shard.sum(w.sum(-1))})
+    assert tokens.vectors.offset is not None
+    s.sub_(tokens.vectors.offset[:, None])
+    area = tokens.shard.sum(tokens.visible(phi.integral(s, tokens.shape)).sum(-1))
+    w = tokens.visible(phi.value(s, tokens.shape))
+    return Potential(area, w, None, {"offset": -tokens.shard.sum(w.sum(-1))})
 
 
-def _threshold(
-    s: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool, shard: ClassShard
-) -> Potential:
+def _threshold(s: Tensor, phi: Activation, tokens: Tokens, by_shape: bool) -> Potential:
     """For rows whose largest score is 0."""
-    places = _places(s, phi, shape)
-    found = _solve(s if places is None else s.gather(1, places), phi, shape, by_shape, shard)
-    if places is None:
-        return found
-    return found._replace(slope=s.zero_().scatter_(1, places, found.slope))
+    shape, shard = tokens.shape, tokens.shard
+    columns = _candidates(s, phi, shape)
+    if columns is None:
+        return _solve(s, phi, shape, by_shape, shard)
+    result = _solve(s.gather(1, columns), phi, shape, by_shape, shard)
+    return result._replace(slope=s.zero_().scatter_(1, columns, result.slope))
 
 
-def _places(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:
-    """Indices of scores for each row; all others have weight 0. None means all scores.
+def _candidates(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:
+    """Columns of each row outside of which all weights are 0. None means all columns.
 
     The threshold of some scores is at most the threshold of all scores. So the largest maxima of
     groups of classes give a lower bound of τ. A group can be left out if its maximum has weight 0
@@ -181,24 +169,23 @@ def _places(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:
     maxima = s[:, : size * GROUP].unflatten(1, (GROUP, size)).amax(1)
     first = maxima.topk(FIRST, dim=-1, sorted=False).values
     peak = first.amax(-1, keepdim=True)
-    first = first - peak
-    bound = peak + solve_threshold(first, None if shape is None else shape[:, 0], phi)[:, None]
+    bound = peak + ALL_CLASSES.threshold(first - peak, shape, phi)[:, None]
     # Written as "not == 0" so that NaN counts as a weight.
     count = int((~(phi.value(maxima - bound, shape) == 0)).sum(-1).max())
     if 2 * count > size:
         return None
     groups = maxima.topk(max(count, 1), dim=-1, sorted=False).indices
     members = torch.arange(GROUP, device=s.device)[:, None] * size
-    places = (groups[:, None] + members).flatten(1)
-    rest = torch.arange(size * GROUP, s.shape[1], device=s.device)
-    return torch.cat([places, rest.expand(len(s), -1)], 1)
+    columns = (groups[:, None] + members).flatten(1)
+    ungrouped = torch.arange(size * GROUP, s.shape[1], device=s.device)
+    return torch.cat([columns, ungrouped.expand(len(s), -1)], 1)
 
 
 def _solve(
     x: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool, shard: ClassShard
 ) -> Potential:
     """The `Potential` of "threshold", for rows whose largest score is 0."""
-    tau = shard.threshold(x, None if shape is None else shape[:, 0], phi)
+    tau = shard.threshold(x, shape, phi)
     at = x - tau[:, None]
     if phi.alpha is None:
         assert phi.integral is not None
@@ -236,9 +223,5 @@ def _single(x: Tensor, phi: Activation, shape: Tensor | None) -> Tensor:
     """τ + ∫φ for a single class with score 0, whose weight is 1."""
     assert phi.integral is not None
     alone = torch.zeros_like(x[:, :1])
-    tau = solve_threshold(alone, None if shape is None else shape[:, 0], phi)
+    tau = ALL_CLASSES.threshold(alone, shape, phi)
     return tau + phi.integral(-tau[:, None], shape)[:, 0]
-
-
-def _zero(x: Tensor, hidden: Tensor | None) -> Tensor:
-    return x if hidden is None else x.masked_fill(hidden, 0.0)

@@ -8,7 +8,6 @@ a threshold also Σφ and Σφ' in each solver step. The gradient of the hidden 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -16,147 +15,35 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from attnzoo.backends.tiled.threshold import (
-    enough_steps,
-    newton,
-    newton_step,
-    threshold_sums,
-)
-from attnzoo.core.activations import Activation
 from attnzoo.core.checks import is_dtensor
-from attnzoo.core.collectives import joined, reduced
 from attnzoo.core.rank_agreement import agreed, described, ranks_of
-from attnzoo.functional.largest import Blocks, largest
 from attnzoo.functional.prepare import cast_by_autocast
-from attnzoo.losses.arguments import LossArguments, check_layer
-from attnzoo.losses.classes import ClassShard
-from attnzoo.losses.potentials import NEG_INF
+from attnzoo.losses.arguments import LossCall, check_layer
+from attnzoo.losses.rules import ClassShard
 
 T = TypeVar("T")
 REPLICATED = (Replicate(),)
 BY_CLASSES = (Shard(0),)
+COMPARED = ("target", "class_mask", "weight")  # arguments whose values all ranks compare
 
 
-@dataclass(frozen=True)
-class ShardOfRank(ClassShard):
-    """The classes ``first`` to ``first + here − 1`` of ``classes``.
-
-    group: The name of the process group whose ranks hold the others.
-    largest_shard: The largest number of classes of a rank.
-    """
-
-    group: str
-    first: int
-    here: int
-    classes: int
-    largest_shard: int
-    whole = False
-
-    def fields(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def total(self, here: int) -> int:
-        return self.classes
-
-    def most(self, here: int) -> int:
-        return self.largest_shard
-
-    def own(self, x: Tensor) -> Tensor:
-        return x.narrow(-1, self.first, self.here)
-
-    def sum(self, x: Tensor) -> Tensor:
-        return reduced(x, "sum", self.group)
-
-    def max(self, x: Tensor) -> Tensor:
-        return reduced(x, "max", self.group)
-
-    def at(self, x: Tensor, classes: Tensor) -> Tensor:
-        place, here = self._place(classes)
-        found = x.gather(1, place)
-        found = found.float() if x.dtype == torch.bool else found  # reductions have no bool
-        value, ranks = self.sum(torch.stack([found.where(here, 0.0), here.to(found.dtype)]))
-        # Targets are not checked on a GPU. A class that no rank has must not count as score 0.
-        return value.where(ranks > 0, float("nan")).to(x.dtype)
-
-    def add_at(self, x: Tensor, classes: Tensor, values: Tensor) -> Tensor:
-        place, here = self._place(classes)
-        return x.scatter_add_(1, place, values.where(here, 0.0))
-
-    def _place(self, classes: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns of the classes, and whether they are those of this rank. Others have column 0."""
-        place = classes - self.first
-        here = (place >= 0) & (place < self.here)
-        return place.where(here, 0), here
-
-    def largest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        values, places = largest(Blocks(x), min(k, self.here))
-        missing = min(k, self.largest_shard) - values.shape[1]
-        values = torch.nn.functional.pad(values, (0, missing), value=NEG_INF)
-        places = torch.nn.functional.pad(places + self.first, (0, missing))
-        # Candidates are in the order of ranks, so that a tie goes to the lowest class.
-        candidates = torch.cat(joined(values[None], self.group).unbind(), 1)
-        classes = torch.cat(joined(places[None], self.group).unbind(), 1)
-        values, chosen = largest(Blocks(candidates), min(k, self.classes))
-        return values, classes.gather(1, chosen)
-
-    def threshold(self, x: Tensor, shape: Tensor | None, phi: Activation) -> Tensor:
-        shape = None if shape is None else shape[:, None]
-        steps = enough_steps(x, self.classes, phi)
-        # Ranks whose parameters differ by rounding must take equally many steps. The sums of a step
-        # carry whether a rank was waiting after the step before.
-        waiting, all_done = True, False
-
-        def step(tau: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal all_done
-            flag = torch.full_like(tau, float(waiting))
-            z, slope, flags = self.sum(torch.stack([*threshold_sums(x, tau, shape, phi), flag]))
-            all_done = steps is None and not bool(flags.any())
-            return newton_step(z, slope, shape, phi)
-
-        def agreed(done: bool) -> bool:
-            nonlocal waiting
-            waiting = not done
-            return all_done
-
-        return newton(step, x.new_zeros(len(x), 1), steps, agreed)[:, 0]
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """The arguments of a loss on this rank, as plain tensors."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Any
-    given: LossArguments
-    params: dict[str, Any]
-    shard: ShardOfRank
-
-
-def on_ranks(
-    input: Any, weight: Any, bias: Any, target: Any, variant: Any, given: LossArguments,
-    params: dict[str, Any], check: Callable[[Sharded], T],
-) -> tuple[T, DeviceMesh]:  # fmt: skip
-    """``check`` of the arguments of this rank, and the mesh. At least one argument is a DTensor.
+def on_ranks(call: LossCall, check: Callable[[LossCall], T]) -> tuple[T, DeviceMesh]:
+    """``check`` of this rank's call with plain tensors, and the mesh. ``call`` has a DTensor.
 
     Raises on all ranks if it raises on one, or if the ranks have different arguments. The values of
     the hidden states and of the variant's parameters are not compared.
     """
-    whole = {"target": target, "class_mask": given.class_mask, "weight": given.weight, **params}
-    mesh = _check_weight(weight, {"input": input, "linear_bias": bias, **whole})
+    named = {name: x for name, x in call._asdict().items() if name not in ("is_logits", "shard")}
+    named |= named.pop("params")
+    mesh = _check_weight(named)
 
     def checked() -> tuple[T, str]:
-        own = _unwrap(input, weight, bias, given, whole, mesh)
-        found = check(own)
-        text = described(
-            {"input": input, "linear_weight": weight, "linear_bias": bias, "variant": variant}
-            | given._asdict() | whole
-        )  # fmt: skip
-        for name in ("target", "class_mask", "weight"):
-            if (x := own.target if name == "target" else getattr(own.given, name)) is not None:
+        local = _local(call, mesh)
+        result, text = check(local), described(named)
+        for name in COMPARED:
+            if (x := getattr(local, name)) is not None:
                 text += f", checksum of {name} {_checksum(x)}"
-        return found, text
+        return result, text
 
     return agreed("linear_loss", ranks_of(mesh), checked), mesh
 
@@ -171,10 +58,11 @@ def replicated(result: Any, mesh: DeviceMesh) -> Any:
     return result
 
 
-def _check_weight(weight: Any, others: dict[str, Any]) -> DeviceMesh:
+def _check_weight(arguments: dict[str, Any]) -> DeviceMesh:
     """Validate the placement of the matrix, and return its mesh."""
+    weight = arguments["linear_weight"]
     if not isinstance(weight, DTensor):
-        named = next((name for name, x in others.items() if is_dtensor(x)), "linear_weight")
+        named = next((name for name, x in arguments.items() if is_dtensor(x)), "linear_weight")
         if weight is None:
             named = "logits" if named == "input" else named
             raise TypeError(f"{named} must be a plain tensor, got a DTensor; see linear_loss")
@@ -187,10 +75,11 @@ def _check_weight(weight: Any, others: dict[str, Any]) -> DeviceMesh:
     return weight.device_mesh
 
 
-def _unwrap(
-    input: Any, weight: Any, bias: Any, given: LossArguments, whole: dict[str, Any],
-    mesh: DeviceMesh,
-) -> Sharded:  # fmt: skip
+def _local(call: LossCall, mesh: DeviceMesh) -> LossCall:
+    """The call of this rank, with plain tensors."""
+    input: Any = call.input
+    weight: Any = call.linear_weight
+    bias: Any = call.linear_bias
     _check_input(input, mesh)
     if bias is not None and not (
         isinstance(bias, DTensor) and bias.device_mesh == mesh and bias.placements == BY_CLASSES
@@ -215,12 +104,13 @@ def _unwrap(
             f"linear_weight must be sharded as by distribute_tensor, {most} of {classes} classes "
             f"per rank, got {here} on rank {ranks.rank}"
         )
-    shard = ShardOfRank(ranks.group.group_name, first, here, classes, most)
-    plain = {name: _plain(name, x, mesh) for name, x in whole.items()}
-    target = plain.pop("target")
-    given = given._replace(class_mask=plain.pop("class_mask"), weight=plain.pop("weight"))
-    own_bias = None if bias is None else bias.to_local()
-    return Sharded(input.to_local(), weight.to_local(), own_bias, target, given, plain, shard)
+    return call._replace(
+        input=input.to_local(), linear_weight=weight.to_local(),
+        linear_bias=None if bias is None else bias.to_local(),
+        **{name: _plain(name, getattr(call, name), mesh) for name in COMPARED},
+        params={name: _plain(name, x, mesh) for name, x in call.params.items()},
+        shard=ClassShard(ranks.group.group_name, first, classes, most),
+    )  # fmt: skip
 
 
 def _check_input(input: Any, mesh: DeviceMesh) -> None:
@@ -269,6 +159,6 @@ def _checksum(x: Tensor) -> int:
     if x.dtype == torch.bool and x.dim() > 1:
         x = x.sum(-1)  # a mask (tokens, classes) is large
     numbers = x.flatten().double().nan_to_num() if x.is_floating_point() else x.flatten().long()
-    places = torch.arange(1, len(numbers) + 1, device=x.device, dtype=numbers.dtype)
-    mixed = (numbers * (places * 0x9E3779B1 % 0x7FFFFFFF)).sum()
+    order = torch.arange(1, len(numbers) + 1, device=x.device, dtype=numbers.dtype)
+    mixed = (numbers * (order * 0x9E3779B1 % 0x7FFFFFFF)).sum()
     return int(mixed.view(torch.int64))

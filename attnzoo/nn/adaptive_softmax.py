@@ -13,7 +13,7 @@ from attnzoo.core.checks import check_bool, check_sizes, is_int, is_number, plai
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.topk import TopK
 from attnzoo.losses.arguments import check_options, check_target
-from attnzoo.losses.log_probabilities import topk_by_chunks
+from attnzoo.losses.probabilities import topk_by_chunks
 from attnzoo.nn.cutoffs import chosen_cutoffs
 from attnzoo.nn.output_layer import OutputLayer, TargetLoss
 

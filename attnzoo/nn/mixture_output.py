@@ -12,7 +12,7 @@ from attnzoo.core.checks import check_sizes, is_dtensor, shown
 from attnzoo.functional.prepare import autocast_dtype
 from attnzoo.functional.topk import TopK
 from attnzoo.losses.arguments import check_options, check_plain, check_target
-from attnzoo.losses.log_probabilities import check_head, log_probabilities, topk_by_chunks
+from attnzoo.losses.probabilities import check_head, log_probabilities, topk_by_chunks
 from attnzoo.nn.output_layer import OutputLayer, TargetLoss
 
 MIXES = ("probabilities", "contexts")

@@ -17,11 +17,11 @@ from attnzoo.functional.score_rows import check_has_rows
 from attnzoo.functional.topk import TopK
 from attnzoo.losses.arguments import check_layer, check_options
 from attnzoo.losses.linear_loss import linear_loss
-from attnzoo.losses.linear_topk import linear_topk
-from attnzoo.losses.log_probabilities import (
+from attnzoo.losses.probabilities import (
     Head,
     check_head,
     has_zeros,
+    linear_topk,
     log_probabilities,
     target_log_probabilities,
 )

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from attnzoo.backends.operator import Operator
 from attnzoo.core import device
-from attnzoo.losses import chunks, linear_loss, operators, perturb_max_loss, perturbed, potentials
+from attnzoo.losses import chunks, linear_loss, perturb_max, perturb_max_loss, potentials
 from helpers.agreement import violations
 from helpers.cases import params_of
 from helpers.covering import covering, each_setting
@@ -88,7 +88,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "CPU", ())
     monkeypatch.setattr(chunks, "LARGE", 1)
     monkeypatch.setattr(chunks, "CHUNK", 16)
-    for module, name in ((chunks, "COPIED"), (potentials, "POWERS"), (operators, "LARGE_BLOCK")):
+    for module, name in ((chunks, "COPIED"), (potentials, "POWERS"), (perturb_max, "LARGE_BLOCK")):
         monkeypatch.setattr(module, name, 2**12)
 
 
@@ -202,10 +202,10 @@ def test_a_loss_holds_at_most_five_tensors_of_a_chunk(
 
 def test_perturbed_losses_hold_few_tensors_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "CPU", ())
-    assert perturbed.LARGE_BLOCK <= chunks.LARGE // 8
+    assert perturb_max.LARGE_BLOCK <= chunks.LARGE // 8
     for module, name, size in (
         (chunks, "LARGE", 2**17), (chunks, "CHUNK", 16), (chunks, "TILE", 16),
-        (operators, "LARGE_BLOCK", 2**14),
+        (perturb_max, "LARGE_BLOCK", 2**14),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, size)
     x, e, _ = (t.detach().float().requires_grad_() for t in tensors(32, 2**12, 8))
