@@ -224,20 +224,29 @@ def build(spec: Specialization, launch: Any) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.language import constexpr
 
-    signature, constants, aligned = {}, {}, {}
+    from attnzoo.backends.triton.common.groups import mapped
+
+    constants, aligned = {}, {}
+
+    def kind_of(value: Any, path: tuple[int, ...]) -> str:
+        if value is None or callable(value) or isinstance(value, constexpr):
+            constants[path] = getattr(value, "value", value)
+            return "constexpr"
+        if isinstance(value, torch.Tensor):
+            if value.data_ptr() % 16 == 0:
+                aligned[path] = [["tt.divisibility", 16]]
+            return POINTERS[value.dtype]
+        if isinstance(value, str):  # the type of a TMA descriptor
+            return value
+        return "fp32" if isinstance(value, float) else "i32"
+
+    signature = {}
     for n, param in enumerate(launch.kernel.params):
         value = launch.args[param.name]
-        if param.is_constexpr or value is None:
-            signature[param.name], constants[param.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[param.name] = POINTERS[value.dtype]
-            if value.data_ptr() % 16 == 0:
-                aligned[n,] = [["tt.divisibility", 16]]
-        elif isinstance(value, str):  # the type of a TMA descriptor
-            signature[param.name] = value
-        else:
-            signature[param.name] = "fp32" if isinstance(value, float) else "i32"
+        wrapped = constexpr(value) if param.is_constexpr else value
+        signature[param.name] = mapped(kind_of, wrapped, n)
     source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", arch_of(spec), 32)
     return triton.compile(source, target=target, options=launch.options)

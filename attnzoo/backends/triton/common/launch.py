@@ -15,9 +15,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout
 from attnzoo.backends.triton.common.configurations import ALL, Config
-from attnzoo.backends.triton.common.kernel_operands import Extras
+from attnzoo.backends.triton.common.groups import Rule, ScoreTerms, Tile, Visible, constants
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form
 from attnzoo.backends.triton.common.tile import load_tile
 
 # Programs per multiprocessor, where a kernel's work can be split.
@@ -30,7 +31,7 @@ class Launch(NamedTuple):
     programs: int
     args: dict[str, Any]
     config: Config
-    zeroed: tuple[str, ...] = ()  # names of the new tensors that must be 0 before the launch
+    zeroed: tuple[Tensor, ...] = ()  # the new tensors that must be 0 before the launch
 
     @property
     def options(self) -> dict[str, Any]:
@@ -61,8 +62,8 @@ def interpreted() -> bool:
 
 def run(launch: Launch) -> Any:
     """Launch the kernel. Return the compiled kernel, or None in the interpreter."""
-    for name in launch.zeroed:
-        launch.args[name].zero_()
+    for x in launch.zeroed:
+        x.zero_()
     if launch.programs == 0:
         return None
     device = next(x.device for x in launch.args.values() if isinstance(x, Tensor))
@@ -173,8 +174,10 @@ def mask_align(mask: Tensor | None) -> int:
     return stride_align(mask)
 
 
-def common(q: Tensor, k: Tensor, layout: Layout, unit: int = 1) -> dict[str, Any]:
-    """The arguments shared by all kernels that read q and k.
+def common(
+    q: Tensor, k: Tensor, layout: Layout, ranges: Tensor | None, unit: int
+) -> dict[str, Any]:
+    """The arguments shared by all kernels that read q and k, except `ScoreTerms`.
 
     The strides of the mask are in units of ``unit`` entries.
     """
@@ -185,22 +188,16 @@ def common(q: Tensor, k: Tensor, layout: Layout, unit: int = 1) -> dict[str, Any
         b, h, m = (s // unit if size > 1 else 0 for s, size in zip((b, h, m), mask.shape))
         stride = [b, h, None if mask.shape[2] == 1 else m, None if n == 1 else n]
     return {
-        "scale": outer_scale(layout),
-        "inner": None if layout.softcap is None else layout.scale / layout.softcap,
+        "q": q,
+        "k": k,
         "heads": heads,
         "group": heads // k.shape[1] if k.shape[1] else 1,
         "queries": q.shape[2],
         "keys": k.shape[2],
         "left": layout.left,
         "right": layout.right,
-        "mask": mask,
+        "visible": Visible(mask, layout.q_segments, layout.k_segments, ranges),
         **dict(zip(("mask_b", "mask_h", "mask_m", "mask_n"), stride)),
-        "q_segments": layout.q_segments,
-        "k_segments": layout.k_segments,
-        "alibi": layout.alibi,
-        "D": q.shape[3],
-        "BLOCK_D": padded(q.shape[3]),
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }
 
 
@@ -209,19 +206,36 @@ def outer_scale(layout: Layout) -> float:
     return layout.scale if layout.softcap is None else layout.softcap
 
 
-def arguments(vectors: Vectors, extras: Extras) -> dict[str, Tensor | None]:
-    """The vectors under the kernels' argument names."""
-    return {
-        **extras._asdict(),
-        "gain": vectors.gain,
-        "tau": vectors.offset,
-        "shape": vectors.shape,
-        "sink": vectors.sink,
-    }
+def score_terms(layout: Layout, extras: Extras = Extras()) -> ScoreTerms:
+    inner = None if layout.softcap is None else layout.scale / layout.softcap
+    return ScoreTerms(outer_scale(layout), inner, alibi=layout.alibi, **extras._asdict())
 
 
-def values(v: Tensor) -> dict[str, int]:
-    return {"DV": v.shape[3], "BLOCK_DV": padded(v.shape[3])}
+def rule_of(form: Form, peaked: bool, **others: Any) -> Rule:
+    """The constants of a form in the forward."""
+    return constants(
+        Rule, ACT=form.act, UNIT=form.unit, VANISHES=form.vanishes, NORMALIZER=form.normalizer,
+        SHIFTED=form.shifted, PEAKED=peaked, ONLINE=form.normalize == "online",
+        SUM=form.normalize in ("sum", "threshold"), DISTANCE=form.distance_act, **others,
+    )  # fmt: skip
+
+
+def backward_rule(form: Form, peaked: bool, tau_unit: float, **others: Any) -> Rule:
+    """The constants of a form in the backward."""
+    return constants(
+        Rule, ACT=form.act, UNIT=form.unit, VANISHES=form.vanishes, NORMALIZER=form.normalizer,
+        PEAKED=peaked, DISTANCE=form.distance_act, TAU_UNIT=tau_unit, **others,
+    )  # fmt: skip
+
+
+def tile_of(config: Config, q: Tensor, v: Tensor | None = None, **others: Any) -> Tile:
+    """The constants of a tile for queries, and for values in kernels that read them."""
+    sizes = {} if v is None else {"DV": v.shape[3], "BLOCK_DV": padded(v.shape[3])}
+    return constants(
+        Tile, D=q.shape[3], BLOCK_D=padded(q.shape[3]), BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, PART=config.part,
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", **sizes, **others,
+    )  # fmt: skip
 
 
 def dense_mask(layout: Layout) -> bool:
@@ -232,7 +246,3 @@ def count_extras(layout: Layout, key_bias: Tensor | None = None) -> int:
     """Return how many of window, ALiBi, segments, mask, softcap and key bias the call has."""
     extras = layout.left, layout.alibi, layout.k_segments, layout.mask, layout.softcap, key_bias
     return sum(x is not None for x in extras)
-
-
-def blocks_of(config: Config) -> dict[str, Any]:
-    return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PART": config.part}

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from attnzoo.backends.triton.common.groups import mapped
 from attnzoo.backends.triton.common.launch import Launch, on_device, run
 
 MOST = 1024  # number of different calls that are remembered
@@ -83,7 +84,12 @@ def _read(
 
 def _has_views(launches: list[Launch], inputs: list[Tensor]) -> bool:
     """Whether an argument is a view of another tensor, instead of an operand or a new tensor."""
-    used = {id(x): x for each in launches for x in each.args.values() if isinstance(x, Tensor)}
+    used: dict[int, Tensor] = {}
+    for each in launches:
+        mapped(
+            lambda x, path: used.setdefault(id(x), x) if isinstance(x, Tensor) else None,
+            tuple(each.args.values()),
+        )
     new = [x for name, x in used.items() if all(x is not y for y in inputs)]
     addresses = [x.untyped_storage().data_ptr() for x in (*inputs, *new) if x.numel()]
     fresh = {x.untyped_storage().data_ptr() for x in new if x.numel()}
@@ -111,23 +117,26 @@ class Prepared:
         self.device = inputs[0].device
         self.made: list[Slot] = []
         known = list(inputs)
-        zeroed = [each.args[name] for each in launches for name in each.zeroed]
-        for x in zeroed:
+        for x in (x for each in launches for x in each.zeroed):
             self._place(x, known, zeroed=True)
         self.results = _maker(results, lambda x: self._place(x, known))
-        # kernel, arguments, places of tensors, places of the tensors of TMA descriptors
-        self.calls: list[tuple[Any, list[Any], list[tuple[int, int]], list[tuple[int, int]]]] = []
+        self.calls = []
         for each, kernel in zip(launches, kernels):
             values = [each.args[param.name] for param in each.kernel.params]
-            places, descriptors = [], []
-            for n, x in enumerate(values):
-                if isinstance(x, Tensor):
-                    places.append((n, self._place(x, known)))
-                    values[n] = None
-                elif hasattr(x, "base"):  # a TMA descriptor
-                    descriptors.append((n, self._place(x.base, known)))
-                    values[n] = _descriptor_of(x, None)
-            self.calls.append((kernel[each.programs, 1, 1], values, places, descriptors))
+            self.calls.append((kernel[each.programs, 1, 1], self._template(values, known)))
+
+    def _template(self, values: list[Any], known: list[Tensor]) -> Template:
+        template = Template(values, [], [], [])
+        for n, x in enumerate(values):
+            if isinstance(x, Tensor):
+                template.places.append((n, self._place(x, known)))
+                values[n] = None
+            elif isinstance(x, tuple) and any(isinstance(y, (Tensor, tuple)) for y in x):
+                template.groups.append((n, self._template(list(x), known)))
+            elif hasattr(x, "base"):  # a TMA descriptor
+                template.descriptors.append((n, self._place(x.base, known)))
+                values[n] = _descriptor_of(x, None)
+        return template
 
     def _place(self, x: Tensor, known: list[Tensor], zeroed: bool = False) -> int:
         """The index of x in the list of inputs and made tensors; x is added if it is new."""
@@ -141,14 +150,30 @@ class Prepared:
     def run(self, inputs: list[Tensor]) -> Any:
         tensors = inputs + [slot.make() for slot in self.made]
         with on_device(self.device):
-            for kernel, values, places, descriptors in self.calls:
-                arguments = values.copy()
-                for n, place in places:
-                    arguments[n] = tensors[place]
-                for n, place in descriptors:
-                    arguments[n] = _descriptor_of(values[n], tensors[place])
-                kernel(*arguments)
+            for kernel, template in self.calls:
+                kernel(*_filled(template, tensors))
         return self.results(tensors)
+
+
+class Template(NamedTuple):
+    """Arguments of a kernel, or fields of a group, without tensors: (index, place of the tensor)."""
+
+    values: list[Any]
+    places: list[tuple[int, int]]
+    descriptors: list[tuple[int, int]]  # of TMA
+    groups: list[tuple[int, Template]]
+
+
+def _filled(template: Template, tensors: list[Tensor]) -> list[Any]:
+    values, places, descriptors, groups = template
+    arguments = values.copy()
+    for n, place in places:
+        arguments[n] = tensors[place]
+    for n, place in descriptors:
+        arguments[n] = _descriptor_of(values[n], tensors[place])
+    for n, group in groups:
+        arguments[n] = tuple(_filled(group, tensors))
+    return arguments
 
 
 def _descriptor_of(described: Any, base: Tensor | None) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.configurations import Config, decode_config
+from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, Tile, constants
 from attnzoo.backends.triton.common.kernel_operands import (
     Extras,
     Form,
@@ -23,20 +24,19 @@ from attnzoo.backends.triton.common.kernel_operands import (
     new_vector,
 )
 from attnzoo.backends.triton.common.launch import (
-    PARTIALS,
     PER_PROCESSOR,
     Launch,
     align_of,
-    arguments,
-    blocks_of,
     common,
     count_extras,
     dense_mask,
     row_launch,
+    rule_of,
+    score_terms,
     strides,
-    values,
+    tile_of,
 )
-from attnzoo.backends.triton.common.merge import MOST_SPLITS, OF_MERGE, merge_splits
+from attnzoo.backends.triton.common.merge import MOST_SPLITS, merge_launch, without_merge
 from attnzoo.backends.triton.decode import kernels
 from attnzoo.backends.triton.flash.segments import ranges_of
 
@@ -105,11 +105,9 @@ def _arguments(
     # One tile holds all queries.
     ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
     args = {
-        **common(q, k, layout), "ranges": ranges, "key_bias": extras.key_bias, "base": extras.base,
-        "decay": extras.decay,
+        **common(q, k, layout, ranges, 1), "terms": score_terms(layout, extras),
         "first": splits.first, "last": splits.last, "span": splits.span,
         "splits": splits.number, "width": (splits.last - splits.first) * config.block_n,
-        **blocks_of(config),
     }  # fmt: skip
     if layout.mask is not None and layout.mask.shape[1] == 1:
         args["mask_h"] = None
@@ -126,8 +124,8 @@ def _programs(q: Tensor, k: Tensor, splits: Splits) -> int:
 
 
 def _products_pass(
-    q: Tensor, k: Tensor, gain: Tensor | None, extras: Extras, distance: Any, unit: float,
-    layout: Layout, arch: int, processors: int, statistics: tuple[Tensor, Tensor] | None,
+    q: Tensor, k: Tensor, gain: Tensor | None, extras: Extras, rule: Rule, layout: Layout,
+    arch: int, processors: int, statistics: tuple[Tensor, Tensor] | None,
 ) -> tuple[list[Launch], dict[str, Any], Tensor]:  # fmt: skip
     """Return the launches that compute q kᵀ, their arguments, and the tensor for q kᵀ.
 
@@ -135,20 +133,19 @@ def _products_pass(
     """
     args, config, splits, before = _arguments(q, k, layout, extras, arch, processors)
     align, products = align_of(q, k), new_products(q, k, layout)
-    m, z, t, lse, entropy = None, None, None, None, None
+    lse = entropy = None
     if statistics is not None and splits.number == 1:
-        lse, entropy = statistics
+        partials, (lse, entropy) = Partials(), statistics
     else:
-        m = _partial(q, k, splits)
-    if statistics is not None and splits.number > 1:
-        z, t = _partial(q, k, splits), _partial(q, k, splits)
+        z, t = (None if statistics is None else _partial(q, k, splits) for _ in range(2))
+        partials = Partials(None, _partial(q, k, splits), z, t)
     args |= {
-        **strides(align, q=q, k=k), "q": q, "k": k, "products": products,
-        "m": m, "z": z, "t": t, "lse": lse, "entropy": entropy,
-        "gain": gain, "DISTANCE": distance, "UNIT": unit, "ALIGN": align,
+        **strides(align, q=q, k=k), "products": products, "partials": partials,
+        "lse": lse, "entropy": entropy, "vectors": Vectors(gain), "rule": rule,
+        "tile": tile_of(config, q, ALIGN=align),
     }  # fmt: skip
     # Products of keys in other segments are not computed. The operator returns them as 0.
-    zeroed = ("products",) if before else ()
+    zeroed = (products,) if before else ()
     launch = Launch(kernels.decode_products, _programs(q, k, splits), args, config, zeroed)
     return [*before, launch], args, products
 
@@ -157,9 +154,9 @@ def describe_statistics(
     q: Tensor, k: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """Return the launches and their results: products, lse and entropy of the logits."""
-    unit, lse, entropy = 1 / LN2.value, new_vector(q), new_vector(q)
+    rule, lse, entropy = constants(Rule, UNIT=1 / LN2.value), new_vector(q), new_vector(q)
     launches, args, products = _products_pass(
-        q, k, None, Extras(), None, unit, layout, arch, processors, (lse, entropy)
+        q, k, None, Extras(), rule, layout, arch, processors, (lse, entropy)
     )
     if args["splits"] > 1:
         merge_args = {**args, "lse": lse, "entropy": entropy}
@@ -175,13 +172,17 @@ def describe_threshold(
 
     Only gain and shape of ``vectors`` are read.
     """
+    extras = extras._replace(factor=None, peak=None)
+    rule = constants(Rule, UNIT=1.0, DISTANCE=form.distance_act)
     walk, args, products = _products_pass(
-        q, k, vectors.gain, extras, form.distance_act, 1.0, layout, arch, processors, None
+        q, k, vectors.gain, extras, rule, layout, arch, processors, None
     )
     peak, tau = new_vector(q), new_vector(q)
     args = {
         **args, "candidates": torch.empty_like(products), "peak": peak, "tau": tau,
-        "shape": vectors.shape, "ACT": form.act, "ALPHA": alpha,
+        "vectors": Vectors(vectors.gain, shape=vectors.shape),
+        "rule": constants(Rule, ACT=form.act, UNIT=1.0, DISTANCE=form.distance_act, ALPHA=alpha),
+        "tile": Tile(BLOCK_N=args["tile"].BLOCK_N, PRECISION=args["tile"].PRECISION),
         "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
     return [*walk, row_launch(kernels.decode_threshold, args, q)], (products, peak, tau)
@@ -194,29 +195,23 @@ def describe_decode(
     """Return the launches and their results: out and lse."""
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
     args, config, splits, before = _arguments(q, k, layout, extras, arch, processors, v, out)
-    one_split = splits.number == 1
     online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")
-    has_m, has_z = (online or form.shifted) and not one_split, (online or sums) and not one_split
     align = align_of(q, k, v, out)
     args |= {
-        **strides(align, q=q, k=k, v=v, o=out), **values(v),
-        **arguments(vectors, extras),
-        "q": None if products is not None else q, "k": None if products is not None else k,
-        "v": v, "products": products,
-        "o": out, "lse": lse, "part": None if one_split else _partial(q, k, splits, v.shape[3]),
-        "m": _partial(q, k, splits) if has_m else None,
-        "z": _partial(q, k, splits) if has_z else None,
-        "ACT": form.act, "DISTANCE": form.distance_act, "UNIT": form.unit,
-        "VANISHES": form.vanishes, "ONLINE": online,
-        "NORMALIZER": form.normalizer, "SHIFTED": form.shifted, "eps": form.eps or None,
-        "SUM": sums, "PEAKED": is_peaked(form, v),
-        "ALIGN": align, "CHUNK": PARTIALS, "stat": None, "weight_sum": None,
+        **strides(align, q=q, k=k, v=v, o=out), "v": v, "products": products, "vectors": vectors,
+        "o": out, "saved": Saved(lse=lse), "partials": Partials(), "eps": form.eps or None,
+        "rule": rule_of(form, is_peaked(form, v)), "tile": tile_of(config, q, v, ALIGN=align),
     }  # fmt: skip
-    kernel_args = {name: args[name] for name in kernels.decode.arg_names}
-    if not one_split:
-        kernel_args |= dict.fromkeys(("o", *OF_MERGE))
-    launches = [*before, Launch(kernels.decode, _programs(q, k, splits), kernel_args, config)]
-    if not one_split:
-        merge_args = {**args, **strides(1, o=out)}
-        launches.append(row_launch(merge_splits, merge_args, q))
-    return launches, (out, lse)
+    if products is not None:
+        args |= {"q": None, "k": None}
+    programs = _programs(q, k, splits)
+    if splits.number == 1:
+        return [*before, Launch(kernels.decode, programs, args, config)], (out, lse)
+    partials = Partials(
+        _partial(q, k, splits, v.shape[3]),
+        _partial(q, k, splits) if online or form.shifted else None,
+        _partial(q, k, splits) if online or sums else None,
+    )
+    walk = {**without_merge(args), "o": None, "partials": partials}
+    merge = merge_launch(args, partials, q, splits.number, args["group"])
+    return [*before, Launch(kernels.decode, programs, walk, config), merge], (out, lse)

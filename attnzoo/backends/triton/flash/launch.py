@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.configurations import Config, map_tile, pick
+from attnzoo.backends.triton.common.groups import (
+    Gradients,
+    Normalizers,
+    Partials,
+    Rule,
+    Saved,
+    Tile,
+    constants,
+)
 from attnzoo.backends.triton.common.kernel_operands import (
     Extras,
     Form,
@@ -24,8 +34,7 @@ from attnzoo.backends.triton.common.launch import (
     TMA,
     Launch,
     align_of,
-    arguments,
-    blocks_of,
+    backward_rule,
     common,
     count_extras,
     dense_mask,
@@ -34,9 +43,11 @@ from attnzoo.backends.triton.common.launch import (
     mask_align,
     outer_scale,
     padded,
+    rule_of,
+    score_terms,
     stride_align,
     strides,
-    values,
+    tile_of,
 )
 from attnzoo.backends.triton.flash.backward_kv import flash_dkdv
 from attnzoo.backends.triton.flash.backward_q import flash_dq
@@ -110,9 +121,20 @@ def _config(
     return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
 
 
-def _common(q: Tensor, k: Tensor, layout: Layout) -> dict[str, Any]:
+def _common(
+    q: Tensor, k: Tensor, layout: Layout, extras: Extras, vectors: Vectors, ranges: Tensor | None
+) -> dict[str, Any]:
+    """The arguments shared by all kernels of `flash`."""
     unit = mask_align(layout.mask)
-    return {**common(q, k, layout, unit), "MASK_ALIGN": unit}
+    terms = {"terms": score_terms(layout, extras), "vectors": vectors}
+    return {**common(q, k, layout, ranges, unit), **terms}
+
+
+def _tile_of(
+    config: Config, q: Tensor, v: Tensor | None, layout: Layout, align: int, **others: Any
+) -> Tile:
+    unit = mask_align(layout.mask)
+    return tile_of(config, q, v, SPLIT=config.split, ALIGN=align, MASK_ALIGN=unit, **others)
 
 
 def _new_tile(
@@ -193,17 +215,13 @@ def describe_forward(
     late = _late(q, layout, vectors.gain, extras, arch) if online else None
     ranges, before = (None, []) if tile else ranges_of(layout, config.block_m, arch)
     args = {
-        **_common(q, k, layout), **strides(align, q=q, k=k, v=v, o=out), **values(v),
-        **blocks_of(config), **arguments(vectors, extras), "q": q, "k": k, "v": v, "o": out,
+        **_common(q, k, layout, extras, vectors, ranges),
+        **strides(align, q=q, k=k, v=v, o=out), "v": v, "o": out,
         **descriptors(config, arch, config.block_n, k=k, v=v),
-        "stat": stat, "weight_sum": weight_sum, "lse": lse, "ranges": ranges,
-        "blocks": maps.blocks, "counts": maps.counts,
-        "ACT": form.act, "DISTANCE": form.distance_act, "UNIT": form.unit,
-        "VANISHES": form.vanishes, "ONLINE": online, "SUM": form.normalize in ("sum", "threshold"),
-        "PEAKED": peaked, "LATE": late, "NORMALIZER": form.normalizer, "SHIFTED": form.shifted,
-        "eps": form.eps or None,
-        "SPLIT": config.split, "MAP_M": 0 if tile is None else tile[0], "ALIGN": align,
-        "splits": None,
+        "maps": maps._replace(live=None), "saved": Saved(stat, weight_sum, lse),
+        "partials": Partials(), "eps": form.eps or None, "splits": None,
+        "rule": rule_of(form, peaked, LATE=late),
+        "tile": _tile_of(config, q, v, layout, align, MAP_M=tile and tile[0]),
     }  # fmt: skip
     launch = Launch(flash_forward, programs_of(q, config.block_m), args, config)
     # With a block map, most of the time is spent on the threshold, which is not split.
@@ -228,81 +246,115 @@ def describe_backward(
     if "key_bias" in wanted:
         b, h, n = q.shape[0], q.shape[1], k.shape[2]
         grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
-    online, tau, z, shape = form.normalize == "online", vectors.offset, stat, vectors.shape
-    if online:
-        tau, z = stat, weight_sum
-    elif form.shifted:
-        shape, z = stat, weight_sum
-    peaked = is_peaked(form, v)
-    shared = {
-        **_common(q, k, layout), **values(v),
-        "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": shape,
-        "tau": tau, "per_z": None if z is None else new_vector(q),
-        "key_bias": extras.key_bias, "base": extras.base, "peak": extras.peak,
-        "decay": extras.decay, "DISTANCE": form.distance_act,
-        "lse": None if dlse is None else lse, "dlse": dlse,
-        "delta": None if form.normalize == "none" else new_vector(q),
-        "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
-        "NORMALIZER": form.normalizer, "PEAKED": peaked,
-        "TAU_UNIT": 1.0 if online else form.unit,  # the saved stat is already multiplied by unit
-    }  # fmt: skip
-    align = align_of(q, k, v, out, do, grads["q"], grads["k"], grads["v"])
+    learned_power = "shape" in grads and form.normalize != "threshold"
+    peaked, align = is_peaked(form, v), align_of(q, k, v, out, do, *(grads[x] for x in "qkv"))
     heavy = vectors.shape is not None or peaked or form.normalizer or extras.factor is not None
     tile = _tile(maps, q, k, v)
-    map_args = dict(zip(("MAP_M", "MAP_N"), tile or (0, 0)))
     terms = extras.key_bias is not None or layout.softcap is not None
-    learned_power = "shape" in grads and form.normalize != "threshold"
     rare = dlse is not None or (tile is not None and terms)
-    narrow = learned_power or _narrow(layout)
-    features = Features(align, tile, heavy, rare, narrow, extras)
+    features = Features(align, tile, heavy, rare, learned_power or _narrow(layout), extras)
+    z = stat
+    if form.normalize == "online":
+        vectors, z = vectors._replace(offset=stat), weight_sum
+    elif form.shifted:
+        vectors, z = vectors._replace(shape=stat), weight_sum
+    normalizers = Normalizers(
+        z, None if z is None else new_vector(q), None if form.normalize == "none" else new_vector(q),
+        None if dlse is None else lse, dlse,
+    )  # fmt: skip
+    calls = _Backward(do, q, k, v, out, layout, form, vectors, extras, maps, normalizers, grads)
+    launches = _describe_dq(calls, features, arch) + _describe_dkdv(
+        calls, features, arch, processors
+    )
+    return launches, grads
+
+
+class _Backward(NamedTuple):
+    """What both kernels of the backward read. τ and Z of the forward are in the vectors."""
+
+    do: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    layout: Layout
+    form: Form
+    vectors: Vectors
+    extras: Extras
+    maps: Maps
+    normalizers: Normalizers
+    grads: dict[str, Tensor]
+
+    def rule(self, **others: Any) -> Rule:
+        # The saved stat of a softmax is already multiplied by the unit.
+        unit = 1.0 if self.form.normalize == "online" else self.form.unit
+        return backward_rule(self.form, is_peaked(self.form, self.v), unit, **others)
+
+
+def _describe_dq(call: _Backward, features: Features, arch: int) -> list[Launch]:
+    do, q, k, v, out, layout, form, vectors, extras, maps, normalizers, grads = call
     mean = _mean_source(form, q)
-    twice = features._replace(heavy=heavy or mean == "weights")  # two loops over the keys
-    config = _config("dq", arch, q, k, v, layout, twice)
+    # Two loops over the keys
+    features = features._replace(heavy=features.heavy or mean == "weights")
+    config = _config("dq", arch, q, k, v, layout, features)
+    tile, align = features.tile, features.align
     ranges, before = (None, []) if tile else ranges_of(layout, config.block_m, arch)
-    dq_args = {
-        **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
-        "MAP_M": map_args["MAP_M"],
+    gradients = Gradients(
+        grads.get("gain"), grads.get("offset", grads.get("base")),
+        *(grads.get(name) for name in "shape sink alibi factor decay".split()),
+    )  # fmt: skip
+    args = {
+        **_common(q, k, layout, extras, vectors, ranges),
         **descriptors(config, arch, config.block_n, k=k, v=v),
-        **strides(align, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]), "o": out, "dq": grads["q"],
-        "z": z, "dgain": grads.get("gain"), "dtau": grads.get("offset", grads.get("base")),
-        "dsink": grads.get("sink"), "dfactor": grads.get("factor"), "factor": extras.factor,
-        "PLAIN_DELTA": "key_bias" in grads, "dshape": grads.get("shape"),
-        "dalibi": grads.get("alibi"), "sink": vectors.sink,
-        "SHAPE_SLOPE": form.shape_act if "shape" in grads else None,
-        "ddecay": grads.get("decay"),
-        "DISTANCE_SLOPE": form.distance_slope_act if "decay" in grads else None,
-        "MEAN": mean,
-        "blocks": maps.blocks, "counts": maps.counts, "ranges": ranges,
+        **strides(align, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]),
+        "v": v, "do": do, "o": out, "dq": grads["q"], "maps": maps._replace(live=None),
+        "normalizers": normalizers, "gradients": gradients,
+        "rule": call.rule(
+            SHAPE_SLOPE=form.shape_act if "shape" in grads else None,
+            DISTANCE_SLOPE=form.distance_slope_act if "decay" in grads else None,
+            MEAN=mean, PLAIN_DELTA="key_bias" in grads,
+        ),
+        "tile": _tile_of(config, q, v, layout, align, MAP_M=tile and tile[0]),
     }  # fmt: skip
-    launches = [*before, Launch(flash_dq, programs_of(q, config.block_m), dq_args, config)]
+    return [*before, Launch(flash_dq, programs_of(q, config.block_m), args, config)]
+
+
+def _describe_dkdv(call: _Backward, features: Features, arch: int, processors: int) -> list[Launch]:
+    """Return the launches. If groups are split, replace the gradients of k and v."""
+    do, q, k, v, _, layout, _, vectors, extras, maps, normalizers, grads = call
     config = _config("dkdv", arch, q, k, v, layout, features)
+    tile, align = features.tile, features.align
     ranges, before = (None, []) if tile else ranges_of(layout, config.block_n, arch, of_keys=True)
     parts = parts_of_group(q, k, config.block_n, processors)
     if parts > 1:
         for name, x in (("k", k), ("v", v)):
             b, h, n, dim = x.shape
             grads[name] = x.new_empty(b, h * parts, n, dim, dtype=torch.float32)
-        # The kernel takes a part for a group, also in the lists of a block map.
-        shared |= {"group": shared["group"] // parts}
         align = min(align, align_of(q, grads["k"], grads["v"]))
-    columns, listing = _describe_columns(maps, {**shared, **map_args, "SPLIT": config.split})
-    dkdv_args = {
-        **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
-        "parts": parts if parts > 1 else None,
-        "TURNED": config.turned,
+    normalizers = normalizers._replace(z=None)
+    if extras.factor is not None:
+        normalizers = normalizers._replace(per_z=extras.factor)
+    if vectors.sink is None:  # δ contains dlse
+        normalizers = normalizers._replace(lse=None, dlse=None)
+    vectors, extras = vectors._replace(sink=None), extras._replace(factor=None)
+    args = {
+        **_common(q, k, layout, extras, vectors, ranges),
         **descriptors(config, arch, config.block_m, q=q, do=do),
         **strides(align, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
-        "dk": grads["k"], "dv": grads["v"], "blocks": columns.blocks, "counts": columns.counts,
-        **map_args, "dkey_bias": grads.get("key_bias"), "ranges": ranges,
+        "v": v, "do": do, "dk": grads["k"], "dv": grads["v"], "normalizers": normalizers,
+        "gradients": Gradients(key_bias=grads.get("key_bias")), "rule": call.rule(),
+        "tile": _tile_of(
+            config, q, v, layout, align, MAP_M=tile and tile[0], MAP_N=tile and tile[1],
+            TURNED=config.turned,
+        ),
+        "parts": parts if parts > 1 else None,
     }  # fmt: skip
-    if extras.factor is not None:
-        dkdv_args["per_z"] = extras.factor
-    if vectors.sink is None:  # δ contains dlse
-        dkdv_args |= {"lse": None, "dlse": None}
-    zeroed = ("dkey_bias",) if "key_bias" in grads else ()
+    # The kernel takes a part for a group, also in the lists of a block map.
+    args["group"] //= parts
+    args["maps"], listing = _describe_columns(maps, args)
+    zeroed = (grads["key_bias"],) if "key_bias" in grads else ()
     programs = programs_of(k, config.block_n) * parts
-    launches += [*before, *listing, Launch(flash_dkdv, programs, dkdv_args, config, zeroed)]
-    return launches, grads
+    return [*before, *listing, Launch(flash_dkdv, programs, args, config, zeroed)]
 
 
 def _mean_source(form: Form, q: Tensor) -> str | None:
@@ -316,22 +368,23 @@ def _mean_source(form: Form, q: Tensor) -> str | None:
     return None if form.normalize == "none" else "output"
 
 
-def _describe_columns(maps: Maps, given: dict[str, Any]) -> tuple[Maps, list[Launch]]:
+def _describe_columns(maps: Maps, dkdv: dict[str, Any]) -> tuple[Maps, list[Launch]]:
     """Return the block map per tile of keys, and a list with the launch that fills the map.
 
-    The list is empty if there is no map.
+    The list is empty if there is no map. ``dkdv``: the arguments of `flash_dkdv`.
     """
-    live = maps.live
+    live, tile = maps.live, dkdv["tile"]
     if live is None:
         return maps, []
     heads, tiles_m, tiles_n = live.shape
-    group = given["group"]
+    group = dkdv["group"]
     blocks = live.new_empty(heads // group, tiles_n, group * tiles_m, dtype=torch.int32)
     counts = live.new_empty(heads // group, tiles_n, 2, dtype=torch.int32)
-    names = "group queries keys left right MAP_M MAP_N SPLIT".split()
-    args = {"live": live, "blocks": blocks, "counts": counts, "CHUNK": 256}
-    args |= {name: given[name] for name in names}
-    args["HAS_MASK"] = given["mask"] is not None
+    args = {name: dkdv[name] for name in "group queries keys left right".split()} | {
+        "live": live, "blocks": blocks, "counts": counts, "CHUNK": 256, "MAP_M": tile.MAP_M.value,
+        "MAP_N": tile.MAP_N.value, "SPLIT": tile.SPLIT.value,
+        "HAS_MASK": dkdv["visible"].mask is not None,
+    }  # fmt: skip
     launch = Launch(list_queries, heads // group * tiles_n, args, Config(1, 256, 4, 1))
     return Maps(blocks, counts), [launch]
 
@@ -343,11 +396,12 @@ def describe_stats(
     config = _config("stats", arch, q, k, q, layout, Features(align, narrow=_narrow(layout)))
     lse, entropy = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)
+    late = _late(q, layout, None, Extras(), arch)
     args = {
-        **_common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config),
-        **descriptors(config, arch, config.block_n, k=k), "q": q, "k": k, "lse": lse,
-        "entropy": entropy, "LATE": _late(q, layout, None, Extras(), arch), "SPLIT": config.split,
-        "ALIGN": align, "ranges": ranges,
+        **_common(q, k, layout, Extras(), Vectors(), ranges), **strides(align, q=q, k=k),
+        **descriptors(config, arch, config.block_n, k=k), "lse": lse, "entropy": entropy,
+        "rule": constants(Rule, UNIT=1.0 / LN2.value, LATE=late),
+        "tile": _tile_of(config, q, None, layout, align),
     }  # fmt: skip
     launch = Launch(row_stats, programs_of(q, config.block_m), args, config)
     return [*before, launch], Statistics(lse, entropy)
@@ -377,18 +431,17 @@ def describe_threshold(
     features = Features(stride_align(q, k), tile, extras=extras)
     config = _config("threshold", arch, q, k, v, layout, features)
     maps = empty_maps(q, k, v, layout, vectors.shape, extras)
-    peak, tau, (blocks, counts, live) = new_vector(q), new_vector(q), maps
+    peak, tau = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)
     # Each program writes the map entries of its blocks, so blocks must have the size of map tiles.
     assert (config.block_m, config.block_n) == tile
+    vectors = Vectors(vectors.gain, shape=vectors.shape)
     args = {
-        **_common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,
-        "peak": peak, "tau": tau, "blocks": blocks, "counts": counts, "live": live,
-        "gain": vectors.gain, "shape": vectors.shape, "key_bias": extras.key_bias,
-        "base": extras.base, "decay": extras.decay, "ACT": form.act, "ALPHA": alpha,
-        "DISTANCE": form.distance_act,
-        "SPLIT": config.split, "FLIPS": vectors.gain is not None or outer_scale(layout) < 0.0,
-        "ALIGN": align, "ranges": ranges,
+        **_common(q, k, layout, extras._replace(factor=None, peak=None), vectors, ranges),
+        **strides(align, q=q, k=k), "peak": peak, "tau": tau, "maps": Maps(*maps),
+        "rule": constants(Rule, ACT=form.act, UNIT=1.0, ALPHA=alpha, DISTANCE=form.distance_act),
+        "tile": _tile_of(config, q, None, layout, align),
+        "FLIPS": vectors.gain is not None or outer_scale(layout) < 0.0,
     }  # fmt: skip
-    launch = Launch(threshold, programs_of(q, config.block_m), args, config, zeroed=("live",))
-    return [*before, launch], (peak, tau, blocks, counts, live)
+    launch = Launch(threshold, programs_of(q, config.block_m), args, config, zeroed=maps[2:])
+    return [*before, launch], (peak, tau, *maps)

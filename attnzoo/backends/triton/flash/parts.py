@@ -11,14 +11,9 @@ import triton
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout
-from attnzoo.backends.triton.common.launch import (
-    PARTIALS,
-    PER_PROCESSOR,
-    Launch,
-    row_launch,
-    strides,
-)
-from attnzoo.backends.triton.common.merge import MOST_SPLITS, OF_MERGE, merge_splits
+from attnzoo.backends.triton.common.groups import Partials
+from attnzoo.backends.triton.common.launch import PER_PROCESSOR, Launch
+from attnzoo.backends.triton.common.merge import MOST_SPLITS, merge_launch, without_merge
 
 # Fewest queries per part of a group of heads, all heads together. A part with fewer costs more time
 # than it saves, because the gradients of all parts are written, read and added.
@@ -52,15 +47,11 @@ def splits_of_keys(q: Tensor, k: Tensor, layout: Layout, block_m: int, processor
 
 def split_keys(launch: Launch, q: Tensor, v: Tensor, splits: int) -> list[Launch]:
     """Return the launches that replace one of `flash_forward`, if the keys are split."""
-    args, (b, h, n, _) = launch.args, q.shape
+    rule, (b, h, n, _) = launch.args["rule"], q.shape
     part = q.new_empty(b, h, splits, n, v.shape[3], dtype=torch.float32)
-    m = part.new_empty(b, h, splits, n) if args["ONLINE"] or args["SHIFTED"] else None
-    z = part.new_empty(b, h, splits, n) if args["ONLINE"] or args["SUM"] else None
-    partial = {"o": part, "stat": m, "weight_sum": z, "splits": splits}
-    partial |= dict.fromkeys(OF_MERGE)
-    merge_args = {
-        **args, **strides(1, o=args["o"]), "part": part, "m": m, "z": z, "group": 1,
-        "splits": splits, "CHUNK": PARTIALS,
-    }  # fmt: skip
-    walk = launch._replace(programs=launch.programs * splits, args={**args, **partial})
-    return [walk, row_launch(merge_splits, merge_args, q)]
+    m = part.new_empty(b, h, splits, n) if rule.ONLINE or rule.SHIFTED else None
+    z = part.new_empty(b, h, splits, n) if rule.ONLINE or rule.SUM else None
+    partials = Partials(part, m, z)
+    args = {**without_merge(launch.args), "o": None, "partials": partials, "splits": splits}
+    walk = launch._replace(programs=launch.programs * splits, args=args)
+    return [walk, merge_launch(launch.args, partials, q, splits, group=1)]

@@ -16,6 +16,7 @@ from torch import Tensor
 from attnzoo.backends.shared_operands import Layout
 from attnzoo.backends.triton.common.configurations import Config
 from attnzoo.backends.triton.common.launch import Launch
+from attnzoo.backends.triton.common.tile import key_blocks
 
 
 @triton.jit(do_not_specialize=["own_count", "other_count"])
@@ -53,6 +54,25 @@ def narrowed(low, high, ranges, row, BLOCK: tl.constexpr):
         high = tl.minimum(high, tl.cdiv(tl.load(ranges + 2 * row + 1), BLOCK))
         low = tl.minimum(low, high)
     return low, high
+
+
+@triton.jit
+def blocks_of_keys(block, ranges, size, tile):
+    """Return (low, full, high) of `key_blocks`, for the keys that a `QueryBlock` may see."""
+    low, full, high = key_blocks(
+        block.first, size.queries, size.keys, size.left, size.right, tile.BLOCK_M, tile.BLOCK_N
+    )
+    row = block.batch * tl.cdiv(size.queries, tile.BLOCK_M) + block.first // tile.BLOCK_M
+    low, high = narrowed(low, high, ranges, row, tile.BLOCK_N)
+    return low, full, high
+
+
+@triton.jit
+def list_of_keys(block, heads, size, tile):
+    """Return the row in `Maps.counts` and the offset in `Maps.blocks` of a `QueryBlock`."""
+    row = (block.batch * heads + block.head) * tl.cdiv(size.queries, tile.MAP_M)
+    row += block.first // tile.MAP_M
+    return row, row * tl.cdiv(size.keys, tile.BLOCK_N)
 
 
 def ranges_of(
