@@ -29,6 +29,12 @@ CAUSAL = Layout(0.25, None, 0, None, None, None, None)
 EXP = Form("attnzoo.backends.triton.common.activations:exp", 1.4426950408889634, True, "online")
 
 
+def sizes(work: launch.Launch) -> list[int | None]:
+    tile = work.args["tile"]
+    constants = tile.BLOCK_M, tile.BLOCK_N, tile.MAP_M, tile.MAP_N
+    return [getattr(x, "value", None) for x in constants]
+
+
 def arguments(q: Tensor, k: Tensor, v: Tensor, arch: int) -> dict[str, Any]:
     operands = q, k, v, CAUSAL, EXP, Vectors(), Extras(), Maps(), False, arch, 132
     launches, _ = describe_forward(*operands)
@@ -50,7 +56,7 @@ def test_kernels_for_sm_90_and_sm_100_load_aligned_keys_and_values_by_tma(
     """A block of 40 columns is padded to 64."""
     q = meta(1, 2, 300, dim)
     args = arguments(q, q, q, arch)
-    kind = f"tensordesc<bf16[1, 1, {args['BLOCK_N']}, 64]>"
+    kind = f"tensordesc<bf16[1, 1, {args['tile'].BLOCK_N.value}, 64]>"
     wanted = kind if arch in (90, 100) else None
     assert args["k_descriptor"] == args["v_descriptor"] == wanted
     assert (describe_stats(q, q, CAUSAL, arch)[0][-1].args["k_descriptor"] is None) == (
@@ -227,7 +233,7 @@ def test_blocks_divide_the_tiles_of_the_block_map(arch: int, dim: int, kind: str
     vectors = Vectors(offset=torch.ones(1, 2, 256))
     (solver,), found = describe_threshold(q, q, q, layout, form, vectors, Extras(), 1.5, arch)
     found = found[2:]  # without peak and τ
-    tile = solver.args["BLOCK_M"], solver.args["BLOCK_N"]
+    tile = sizes(solver)[:2]
     assert found[0].shape[1:] == (256 // tile[0], 256 // tile[1])
     maps = Maps(*found)
     (forward,), (out, stat, _, _) = describe_forward(
@@ -239,10 +245,12 @@ def test_blocks_divide_the_tiles_of_the_block_map(arch: int, dim: int, kind: str
     )  # fmt: skip
     dq, dkdv = backward[0], backward[-1]
     for launched in (forward, dq):
-        assert launched.args["BLOCK_N"] == tile[1]
-        assert tile[0] % launched.args["BLOCK_M"] == 0
-    assert tile[0] % dkdv.args["BLOCK_M"] == tile[1] % dkdv.args["BLOCK_N"] == 0
-    assert (dkdv.args["MAP_M"], dkdv.args["MAP_N"]) == tile
+        block_m, block_n, *_ = sizes(launched)
+        assert block_n == tile[1]
+        assert tile[0] % block_m == 0
+    block_m, block_n, *map_tile = sizes(dkdv)
+    assert tile[0] % block_m == tile[1] % block_n == 0
+    assert tuple(map_tile) == tile
 
 
 @pytest.mark.slow

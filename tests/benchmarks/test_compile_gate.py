@@ -15,6 +15,7 @@ import triton.language as tl
 
 import attnzoo
 from attnzoo.backends.triton.common import configurations as configs
+from attnzoo.backends.triton.common.groups import mapped
 from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.flash import launch
 from benchmarks.kernels.activations import activations
@@ -197,6 +198,8 @@ def test_the_version_of_triton_selects_the_entries(
 
 def kind_of(value: Any) -> Any:
     """What the compiled code knows of an argument: of a pointer its type and alignment."""
+    if isinstance(value, tl.constexpr) or value is None or callable(value):
+        return repr(value)
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     return type(value)
@@ -207,10 +210,8 @@ def key(spec: Specialization) -> tuple:
     launch, kinds = describe(spec), []
     for name, parameter in inspect.signature(launch.kernel.fn).parameters.items():
         value = launch.args[name]
-        if parameter.annotation is tl.constexpr or value is None:
-            kinds.append((name, repr(value)))
-        else:
-            kinds.append((name, kind_of(value)))
+        constant = parameter.annotation is tl.constexpr
+        kinds.append((name, repr(value) if constant else mapped(lambda x, path: kind_of(x), value)))
     return launch.kernel, spec.arch, *kinds, repr(launch.options)
 
 
@@ -230,7 +231,7 @@ def test_quick_compiles_every_kernel_in_few_specializations() -> None:
         assert {c.family for c in here} == set(KERNELS) - once
         for kernel in ("forward", "dq", "dkdv"):
             launches = [describe(c) for c in here if (c.kernel, c.activation) == (kernel, "exp")]
-            calls = {(x.args["right"] is None, x.args["gain"] is None) for x in launches}
+            calls = {(x.args["right"] is None, x.args["vectors"].gain is None) for x in launches}
             assert calls == set(product((True, False), repeat=2))
 
 
@@ -256,8 +257,11 @@ def test_unaligned_addresses_are_compiled_without_wide_loads(kernel: str, names:
         spec = Specialization(kernel, "sm_90", dtype, 64, "exp", "offset")
         args = describe(spec).args
         assert {args[name].data_ptr() % 16 for name in names} == {8}
-        assert args["ALIGN"] == 1
-        others = [x for name, x in args.items() if name not in "qkv" and torch.is_tensor(x)]
+        assert args["tile"].ALIGN == 1
+        others = []
+        for name, value in args.items():
+            if name not in ("q", "k", "v"):
+                mapped(lambda x, path: others.append(x) if torch.is_tensor(x) else None, value)
         assert all(x.data_ptr() % 16 == 0 for x in others)
 
 
@@ -269,9 +273,9 @@ def test_calls_of_models_are_compiled() -> None:
             spec = Specialization(kernel, arch, "bf16", 128, "exp", extra)
             assert spec in found
             args = describe(spec).args
-            assert args["mask"].dtype == torch.uint8
+            assert args["visible"].mask.dtype == torch.uint8
             assert (args["mask_m"] is not None) == dense
-            assert (args["right"] is None, args["gain"] is None) == 2 * (extra != "keys",)
+            assert (args["right"] is None, args["vectors"].gain is None) == 2 * (extra != "keys",)
 
 
 def test_two_activations_with_one_name_raise(monkeypatch: pytest.MonkeyPatch) -> None:

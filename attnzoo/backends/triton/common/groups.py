@@ -1,4 +1,4 @@
-"""The groups of operands and constants that kernels take, and those that a kernel gives its helpers.
+"""The groups of operands and constants of kernels, and those that a kernel gives its helpers.
 
 A group is a NamedTuple, whose fields are read by name in kernels too. A tensor that a call does not
 have is None, and what it would add is not compiled. Beside these groups, kernels take `Vectors` and
@@ -212,7 +212,7 @@ class QueryVectors(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Where the data of a batch and head begin, and what the head's scores have in common."""
+    """Where the data of a batch and head begin, and what the scores of the head share."""
 
     mask: Any  # offset in the mask
     k_segments: Any  # offset in `Visible.k_segments`
@@ -222,7 +222,7 @@ class Head(NamedTuple):
 
 
 class MaskStrides(NamedTuple):
-    """Strides in units of ``align`` entries. None: all heads or queries share the mask's entries."""
+    """Strides in units of ``align`` entries. None: all heads or queries share the entries."""
 
     batch: Any
     head: Any

@@ -206,7 +206,7 @@ def outer_scale(layout: Layout) -> float:
     return layout.scale if layout.softcap is None else layout.softcap
 
 
-def score_terms(layout: Layout, extras: Extras = Extras()) -> ScoreTerms:
+def score_terms(layout: Layout, extras: Extras) -> ScoreTerms:
     inner = None if layout.softcap is None else layout.scale / layout.softcap
     return ScoreTerms(outer_scale(layout), inner, alibi=layout.alibi, **extras._asdict())
 

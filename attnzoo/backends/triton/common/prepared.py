@@ -156,7 +156,7 @@ class Prepared:
 
 
 class Template(NamedTuple):
-    """Arguments of a kernel, or fields of a group, without tensors: (index, place of the tensor)."""
+    """Arguments of a kernel, or fields of a group, and where its tensors come from."""
 
     values: list[Any]
     places: list[tuple[int, int]]

@@ -372,7 +372,9 @@ def _sum_over_queries(
     for step in range(steps):
         if blocks is not None:
             entry = tl.load(blocks + step // PARTS)
-            member, block = entry // TILES, entry % TILES * PARTS + step % PARTS
+            # The interpreter has no int % constexpr.
+            part = step % tl.full([], PARTS, tl.int32)
+            member, block = entry // TILES, entry % TILES * PARTS + part
         begin = block * tile.BLOCK_M
         b_now, h_now = b.to(tl.int32), (group.head + member).to(tl.int32)
         q_matrix = Matrix(

@@ -259,8 +259,9 @@ def describe_backward(
     elif form.shifted:
         vectors, z = vectors._replace(shape=stat), weight_sum
     normalizers = Normalizers(
-        z, None if z is None else new_vector(q), None if form.normalize == "none" else new_vector(q),
-        None if dlse is None else lse, dlse,
+        z, per_z=None if z is None else new_vector(q),
+        delta=None if form.normalize == "none" else new_vector(q),
+        lse=None if dlse is None else lse, dlse=dlse,
     )  # fmt: skip
     calls = _Backward(do, q, k, v, out, layout, form, vectors, extras, maps, normalizers, grads)
     launches = _describe_dq(calls, features, arch) + _describe_dkdv(
