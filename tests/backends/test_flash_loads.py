@@ -233,7 +233,7 @@ def test_blocks_divide_the_tiles_of_the_block_map(arch: int, dim: int, kind: str
     vectors = Vectors(offset=torch.ones(1, 2, 256))
     (solver,), found = describe_threshold(q, q, q, layout, form, vectors, Extras(), 1.5, arch)
     found = found[2:]  # without peak and τ
-    tile = sizes(solver)[:2]
+    tile = tuple(sizes(solver)[:2])
     assert found[0].shape[1:] == (256 // tile[0], 256 // tile[1])
     maps = Maps(*found)
     (forward,), (out, stat, _, _) = describe_forward(

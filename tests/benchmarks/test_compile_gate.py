@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
+from torch.utils._pytree import tree_leaves
 
 import attnzoo
 from attnzoo.backends.triton.common import configurations as configs
@@ -258,10 +259,8 @@ def test_unaligned_addresses_are_compiled_without_wide_loads(kernel: str, names:
         args = describe(spec).args
         assert {args[name].data_ptr() % 16 for name in names} == {8}
         assert args["tile"].ALIGN == 1
-        others = []
-        for name, value in args.items():
-            if name not in ("q", "k", "v"):
-                mapped(lambda x, path: others.append(x) if torch.is_tensor(x) else None, value)
+        others = [value for name, value in args.items() if name not in ("q", "k", "v")]
+        others = [x for x in tree_leaves(others) if torch.is_tensor(x)]
         assert all(x.data_ptr() % 16 == 0 for x in others)
 
 

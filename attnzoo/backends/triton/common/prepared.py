@@ -131,8 +131,9 @@ class Prepared:
             if isinstance(x, Tensor):
                 template.places.append((n, self._place(x, known)))
                 values[n] = None
-            elif isinstance(x, tuple) and any(isinstance(y, (Tensor, tuple)) for y in x):
-                template.groups.append((n, self._template(list(x), known)))
+            elif isinstance(x, tuple):
+                if any(isinstance(y, (Tensor, tuple)) for y in x):
+                    template.groups.append((n, self._template(list(x), known)))
             elif hasattr(x, "base"):  # a TMA descriptor
                 template.descriptors.append((n, self._place(x.base, known)))
                 values[n] = _descriptor_of(x, None)

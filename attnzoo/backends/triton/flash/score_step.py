@@ -1,0 +1,168 @@
+"""The weights and dS of a block of queries and a block of keys, for `backward_kv`."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from attnzoo.backends.triton.common.groups import (
+    Head,
+    QueryVectors,
+    Scoring,
+    Size,
+)
+from attnzoo.backends.triton.common.scores import (
+    activate,
+    by_distance,
+    cap_slope,
+    capped,
+    in_unit,
+    load_decay,
+    load_segments,
+    scores,
+)
+
+
+class Group(NamedTuple):
+    """What the scores of a group's queries with a block of keys are made from.
+
+    Sizes, and offsets in per-key data, begin at the first key of the block.
+    """
+
+    batch: Any
+    head: Any  # the first query head of the group
+    at: Any  # its offset in vectors [B, H, Nq]
+    start: Any  # `Head` of the first query head, without segment and decay
+    size: Any
+    keys: Any  # number of all keys
+    vectors: Any
+    terms: Any
+    visible: Any
+    strides: Any
+    normalizers: Any
+    dkey_bias: Any  # pointer to the first key, or None
+
+
+@triton.jit
+def _load_vector(vector, at, local, count, other, EDGE: tl.constexpr):
+    """Load the entries at + local, of which ``count`` exist. ``local``: [1, BM] or [BM, 1]."""
+    if EDGE:
+        return tl.load(vector + at + local, mask=local < count, other=other)
+    return tl.load(vector + at + local)
+
+
+@triton.jit
+def _load_vectors(row, i, count, vectors, terms, rule, HIDES: tl.constexpr, EDGE: tl.constexpr):
+    """Return the gain and the `QueryVectors` of the queries row + i."""
+    gain = tl.full(i.shape, 1.0, tl.float32)
+    factor, zero = gain * (terms.scale * rule.UNIT), gain * 0
+    tau, shape, slope, base, peak, threshold = zero, zero, zero, zero, zero, zero
+    if vectors.gain is not None:
+        gain = _load_vector(vectors.gain, row, i, count, 0.0, EDGE)
+        factor *= gain
+    if vectors.offset is not None:
+        tau = _load_vector(vectors.offset, row, i, count, 0.0, EDGE)
+        if HIDES:
+            # A query without keys has τ = log 0 = −∞, and −∞ of hidden keys minus that is NaN.
+            tau = tl.where(tau == float("-inf"), 0.0, tau)
+        tau *= rule.TAU_UNIT
+    if vectors.shape is not None:
+        shape = _load_vector(vectors.shape, row, i, count, 1.5, EDGE)
+    if terms.alibi is not None:
+        slope = _load_vector(terms.alibi, row, i, count, 0.0, EDGE) * rule.UNIT
+    if terms.base is not None:
+        base = _load_vector(terms.base, row, i, count, 0.0, EDGE)
+    if terms.peak is not None:
+        peak = _load_vector(terms.peak, row, i, count, 0.0, EDGE)
+        threshold, tau = tau, zero
+    return gain, QueryVectors(factor, tau, shape, slope, base, peak, threshold)
+
+
+@triton.jit
+def _limited(seen, i, j, offset, left, right, TURNED: tl.constexpr):
+    """Return the keys in ``seen`` that causality and window allow.
+
+    Query index + offset is the index of the key at the same position. One limit per row needs fewer
+    registers than one per column.
+    """
+    if right is not None:
+        inside = (j <= i + (offset + right)) if TURNED else (j - (offset + right) <= i)
+        seen = seen & inside
+    if left is not None:
+        inside = (j >= i + (offset - left)) if TURNED else (j - (offset - left) >= i)
+        seen = seen & inside
+    return seen
+
+
+@triton.jit
+def _head_now(group, member, begin, i, count):
+    """Return the `Head` of a member of the group, for the queries begin + i."""
+    start, strides, visible = group.start, group.strides, group.visible
+    segment = load_segments(visible.q_segments, group.batch * group.size.queries + begin, i, count)
+    mask = start.mask
+    if visible.mask is not None:
+        mask += member.to(tl.int64) * (strides.head.to(tl.int64) * strides.align)
+        if strides.query is not None:
+            mask += begin.to(tl.int64) * (strides.query.to(tl.int64) * strides.align)
+    key_bias = start.key_bias + member.to(tl.int64) * group.keys
+    decay = load_decay(group.terms.decay, start.decay + member)
+    return Head(mask, start.k_segments, key_bias, decay, segment)
+
+
+@triton.jit
+def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE: tl.constexpr):
+    """Return the weights, dS times the gain, and ``total`` [BN], to which Σ_i dS_ij is added.
+
+    dS is [BN, BM], or [BM, BN] with TURNED, as the ``product`` q·k and ``dp`` dO·v.
+    """
+    visible, terms, normalizers, size = group.visible, group.terms, group.normalizers, group.size
+    MASKED: tl.constexpr = visible.mask is not None or visible.k_segments is not None
+    HIDES: tl.constexpr = EDGE or MASKED
+    ADDED: tl.constexpr = (
+        visible.mask is not None or terms.key_bias is not None or terms.alibi is not None
+        or terms.base is not None or rule.DISTANCE is not None
+    )  # fmt: skip
+    WINDOW: tl.constexpr = size.left is not None or size.right is not None
+    row, count = group.at + member.to(tl.int64) * size.queries + begin, size.queries - begin
+    product = capped(product, terms.inner, tile.PRECISION)
+    gain, loaded = _load_vectors(row, i, count, group.vectors, terms, rule, HIDES, EDGE)
+    head = _head_now(group, member, begin, i, count)
+    size_now = Size(count, size.keys, None, None)
+    scoring = Scoring(loaded, head, terms, visible, group.strides, size_now)
+    s, seen = scores(product, i, j, scoring, rule, EDGE, MASKED)
+    if EDGE:
+        # Queries that do not exist are loaded as 0. Added terms may make φ of their scores ∞, and
+        # ∞ · 0 is NaN; φ of 0 may be the running maximum. Keys that do not exist need no
+        # comparison: their results are not stored.
+        seen = _limited(
+            seen & (i < count), i, j, size.keys - count, size.left, size.right, tile.TURNED
+        )
+        # Otherwise `activate` sets the weights of hidden keys to 0.
+        if rule.VANISHES and (ADDED or rule.PEAKED or WINDOW):
+            s = tl.where(seen, s, float("-inf"))
+    p, slope, _, mu_slope = activate(s - loaded.tau, loaded.shape, seen, rule, HIDES)
+    if normalizers.per_z is not None:
+        per_z = _load_vector(normalizers.per_z, row, i, count, 1.0, EDGE)
+        p, slope, mu_slope = p * per_z, slope * per_z, mu_slope * per_z
+    if group.dkey_bias is None:
+        dp *= gain
+    if rule.NORMALIZER:
+        ds = slope * dp - mu_slope * _load_vector(normalizers.delta, row, i, count, 0.0, EDGE)
+    else:
+        if normalizers.delta is not None:
+            dp -= _load_vector(normalizers.delta, row, i, count, 0.0, EDGE)
+        ds = slope * dp
+    if normalizers.dlse is not None:
+        lse = _load_vector(normalizers.lse, row, i, count, float("-inf"), EDGE)
+        lse = tl.where(lse == float("-inf"), 0.0, in_unit(lse, rule.UNIT))
+        dlse = _load_vector(normalizers.dlse, row, i, count, 0.0, EDGE)
+        if group.dkey_bias is None:
+            dlse *= gain
+        ds += tl.exp2(s - lse) * dlse
+    if group.dkey_bias is not None:
+        total += tl.sum(ds, 0 if tile.TURNED else 1)
+        ds *= gain
+    if rule.DISTANCE is not None:
+        a, _ = by_distance(rule.DISTANCE, i, j, size_now, head.decay)
+        ds *= a
+    return p, cap_slope(ds, product, terms.inner), total
