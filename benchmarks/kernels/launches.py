@@ -111,7 +111,7 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
 
 def describe_flash(spec: Specialization) -> Any:
     from attnzoo.backends.triton.common.kernel_operands import Maps, new_vector, stands_apart
-    from attnzoo.backends.triton.flash import launch
+    from attnzoo.backends.triton.flash import launch, launch_backward
 
     k = q = empty(spec, 1, 2, 1024)
     if spec.extra == SPLIT:
@@ -145,7 +145,7 @@ def describe_flash(spec: Specialization) -> Any:
         "alibi": layout.alibi is not None, "shape": vectors.shape is not None,
     }  # fmt: skip
     wanted = [name for name, there in given.items() if there]
-    launches, _ = launch.describe_backward(
+    launches, _ = launch_backward.describe_backward(
         do, vector if lse else None, q, k, k, out, stat, weight_sum, vector, layout, form, vectors,
         extras, maps, wanted, arch, PROCESSORS,
     )  # fmt: skip

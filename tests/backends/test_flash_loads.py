@@ -14,11 +14,11 @@ from attnzoo.backends.triton.common import launch, prepared
 from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.backends.triton.flash.launch import (
-    describe_backward,
     describe_forward,
     describe_stats,
     describe_threshold,
 )
+from attnzoo.backends.triton.flash.launch_backward import describe_backward
 from helpers.cases import rand
 from helpers.packed import CALLS, PackedCall
 

@@ -20,6 +20,7 @@ from attnzoo.backends.triton.common import prepared
 from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
 from attnzoo.backends.triton.flash import launch as flash
 from attnzoo.backends.triton.flash import parts as flash_parts
+from attnzoo.backends.triton.flash.launch_backward import describe_backward
 from helpers.agreement import by_backend, disagreements, make
 from helpers.cases import CAUSAL_ONLY, NO_LSE, VARIANTS, rand
 from helpers.coverage_table import FLASH
@@ -154,7 +155,7 @@ def dkdv(batch: int, heads: tuple[int, int], queries: int, keys: int) -> common.
     k = q.new_empty(batch, heads[1], keys, 128)
     stat = q.new_empty(q.shape[:3], dtype=torch.float32)
     layout = Layout(0.1, None, 0, None, None, None, None)
-    launches, _ = flash.describe_backward(
+    launches, _ = describe_backward(
         q, None, q, k, k, q, stat, None, None, layout, EXP, Vectors(), Extras(), Maps(), [], 90,
         132,
     )  # fmt: skip

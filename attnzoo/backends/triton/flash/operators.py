@@ -140,7 +140,9 @@ def flash_backward(
     layout: Layout, form: Form, out: Tensor, stat: Tensor | None, weight_sum: Tensor | None,
     lse: Tensor | None, dout: Tensor, dlse: Tensor | None, wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    common, prepared, flash = _modules()
+    from attnzoo.backends.triton.flash.launch_backward import describe_backward
+
+    common, prepared, _ = _modules()
     # A gradient may be expanded, or have strides that allow only narrower loads than the output's.
     dout = dout if common.readable(dout, out) else dout.contiguous()
     if dlse is not None and lse is not None:
@@ -148,7 +150,7 @@ def flash_backward(
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
     found = prepared.launch(
-        flash.describe_backward, dout, dlse, q, k, v, out, stat, weight_sum, lse, layout, form,
+        describe_backward, dout, dlse, q, k, v, out, stat, weight_sum, lse, layout, form,
         vectors, extras, maps, wanted, common.architecture(q.device), common.processors(q.device),
     )  # fmt: skip
     found |= {name: _joined(found[name], x) for name, x in (("k", k), ("v", v))}
