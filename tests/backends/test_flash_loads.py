@@ -80,7 +80,7 @@ def test_other_keys_and_values_are_loaded_by_pointers(case: str, k: Tensor) -> N
     args = arguments(q, k, q, 90)
     assert args["k_descriptor"] is args["v_descriptor"] is None, case
     narrow = "36" in case or "apart" in case or "after" in case
-    assert args["ALIGN"] == (1 if narrow else 16 // k.element_size())
+    assert args["tile"].ALIGN == (1 if narrow else 16 // k.element_size())
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ def test_chunks_of_queries_use_all_processors() -> None:
     for queries in (65, 100, 128, 129, 256):
         walk, merge = forward(1, (32, 8), queries, 2**16)
         assert 132 <= walk.programs <= 264
-        assert walk.args["o"].dtype == torch.float32
+        assert walk.args["partials"].o.dtype == torch.float32
         assert merge.programs == 32 * queries
         assert merge.args["o"].dtype == torch.bfloat16
     walk, _ = forward(1, (8, 8), 128, 4096)

@@ -25,12 +25,12 @@ def seen(x):
         return "descriptor", x.base.data_ptr(), tuple(x.shape), tuple(x.block_shape)
     return getattr(x, "value", x)  # a constant of a group
 
-def flat(values):  # the fields of groups are arguments too
-    return [y for x in values for y in (flat(x) if isinstance(x, tuple) else [x])]
+def fields(values):  # the fields of groups are arguments too
+    return [y for x in values for y in (fields(x) if isinstance(x, tuple) else [x])]
 
 def record(*args):  # the kernel's arguments follow grid, stream, function, metadata and hooks
-    launches.append([seen(x) for x in flat(args[9:])])
-    for x in flat(args[9:]):
+    launches.append([seen(x) for x in fields(args[9:])])
+    for x in fields(args[9:]):
         if isinstance(x, torch.Tensor) and x.dtype == torch.uint8:
             dirty.append(bool(x.any()))
             x.fill_(1)  # the next tensor in this memory must be zeroed anew
