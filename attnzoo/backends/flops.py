@@ -1,8 +1,8 @@
 """Counts of floating-point operations, for `torch.utils.flop_counter.FlopCounterMode`.
 
 They follow torch's own formulas. Only products of matrices count, with 2 operations for a
-multiplication and its addition. A mask, causality and a window lower no count. Products that a
-backward or a further pass over the keys repeats count again. Of packed sequences, as in torch's
+multiplication and its addition. Masks, causality and windows do not lower the counts. Products that
+a backward or a further pass over the keys repeats count again. Of packed sequences, as in torch's
 formulas, only products within a sequence count.
 """
 
@@ -20,7 +20,7 @@ from attnzoo.backends.shared_operands import Layout
 from attnzoo.core.checks import has_values
 
 COUNTER = "torch.utils.flop_counter"
-FORMULAS: dict[Any, Callable[..., int]] = {}  # by operator, without torch's own
+FORMULAS: dict[Any, Callable[..., int]] = {}  # by operator of attnzoo
 
 
 def add_formula(name: str, formula: Callable[..., int]) -> None:
@@ -76,11 +76,10 @@ def _register_all(counter: Any) -> None:
     for packet, formula in FORMULAS.items():
         counter.register_flop_formula(packet, get_raw=True)(formula)
     # torch counts its fused attention on a GPU only.
-    own, aten = counter.flop_registry, torch.ops.aten
-    forward = aten._scaled_dot_product_flash_attention_for_cpu
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     for packet, formula in ((forward, _fused), (backward, _fused_backward)):
-        if packet not in own:
+        if packet not in counter.flop_registry:
             counter.register_flop_formula(packet, get_raw=True)(formula)
 
 

@@ -3,7 +3,7 @@
 Products ψ(q)·ψ(k) are computed directly within a chunk. Keys of earlier chunks contribute through
 the state: Σ ψ(k) vᵀ, with Σ ψ(k) as an extra column. If gradients are needed, each chunk is
 checkpointed, so that only the states between chunks are kept. In a graph with symbolic lengths,
-which cannot have a loop over chunks, all chunks are computed at once, and all states kept.
+which cannot have a loop over chunks, all chunks are computed at once, and all states stored.
 
 On a CPU, `run` uses fp64 for forms whose sums may lose digits to cancellation (`Linear.cancels`). A
 state returned to the caller is fp32, or fp64 for fp64 inputs.

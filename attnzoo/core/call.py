@@ -164,9 +164,9 @@ class Call(Visibility):
         return self.per_query(value).expand(-1, -1, self.keys)
 
     def per_query(self, value: Tensor | float) -> Tensor:
-        """A per-query vector as a tensor; a number becomes a tensor (1, 1, 1)."""
+        """A per-query vector as a tensor of three dimensions or more."""
         if isinstance(value, Tensor):
-            return value
+            return value[(None,) * (3 - value.dim())] if value.dim() < 3 else value
         return torch.full((1, 1, 1), value, dtype=self.dtype, device=self.device)
 
     def expanded(self, value: Tensor | float) -> Tensor:

@@ -24,7 +24,7 @@ def plain(x: Any) -> Any:
 
 
 def is_int(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)  # SymInt: in an export
 
 
 def is_number(x: Any) -> bool:

@@ -75,6 +75,8 @@ class Pairwise:
 
     ``bias`` is the float mask plus ALiBi, and t_ij = |p_i − p_j| the distance of query and key.
     key_bias_j − offset_i is formed first, so that both may be much larger than the difference.
+    The kernels compute exp in base 2, where numbers beyond ±2.3e38 overflow: such a key_bias may
+    hide its key, and such an offset may give NaN.
 
     ============  =========================  ==========================
     normalize     τ_i                        c_i

@@ -167,13 +167,12 @@ def vectors_in(dtype: torch.dtype, form: Pairwise) -> Pairwise:
 
     Torch multiplies a 16-bit tensor by a number in 16 bits, and kernels read one dtype only.
     """
-    vectors = {name: getattr(form, name) for name in VECTORS}
-    other = {
+    cast = {
         name: x.to(dtype)
-        for name, x in vectors.items()
-        if isinstance(x, Tensor) and x.dtype != dtype
+        for name in VECTORS
+        if isinstance(x := getattr(form, name), Tensor) and x.dtype != dtype
     }
-    return replace(form, **other) if other else form
+    return replace(form, **cast) if cast else form
 
 
 def checked_vectors(what: str, form: Pairwise, call: Call) -> Pairwise:

@@ -10,6 +10,7 @@ from keyword import iskeyword
 from pathlib import Path
 from types import ModuleType
 
+from attnzoo.core.checks import shown
 from attnzoo.core.registry import list_variants
 
 
@@ -45,6 +46,7 @@ def load_plugin(path: str | os.PathLike[str]) -> Plugin:
         The `Plugin`.
 
     Raises:
+        TypeError: The path is not a path.
         ValueError: There is no such file, its module name is taken, or it raised an exception.
 
     Example:
@@ -52,6 +54,8 @@ def load_plugin(path: str | os.PathLike[str]) -> Plugin:
         >>> attnzoo.load_plugin("folder/cube.py").variants  # doctest: +SKIP
         ('cube',)
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be that of a Python file, got {shown(path)}")
     file = Path(path).resolve()
     name = file.stem
     if file.suffix != ".py" or not file.is_file():

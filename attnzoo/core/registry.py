@@ -229,9 +229,13 @@ def get_variant(name: str) -> Variant:
         'Nakanishi 2025, arXiv:2501.19399'
     """
     if not isinstance(name, str):
-        # The fourth argument of scaled_dot_product_attention is the mask.
-        mask = "; pass a mask as attn_mask=…" if isinstance(name, torch.Tensor) else ""
-        raise TypeError(f"variant must be a name from list_variants(), got {shown(name)}{mask}")
+        # The next argument of torch's function is a mask or the weights of classes.
+        hint = (
+            "; pass a mask or weights by name, such as attn_mask=…"
+            if isinstance(name, torch.Tensor)
+            else ""
+        )
+        raise TypeError(f"variant must be a name from list_variants(), got {shown(name)}{hint}")
     if name not in _VARIANTS:
         known = list_variants()
         # A list of all names would hide a suggestion.

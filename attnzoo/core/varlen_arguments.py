@@ -14,6 +14,7 @@ from attnzoo.core.checks import (
     check_dense,
     has_values,
     is_int,
+    is_known,
     is_readable,
     plain,
     shown,
@@ -21,7 +22,7 @@ from attnzoo.core.checks import (
 from attnzoo.core.registry import get_variant
 
 NO_LIMIT = 2**30  # more than any distance between tokens
-# Arguments of torch's function that only None is accepted for, and what to do instead.
+# Arguments of torch's function that must be None, and what to do instead.
 NOT_SUPPORTED = {
     "seqused_k": "; pass the keys that take part, and their ends as cu_seq_k",
     "block_table": "; pass the keys in the order of their sequences",
@@ -49,7 +50,7 @@ class Packed(NamedTuple):
     @property
     def attends(self) -> bool:
         """Whether a query may see a key, as far as is known."""
-        if len(self.query) == 0 or len(self.key) == 0:
+        if 0 in (self.query.shape[0], self.key.shape[0]):
             return False
         return self.lengths is None or any(map(min, *self.lengths))
 
@@ -77,16 +78,17 @@ def check_packed(
     """Validate (query, key, value), (cu_seq_q, cu_seq_k) and (max_q, max_k)."""
     query, key, value = tensors
     check_tokens(query, key, value, enable_gqa)
-    queries = check_ends("cu_seq_q", ends[0], "query", query, len(query))
-    keys = check_ends("cu_seq_k", ends[1], "key", key, len(key))
-    if len(ends[1]) != len(ends[0]):
+    tokens = query.shape[0], key.shape[0]
+    queries = check_ends("cu_seq_q", ends[0], "query", query, tokens[0])
+    keys = check_ends("cu_seq_k", ends[1], "key", key, tokens[1])
+    sizes = ends[0].shape[0], ends[1].shape[0]
+    if sizes[0] != sizes[1]:
         raise ValueError(
             "cu_seq_k must have as many entries as cu_seq_q, one more than there are sequences, "
-            f"got {len(ends[1])} and {len(ends[0])}"
+            f"got {sizes[1]} and {sizes[0]}"
         )
-    count = len(ends[0]) - 1
-    max_q = check_longest("max_q", longest[0], queries, count, len(query))
-    max_k = check_longest("max_k", longest[1], keys, count, len(key))
+    max_q = check_longest("max_q", longest[0], queries, sizes[0] - 1, tokens[0])
+    max_k = check_longest("max_k", longest[1], keys, sizes[1] - 1, tokens[1])
     lengths = None if queries is None or keys is None else (queries, keys)
     return Packed(query, key, value, ends, (max_q, max_k), lengths)
 
@@ -118,7 +120,7 @@ def check_ends(name: str, ends: Tensor, of: str, like: Tensor, tokens: int) -> l
     check_dense(name, ends)
     if ends.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {ends.dtype}")
-    if ends.dim() != 1 or len(ends) == 0:
+    if ends.dim() != 1 or ends.shape[0] == 0:
         raise ValueError(
             f"{name} must have shape (S + 1,) for S sequences, got {tuple(ends.shape)}"
         )
@@ -150,11 +152,11 @@ def check_longest(
         and value.dtype in (torch.int32, torch.int64)
     ):
         value = int(value) if has_values(value) else tokens
-    if not isinstance(value, int) or not is_int(value):
+    if isinstance(value, Tensor) or not is_int(value):
         raise TypeError(f"{name} must be an int or a tensor () of ints, got {shown(value)}")
-    if value < 0:
+    if is_known(value < 0):
         raise ValueError(f"{name} must be at least 0, got {shown(value)}")
-    if lengths is None and sequences * value < tokens:
+    if lengths is None and is_known(sequences * value < tokens):
         raise ValueError(
             f"{name} must be at least the length of the longest sequence; {value} is too small for "
             f"{tokens} tokens in {sequences} sequences"
@@ -218,8 +220,8 @@ def with_batch(variant: str, params: dict[str, Any], query: Tensor, key: Tensor)
             continue
         heads, shapes = query.shape[1], ["()", f"({query.shape[1]},)"]
         for accepted, names, tokens in (
-            (param.per_token, of_queries, len(query)),
-            (param.per_key, of_keys, len(key)),
+            (param.per_token, of_queries, query.shape[0]),
+            (param.per_key, of_keys, key.shape[0]),
         ):
             shapes += [f"({heads}, {tokens})"] if accepted else []
             if accepted and value.shape == (heads, tokens):

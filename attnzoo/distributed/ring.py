@@ -109,7 +109,7 @@ class _Attention(torch.autograd.Function):
 def _sink_gradient(mine: Rows, saved: Saved, dout: Tensor) -> Tensor:
     _, how, vectors, _, _ = mine.formed
     assert vectors.sink is not None
-    c = (dout / saved.z[..., None] * saved.out).sum(-1)
+    c = (dout / walk.weight_sum(mine.formed, saved.tau, saved.z)[..., None] * saved.out).sum(-1)
     found = walk.sink_gradient(how, c, vectors.sink, saved.tau, vectors.shape)
     return found.sum_to_size(vectors.sink.shape)
 

@@ -47,7 +47,7 @@ def padded_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The output (Tq, H, Dv) of `varlen_attention`, and lse (H, Tq) if the call asks for it."""
     queries, keys = (
-        Rows.of(ends, len(x), width)
+        Rows.of(ends, x.shape[0], width)
         for ends, x, width in zip(given.ends, (given.query, given.key), given.longest)
     )
     q = given.query[queries.tokens].transpose(1, 2)  # [S, H, max_q, D]
@@ -64,7 +64,7 @@ def padded_attention(
         q, k, v, variant, attn_mask=keys.valid[:, None, None], backend=backend, **arguments,
         **params,
     )  # fmt: skip
-    tokens, width = len(given.query), given.longest[0]
+    tokens, width = given.query.shape[0], given.longest[0]
     row = sequences(given.ends[0], tokens)
     place = torch.arange(tokens, device=row.device) - given.ends[0][1:][row] + width
 

@@ -6,6 +6,7 @@ variant's definition and forms run on such a call without change.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -18,7 +19,7 @@ from attnzoo.backends import eager
 from attnzoo.core.call import Call, score_dtype
 from attnzoo.core.checks import DTYPES, check_dense, is_int, plain, shown
 from attnzoo.core.forms import Pairwise
-from attnzoo.core.parameters import bind, checked_vectors
+from attnzoo.core.parameters import bind, check_names, checked_vectors
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Variant
 from attnzoo.core.visibility import cut
@@ -122,6 +123,7 @@ def bind_rows(
     params: dict[str, Any],
     lead: tuple[int, ...],
     output_layer: bool = False,
+    keywords: Iterable[str] = (),
 ) -> BoundVariant:
     """Validate the variant and its parameters for rows of the shape ``lead``.
 
@@ -131,9 +133,11 @@ def bind_rows(
         params: Numbers, or tensors that broadcast to ``lead``.
         output_layer: Rows are the queries of one head: the variant's ``output_defaults`` apply, and
             only ``per_token`` parameters may have one value per row.
+        keywords: The other keywords of the function, for errors.
     """
     found = get_variant(variant)
     check_has_rows(function, variant)
+    check_names(found, params, keywords)
     known = {param.name: param for param in found.params if param.kind == "per_head"}
     if output_layer:
         params = {**(found.output_defaults or {}), **params}
@@ -227,7 +231,7 @@ def as_rows(
     for name, x in params.items():  # a tensor of the scores' rank may have size 1 along dim
         if isinstance(x, Tensor) and x.dim() == len(shape) and x.shape[dim] == 1:
             params = params | {name: x.squeeze(dim)}
-    bound = bind_rows(function, variant, scores, params, lead)
+    bound = bind_rows(function, variant, scores, params, lead, keywords=("dim", "mask"))
     moved = scores.movedim(dim, -1)
     count = prod(lead)
     seen = None if mask is None else _row_mask(mask, scores, dim, (count, size))

@@ -78,7 +78,7 @@ def top_weights(
 
 
 def parts(count: int, step: int) -> Iterator[slice]:
-    """The rows of each step. In a graph there is one step, because their number may be unknown."""
+    """The rows of each step. A graph has one step, because the number of rows may be symbolic."""
     if torch.compiler.is_compiling():
         return iter((slice(0, count),))
     return (slice(at, min(at + step, count)) for at in range(0, count, max(step, 1)))
@@ -97,8 +97,9 @@ def _in_order_of_scores(form: Pairwise) -> bool:
 def _in_a_graph(
     bound: BoundVariant, call: RowCall, x: Tensor, mask: Tensor | None, gain: Column, k: int
 ) -> tuple[Tensor, Tensor]:
-    """All weights, and those of the largest scores. The host, which reads no value, cannot choose
-    fewer.
+    """The weights of the largest scores, from all weights.
+
+    Fewer weights would suffice, but how many depends on values, which a graph does not read.
     """
     weights = bound.weights(call)
     if isinstance(gain, Tensor) or gain <= 0:  # the order changes with the sign
@@ -113,12 +114,12 @@ def _from_definition(
     bound: BoundVariant, x: Tensor, mask: Tensor | None, k: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     most = EXACT if is_cpu(x.device) else EXACT_ON_GPU
-    found = []
-    for part in parts(len(x), max(1, most // x.shape[-1])):
-        seen = mask if mask is None or len(mask) == 1 else mask[part]
+    tops = []
+    for part in parts(x.shape[0], max(1, most // x.shape[-1])):
+        seen = mask if mask is None or mask.shape[0] == 1 else mask[part]
         weights = bound.part(part).weights(row_call(x[part], seen, dtype))
-        found.append(largest(Blocks(weights), k))
-    values, indices = zip(*found)
+        tops.append(largest(Blocks(weights), k))
+    values, indices = zip(*tops)
     return torch.cat(values), torch.cat(indices)
 
 
@@ -159,7 +160,7 @@ def _threshold(
     entries outside have weight 0, and τ is the threshold of the whole row.
     """
     phi, shape = form.activation, _shape(form, rows.x)
-    flat = None if shape is None else shape.expand(len(top), 1)[:, 0]
+    flat = None if shape is None else shape.expand(top.shape[0], 1)[:, 0]
     peak = top[:, :1]
     if empty is not None:
         peak = peak.masked_fill(empty, 0.0)  # −∞ − −∞ would be NaN

@@ -99,7 +99,7 @@ def topk_probabilities(
         found = []
         for part in parts(count, step):
             x = rows.scores[part].to(dtype)
-            seen = rows.mask if rows.mask is None or len(rows.mask) == 1 else rows.mask[part]
+            seen = rows.mask if rows.mask is None or rows.mask.shape[0] == 1 else rows.mask[part]
             own = dtype != scores.dtype  # x is a copy
             found.append(top_weights(rows.bound.part(part), x, seen, k, scores.dtype, own))
         values, indices = joined(found, k, scores)

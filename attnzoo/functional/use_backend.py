@@ -10,8 +10,8 @@ from attnzoo.backends.selection import check_backend
 class _Choice(threading.local):
     """The backend that `use_backend` names in this thread.
 
-    The attribute is set for each thread: the compiler of torch 2.11 reads one of the class without
-    taking notice of changes. It cannot read a `contextvars.ContextVar` at all.
+    Each thread has an attribute, because the compiler of torch 2.11 does not notice changes of a
+    class attribute. It cannot read a `contextvars.ContextVar` at all.
     """
 
     def __init__(self) -> None:
@@ -48,8 +48,10 @@ def use_backend(name: str | None) -> Iterator[None]:
     Notes:
         The choice is made in the forward. Gradient checkpointing runs a forward again in the
         backward, so the backward must be inside too. On a GPU autograd does this in a thread of
-        its own, which does not see the choice: torch then raises, because the recomputed tensors
-        differ. Losses, `probabilities` and `attention_weights` have no backends. State caches and
+        its own, which does not see the choice. With ``use_reentrant=False`` torch then raises if
+        the recomputed tensors differ; with True, the library chooses for the second forward.
+
+        Losses, `probabilities` and `attention_weights` have no backends. State caches and
         `linear_attention` accept "linear" and "flash_linear" only.
     """
     check_backend(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -247,12 +248,18 @@ def bind_form(
     class_mask: Tensor | None,
     params: dict[str, Any],
     lead: torch.Size,
+    keywords: Iterable[str] = (),
 ) -> BoundForm:
-    """Validate the variant and its parameters for tokens ``input`` (N, d) of the shape ``lead``."""
-    bound = bind_rows(function, variant, input, params, tuple(lead), output_layer=True)
+    """Validate the variant and its parameters for tokens ``input`` (N, d) of the shape ``lead``.
+
+    ``keywords``: the other keywords of the function, for errors.
+    """
+    bound = bind_rows(
+        function, variant, input, params, tuple(lead), output_layer=True, keywords=keywords
+    )
     # A form depends on the number of scores, not on their values. One expanded number stands for
     # all scores, so that they take no memory.
-    scores = input.new_empty((), dtype=score_dtype(input)).expand(len(input), classes)
+    scores = input.new_empty((), dtype=score_dtype(input)).expand(input.shape[0], classes)
     call = row_call(scores, class_mask, input.dtype)
     form = bound.pairwise(call)
     if form is None:

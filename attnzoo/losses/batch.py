@@ -36,7 +36,7 @@ class Batch(NamedTuple):
     @property
     def classes(self) -> int:
         """The number of all classes."""
-        here = self.input.shape[1] if self.weight is None else len(self.weight)
+        here = self.input.shape[1] if self.weight is None else self.weight.shape[0]
         return self.shard.total(here)
 
     @property
@@ -63,7 +63,7 @@ class Batch(NamedTuple):
         """A loss that is reduced already, or with reduction "none" the losses (N,), as returned."""
         if self.reduction == "none":
             return loss.reshape(self.lead)
-        if self.reduction == "mean" and not len(self.target):
+        if self.reduction == "mean" and self.target.shape[0] == 0:
             return loss + float("nan")  # 0/0, as in torch
         return loss
 

@@ -27,6 +27,8 @@ from attnzoo.losses.batch import Batch, bind_batch
 from attnzoo.losses.classes import WHOLE, ClassShard
 from attnzoo.losses.operators import Setting, token_losses, weighted_sum
 
+KEYWORDS = ("linear_bias", *LossArguments._fields)
+
 
 class LossStats(NamedTuple):
     """Statistics of each token, in the shape of target and without gradients.
@@ -99,7 +101,9 @@ def _checked(
     if given.weight is not None:
         class_weight = check_class_weight(given.weight, batch.classes, input)
     with in_full_precision(input.device):
-        found = bind_form("linear_loss", variant, input, batch.classes, mask, params, batch.lead)
+        found = bind_form(
+            "linear_loss", variant, input, batch.classes, mask, params, batch.lead, KEYWORDS
+        )
     check_loss(found.bound.variant, found.form, given.label_smoothing, given.lse_penalty)
     return Checked(batch, class_weight, found, given)
 
@@ -155,7 +159,7 @@ def _by_moments(form: Pairwise, given: LossArguments, batch: Batch) -> bool:
         and given.class_mask is None
         and not given.label_smoothing
         and batch.shard.whole
-        and quadratic.cheaper(len(batch.input), batch.classes, batch.input.shape[1])
+        and quadratic.cheaper(batch.input.shape[0], batch.classes, batch.input.shape[1])
     )
 
 

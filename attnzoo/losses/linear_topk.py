@@ -83,19 +83,24 @@ def linear_topk(
     if class_mask is not None:
         mask = check_class_mask(class_mask, lead, classes, input.device)
     with in_full_precision(input.device):
-        bound = bind_rows("linear_topk", variant, input, params, tuple(lead), output_layer=True)
+        bound = bind_rows(
+            "linear_topk", variant, input, params, tuple(lead), output_layer=True,
+            keywords=("linear_bias", "class_mask", "softcap"),
+        )  # fmt: skip
         layer = Layer(input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, mask)
-        count = len(layer.input)
-        # At most 1/16 of the tokens at a time, or 16 tokens if that is more.
-        step = min(rows_per_step(LOGITS, classes, input.device), max(16, count // 16))
-        step = count if torch.compiler.is_compiling() else min(step, count)
+        count = layer.input.shape[0]
+        step = count
+        if not torch.compiler.is_compiling():
+            # At most 1/16 of the tokens at a time, or 16 tokens if that is more.
+            most = min(rows_per_step(LOGITS, classes, input.device), max(16, count // 16))
+            step = min(most, count)
         buffer = input.new_empty(step, classes, dtype=score_dtype(input))
         found = []
         for part in parts(count, step):
             z = chunk_logits(layer, part, buffer[: part.stop - part.start])
             if softcap is not None:
                 z.div_(softcap).tanh_().mul_(softcap)
-            seen = mask if mask is None or len(mask) == 1 else mask[part]
+            seen = mask if mask is None or mask.shape[0] == 1 else mask[part]
             found.append(top_weights(bound.part(part), z, seen, k, given.dtype, own=True))
         values, indices = joined(found, k, given)
         return TopK(values.reshape(*lead, k), indices.reshape(*lead, k))

@@ -77,7 +77,7 @@ def topk_by_chunks(
     k = check_k(k, classes, f"the number of classes, {classes}")
     flat, lead = input.reshape(-1, input.shape[-1]), input.shape[:-1]
     found = []
-    for part in parts(len(flat), rows_per_step(COPIED, classes, input.device)):
+    for part in parts(flat.shape[0], rows_per_step(COPIED, classes, input.device)):
         logs, indices = largest(Blocks(log_prob(flat[part])), k)
         found.append((logs.exp(), indices))
     values, indices = joined(found, k, input)

@@ -79,6 +79,6 @@ def masked_loss(
     with in_full_precision(batch.input.device):
         # One more key with the logit value + log K stands for the K masked classes.
         hidden = (~batch.class_mask).sum(-1).to(score_dtype(batch.input))
-        sink = (hidden.log() + level).expand(len(batch.target))
+        sink = (hidden.log() + level).expand(batch.target.shape[0])
         vectors = None if level == -math.inf else Vectors(sink=sink)
         return batch_loss(batch, cross_entropy(ignore_index), vectors)

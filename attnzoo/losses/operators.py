@@ -135,7 +135,7 @@ def _(
 def _(*, input: Tensor, weight: Tensor | None, target: Tensor, wanted: list[str]) -> int:
     # The logits, and one product for each gradient. Without a matrix, the input is the logits.
     products = 1 + ("input" in wanted) + ("weight" in wanted)
-    return 0 if weight is None else 2 * products * len(target) * weight.numel()
+    return 0 if weight is None else 2 * products * target.shape[0] * weight.numel()
 
 
 DIFFERENTIABLE = ("input", "weight", "bias", *Vectors._fields)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnzoo.backends.operator import operator
 from attnzoo.core.call import in_full_precision
+from attnzoo.core.checks import is_known
 from attnzoo.losses.batch import Batch
 from attnzoo.losses.operators import FIRST_ONLY
 from attnzoo.losses.targets import hidden_and_target
@@ -109,11 +110,11 @@ def logits_of(batch: Batch, scaled: bool = False) -> Logits:
     """
     h, rows = hidden_and_target(batch)
     assert batch.weight is not None
-    classes = len(batch.weight)
+    classes = batch.weight.shape[0]
     if scaled:
         largest = h.detach().abs().amax(-1, keepdim=True)
         h = h / largest.where(largest > 0, 1.0)
-    if cheaper(len(h), classes, h.shape[1]):
+    if cheaper(h.shape[0], classes, h.shape[1]):
         mean_row, gram = class_moments(weight=batch.weight, bias=batch.bias, dtype=h.dtype)
         # Rounding makes it negative if h is orthogonal to all rows.
         variance = (torch.linalg.vecdot(h @ gram, h) / classes).clamp(min=0)
@@ -135,8 +136,11 @@ def logits_of(batch: Batch, scaled: bool = False) -> Logits:
 
 
 def cheaper(tokens: int, classes: int, dim: int) -> bool:
-    """Whether the moments cost fewer multiplications than tokens × classes scores."""
-    return dim * (tokens + classes) < tokens * classes
+    """Whether the moments cost fewer multiplications than tokens × classes scores.
+
+    In a graph for any number of tokens they do, because they take less memory for many tokens.
+    """
+    return not is_known(tokens * classes <= dim * (tokens + classes))
 
 
 def log_sum(

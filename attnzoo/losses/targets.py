@@ -19,7 +19,7 @@ def target_rows(*, weight: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor
 
 @target_rows.fake
 def _(*, weight: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight.new_empty((len(target), weight.shape[1]), dtype=dtype)
+    return weight.new_empty((target.shape[0], weight.shape[1]), dtype=dtype)
 
 
 @target_rows.flops

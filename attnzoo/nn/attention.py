@@ -13,7 +13,7 @@ from attnzoo.core.checks import check_bool, check_dense, check_device_and_dtype,
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.attention import attention, attention_weights
 from attnzoo.nn.cache import Cache, KVCache, StateCache
-from attnzoo.nn.checks import check_not_of_forward, check_positional
+from attnzoo.nn.checks import check_options_of, check_positional
 from attnzoo.nn.decoding import attend
 from attnzoo.nn.parameters import Names, VariantParameters
 from attnzoo.nn.projections import Projections, split_projected
@@ -94,7 +94,7 @@ class Attention(VariantParameters):
     ) -> None:
         super().__init__()
         check_sizes(num_heads=num_heads)
-        check_not_of_forward(self, variant, params)
+        check_options_of(self, variant, params)
         check_sizes(optional=True, head_dim=head_dim)
         check_device_and_dtype(device, dtype)
         self.num_heads = num_heads

@@ -182,8 +182,8 @@ class StateCache:
     """
 
     def __init__(self) -> None:
-        # The compiler makes the length symbolic in the second graph, because it is there in the
-        # first one. The length of a state that the first call creates would need a third graph.
+        # The length exists before the first call, so that the compiler makes it symbolic in the
+        # second graph. The length of a state that the first call creates would need a third graph.
         self._sums: Tensor | None = None
         self.length = 0
         self.made_by: dict[str, Any] = {}

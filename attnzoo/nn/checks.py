@@ -10,16 +10,21 @@ from torch import Tensor, nn
 
 from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.checks import DTYPES, did_you_mean, is_dtensor, shown
+from attnzoo.core.parameters import check_names
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Variant
 from attnzoo.functional.prepare import autocast_dtype
 
 # Arguments of a call that users may give to a constructor.
 CALL_ARGUMENTS = {*ARGUMENTS, "backend", "cache", "need_weights", "dropout"} - {"softcap"}
+# Options of an `Attention` that are not parameters of its variant.
+OF_ATTENTION = ("learn", "softcap", "given", "head_dim")
 
 
-def check_like(name: str, x: Tensor, weight: Tensor) -> None:
+def check_like(name: str, x: Tensor, weight: Any) -> None:
     """Raises unless an input has the dtype, after autocast, and the device of a layer's weight."""
+    if not isinstance(weight, Tensor) or weight.is_meta:
+        return  # a method of a quantized layer, or on meta until an offloaded layer runs
     wanted, came = autocast_dtype(weight), autocast_dtype(x)
     if came != wanted and wanted in DTYPES:  # a quantized weight has another dtype
         raise TypeError(f"{name} must have the dtype of the layer, {wanted}, got {came}")
@@ -36,16 +41,21 @@ def check_positional(names: str, others: tuple[Any, ...]) -> None:
         )
 
 
-def check_not_of_forward(layer: nn.Module, variant: str, options: Iterable[str]) -> None:
-    """Raises if an option of a layer's constructor is an argument of a call."""
-    for name in CALL_ARGUMENTS.intersection(options):
-        if name in {param.name for param in get_variant(variant).params}:
+def check_options_of(layer: nn.Module, variant: str, options: Iterable[str]) -> None:
+    """Raises if an option of a layer's constructor is an argument of a call, or unknown.
+
+    ``options`` are those that the constructor passes on, to an `Attention` in the end.
+    """
+    names = inspect.signature(type(layer)).parameters
+    for name in options:
+        if name in OF_ATTENTION or name in {param.name for param in get_variant(variant).params}:
             continue
+        if name not in CALL_ARGUMENTS:
+            check_names(get_variant(variant), [name], {*names, *OF_ATTENTION})
         accepted = inspect.signature(layer.forward).parameters
         if name in accepted or ("keywords" in accepted and name != "dropout"):
             hint = f": {name} is an argument of forward"
         else:
-            names = inspect.signature(type(layer)).parameters
             hint = did_you_mean(name, [*names, "dropout_p"] if "keywords" in accepted else names)
         raise TypeError(f"the constructor of {type(layer).__name__} has no argument {name!r}{hint}")
 

@@ -15,6 +15,7 @@ from attnzoo.core.checks import (
     check_device_and_dtype,
     check_probability,
     check_sizes,
+    is_dtensor,
 )
 from attnzoo.core.registry import get_variant
 from attnzoo.nn.attention import Attention
@@ -23,8 +24,8 @@ from attnzoo.nn.checks import (
     check_cross_attention,
     check_heads,
     check_like,
-    check_not_of_forward,
     check_not_of_layers,
+    check_options_of,
     check_plain_layer,
 )
 from attnzoo.nn.masks import attended
@@ -42,7 +43,7 @@ class MultiheadAttention(nn.Module):
     Args:
         embed_dim: number of features of queries and outputs, E.
         num_heads: number of query heads, H.
-        dropout: dropout probability of the weights, in training.
+        dropout: dropout probability of the weights in training, below 1.
         bias: whether the projections have a bias.
         add_bias_kv: whether to append a learned key and value. Must be False for variants whose
             weights depend on positions.
@@ -112,7 +113,7 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)
-        check_not_of_forward(self, variant, params)
+        check_options_of(self, variant, params)
         check_device_and_dtype(device, dtype)
         check_sizes(optional=True, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
         kv_heads = check_heads(num_heads, num_kv_heads, embed_dim=embed_dim)
@@ -207,9 +208,11 @@ class MultiheadAttention(nn.Module):
         """An `Attention` of another variant for this layer; assign it to ``layer.attend``.
 
         ``options`` may have a ``wrapper`` with as many queries per head as the layer has now.
-        ``layer`` is the number of the layer; None keeps its number.
+        ``layer`` is the number of the layer; None keeps its number. The layer must not be sharded.
         """
-        weight = self.out_proj.weight
+        if any(map(is_dtensor, self.parameters())):
+            raise ValueError("the layer must not be sharded: call replace before fully_shard")
+        weight = self._weights()[0]
         number = self.layer if layer is None else layer
         new = self._attention(variant, options, weight.device, weight.dtype, number)
         new.train(self.training)
@@ -331,6 +334,7 @@ class MultiheadAttention(nn.Module):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Checks the inputs; returns whether they have a batch dimension."""
         given = {"query": query, "key": key, "value": value}
+        weight = self._weights()[0]
         for name, x in given.items():
             if isinstance(x, Tensor) and x.is_nested:
                 raise TypeError(
@@ -340,7 +344,7 @@ class MultiheadAttention(nn.Module):
             check_dense(name, x)
             if x.dtype not in DTYPES:
                 raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
-            check_like(name, x, self.out_proj.weight)
+            check_like(name, x, weight)
         if {x.dim() for x in given.values()} not in ({3}, {2}):
             shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in given.items())
             raise ValueError(

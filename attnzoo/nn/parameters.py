@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from attnzoo.core.checks import (
     DTYPES,
     check_dense,
-    check_device_and_dtype,
     did_you_mean,
     is_dtensor,
     is_number,
@@ -59,7 +59,6 @@ class VariantParameters(nn.Module):
         ``head_dim`` is needed for initial values of tensors (H, …). ``dtype`` is that of learned
         parameters; None is torch's default dtype.
         """
-        check_device_and_dtype(None, dtype)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         specs = {p.name: _with_default(p, defaults or {}) for p in self._specs(variant)}
         self.given = _given(variant, specs, given)
@@ -69,7 +68,7 @@ class VariantParameters(nn.Module):
         for name in params:
             if name not in specs:
                 known = ", ".join(specs) or "none"
-                nearest = did_you_mean(name, [*specs, "learn"])
+                nearest = did_you_mean(name, [*specs, *signature(type(self)).parameters])
                 raise TypeError(
                     f"variant {variant!r} has no parameter {name!r}; it has: {known}{nearest}"
                 )
@@ -200,6 +199,17 @@ class VariantParameters(nn.Module):
         """The learned parameters that stay inside an interval, keyed by name."""
         found = self.__dict__.get("_modules", {}).get(BOUNDED)
         return {} if found is None else found._modules
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Also loads values of an earlier version, which have the names of the parameters."""
+        for name, bounded in self._bounded().items():
+            value, key = state_dict.get(prefix + name), f"{prefix}{BOUNDED}.{name}.original"
+            if value is not None and key not in state_dict:
+                state_dict[key] = bounded.inverse(value).to(value.dtype)
+                del state_dict[prefix + name]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         bounded = self._bounded()

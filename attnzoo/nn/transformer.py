@@ -22,7 +22,7 @@ from attnzoo.core.checks import (
 from attnzoo.nn.adaptive_softmax import AdaptiveSoftmax
 from attnzoo.nn.attention import Attention
 from attnzoo.nn.cache import Cache, cached_length
-from attnzoo.nn.checks import check_heads, check_not_of_forward, check_positional
+from attnzoo.nn.checks import check_heads, check_options_of, check_positional
 from attnzoo.nn.decoder_layer import DecoderLayer, Scale
 from attnzoo.nn.output_layer import OutputLayer
 from attnzoo.nn.per_layer import per_layer
@@ -139,7 +139,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(variant, str):
-            check_not_of_forward(self, variant, params)
+            check_options_of(self, variant, params)
         check_sizes(vocab_size=vocab_size, embed_dim=embed_dim, num_heads=num_heads, depth=depth)
         check_sizes(optional=True, num_kv_heads=num_kv_heads, mlp_dim=mlp_dim, window=window,
                     qk_dim=qk_dim)  # fmt: skip

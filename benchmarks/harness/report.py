@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -335,10 +336,9 @@ def check_target(option: str, path: str | None) -> None:
         raise UsageError(f"{option} must be a file, got the folder {path}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=target.parent).close()
     except OSError as error:
         raise UsageError(f"{option} {path}: {error.strerror or error}") from None
-    if not os.access(target.parent, os.W_OK):
-        raise UsageError(f"{option} must be in a writable folder, got {path}")
 
 
 def write_json(path: str, document: dict[str, Any]) -> None:

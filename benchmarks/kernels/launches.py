@@ -136,7 +136,7 @@ def describe_flash(spec: Specialization) -> Any:
     if spec.kernel == "threshold":
         return launch.describe_threshold(q, q, q, layout, form, vectors, extras, alpha, arch)[0][-1]
     stat = None if normalize == "none" else new_vector(q)
-    weight_sum = new_vector(q) if stands_apart(form, layout, extras) else None
+    weight_sum = new_vector(q) if stands_apart(form, layout, vectors, extras, lse) else None
     given = {
         "gain": vectors.gain is not None, "sink": lse,
         "offset": normalize == "none" and vectors.offset is not None,
@@ -146,7 +146,7 @@ def describe_flash(spec: Specialization) -> Any:
     }  # fmt: skip
     wanted = [name for name, there in given.items() if there]
     launches, _ = launch_backward.describe_backward(
-        do, vector if lse else None, q, k, k, out, stat, weight_sum, vector, layout, form, vectors,
+        do, vector if lse else None, q, k, k, out, stat, weight_sum, layout, form, vectors,
         extras, maps, wanted, arch, PROCESSORS,
     )  # fmt: skip
     name = "flash_dq" if spec.kernel == "dq" else "flash_dkdv"

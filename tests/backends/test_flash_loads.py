@@ -80,7 +80,8 @@ def test_other_keys_and_values_are_loaded_by_pointers(case: str, k: Tensor) -> N
     args = arguments(q, k, q, 90)
     assert args["k_descriptor"] is args["v_descriptor"] is None, case
     narrow = "36" in case or "apart" in case or "after" in case
-    assert args["tile"].ALIGN == (1 if narrow else 16 // k.element_size())
+    align = 1 if narrow else 16 // k.element_size()
+    assert args["tile"].ALIGN == align
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_blocks_divide_the_tiles_of_the_block_map(arch: int, dim: int, kind: str
         q, q, q, layout, form, vectors, Extras(), maps, False, arch, 132
     )
     backward, _ = describe_backward(
-        out, None, q, q, q, out, stat, None, None, layout, form, vectors, Extras(), maps, [], arch,
+        out, None, q, q, q, out, stat, None, layout, form, vectors, Extras(), maps, [], arch,
         132,
     )  # fmt: skip
     dq, dkdv = backward[0], backward[-1]

@@ -156,7 +156,7 @@ def dkdv(batch: int, heads: tuple[int, int], queries: int, keys: int) -> common.
     stat = q.new_empty(q.shape[:3], dtype=torch.float32)
     layout = Layout(0.1, None, 0, None, None, None, None)
     launches, _ = describe_backward(
-        q, None, q, k, k, q, stat, None, None, layout, EXP, Vectors(), Extras(), Maps(), [], 90,
+        q, None, q, k, k, q, stat, None, layout, EXP, Vectors(), Extras(), Maps(), [], 90,
         132,
     )  # fmt: skip
     return launches[-1]

@@ -88,9 +88,9 @@ def test_masks_with_a_gain(dtype: torch.dtype, kind: str) -> None:
     q, k, v = tensors(dtype)
     mask = rand(2, 1, 9, 9, seed=4)
     mask = mask > 0 if kind == "bool" else mask.to(dtype if kind == "same" else torch.float32)
-    found = attnzoo.attention(q, k, v, "ssmax", attn_mask=mask, backend="sdpa")
+    have = attnzoo.attention(q, k, v, "ssmax", attn_mask=mask, backend="sdpa")
     want = attnzoo.attention(q, k, v, "ssmax", attn_mask=mask, backend="tiled")
-    torch.testing.assert_close(found, want, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(have, want, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [-3e-41, -1e-39, 0.0, 1e-39, 3e-41])
@@ -98,11 +98,11 @@ def test_masks_with_a_gain(dtype: torch.dtype, kind: str) -> None:
 def test_tiny_scale_does_not_round_queries(dtype: torch.dtype, scale: float) -> None:
     q, k, v = (1e19 * x.float() for x in tensors(torch.bfloat16))
     q, k, v = (10 * q).to(dtype), (100 * k).to(dtype), (v / 1e19).to(dtype)
-    found = attnzoo.attention(q, k, v, scale=scale, is_causal=True, backend="sdpa")
+    have = attnzoo.attention(q, k, v, scale=scale, is_causal=True, backend="sdpa")
     want = attnzoo.attention(
         q.double(), k.double(), v.double(), scale=scale, is_causal=True, backend="eager"
     )
-    torch.testing.assert_close(found.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-2)
+    torch.testing.assert_close(have.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-2)
 
 
 def test_gain_in_transforms_and_batched_gradients() -> None:

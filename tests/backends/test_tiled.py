@@ -15,9 +15,12 @@ from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 
 import attnzoo
+from attnzoo.backends import BACKENDS
 from attnzoo.backends.tiled import blocks
+from attnzoo.core.activations import EXP
 from attnzoo.core.arguments import check_call
 from attnzoo.core.call import Call
+from attnzoo.core.distance import LOGARITHMIC
 from helpers.agreement import disagreements, dropout_factors, every_term, make
 from helpers.cases import CASES, MARKED, NO_LSE, NO_SCORE, VARIANTS, WITH_FORMS, params_of, rand
 from helpers.kernel_paths import quick_variants
@@ -127,6 +130,25 @@ def test_lse_does_not_include_the_sink(variant: str, backend: str) -> None:
     assert torch.allclose(lse[..., 2:], expected)
     plain = attnzoo.attention(q, k, v, variant, is_causal=True, backend=backend, **params)
     assert torch.equal(out, plain)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("backend", ["tiled", "flash"])
+@pytest.mark.parametrize("low", [-1e9, -3e38, 0.0])
+def test_gradients_of_lse_beside_a_sink_far_above_the_scores(low: float, backend: str) -> None:
+    leaves = [rand(1, 2, n, 16, seed=n).float().requires_grad_() for n in (5, 40)]
+    b = torch.tensor([200.0, 0.0 if low else -200.0], requires_grad=True)
+    mask, weights = torch.full((40,), low), rand(1, 2, 5, seed=3).float()
+    found = []
+    for name in (backend, "eager"):
+        q, k = leaves
+        out, lse = attnzoo.attention(
+            q, k, k, "sink", b=b, attn_mask=mask, return_lse=True, backend=name
+        )
+        loss = (lse * weights).sum() + out.square().sum()
+        found.append(torch.autograd.grad(loss, (*leaves, b)))
+    for have, want in zip(*found, strict=True):
+        assert torch.allclose(have, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
@@ -300,17 +322,31 @@ def test_nan_or_inf_in_a_score_only_affects_its_query(variant: str, value: float
     assert torch.allclose(found, clean, atol=1e-6)
 
 
+@pytest.mark.parametrize("field", ["decay", "gain", "sink"])
+def test_vectors_may_lack_the_dimension_of_the_batch(field: str) -> None:
+    q, k, v = (rand(2, 4, 12, 8, seed=i) for i in range(3))
+    call, found = check_call(q, k, v), []
+    for shape in ((4, 1), (1, 4, 1)):
+        vector = (0.1 + rand(4, seed=3).abs()).view(shape).requires_grad_()
+        away = LOGARITHMIC if field == "decay" else None
+        form = attnzoo.Pairwise(EXP, "sum", distance=away, **{field: vector})
+        out = BACKENDS["tiled"].run(q, k, v, call, form)[0]
+        found.append((out, torch.autograd.grad(out.square().sum(), vector)[0].flatten()))
+    for have, want in zip(*found, strict=True):
+        assert torch.equal(have, want)
+
+
 @pytest.mark.parametrize("low", [-1e9, -3e38])
 def test_gradients_of_statistics_agree_with_low_mask_entries(low: float) -> None:
     """At −1e9 an lse has no digits of log Z, so that weights must not be computed from it."""
     leaves = [rand(1, 2, 40, 8, seed=i).float().requires_grad_() for i in range(3)]
     mask = torch.zeros(1, 1, 40, 40)
     mask[:, :, :5] = low
-    found = []
+    gradients = []
     for backend in ("tiled", "eager"):
         out = attnzoo.attention(
             *leaves, "adaptive_temperature", differentiable=True, attn_mask=mask, backend=backend
         )
-        found.append(torch.autograd.grad(out[:, :, :5].square().sum(), leaves))
-    for have, want in zip(*found, strict=True):
+        gradients.append(torch.autograd.grad(out[:, :, :5].square().sum(), leaves))
+    for have, want in zip(*gradients, strict=True):
         assert torch.allclose(have, want, atol=1e-5)

@@ -107,6 +107,7 @@ def test_fp32_kernels_need_no_tensor_cores() -> None:
         ("--jobs", "0", "--jobs must be an int >= 1, got 0"),
         ("--json", ".", "--json must be a file, got the folder ."),
         ("--json", "/dev/null/x.json", "--json /dev/null/x.json: "),
+        ("--json", "/proc/x.json", "--json /proc/x.json: "),
     ],
 )
 def test_invalid_options_exit_with_status_2(

@@ -338,7 +338,9 @@ def test_vectors_of_a_form_are_used_in_the_dtype_of_the_scores(
 
         def forms(call: Any) -> tuple[Pairwise]:
             if names == "statistics":
-                gain = FromStatistics(lambda found: cast(found.entropy), differentiable=False)
+                gain = FromStatistics(
+                    lambda statistics: cast(statistics.entropy), differentiable=False
+                )
                 return (Pairwise(EXP, "sum", gain=gain),)
             vectors: dict[str, Any] = {x: cast(y) for x, y in spread(names, 16).items()}
             return (Pairwise(EXP, "sum", **vectors),)
@@ -347,8 +349,8 @@ def test_vectors_of_a_form_are_used_in_the_dtype_of_the_scores(
         attnzoo.register_variant(attnzoo.Variant(name, "-", "-", lambda q, k, call: q, forms=forms))
         return [attnzoo.attention(q, k, v, name, backend=backend) for _ in range(2)]
 
-    for found, want in zip(results(exact=False), results(exact=True), strict=True):
-        assert torch.equal(found, want)
+    for have, want in zip(results(exact=False), results(exact=True), strict=True):
+        assert torch.equal(have, want)
 
 
 def test_unsupported_must_return_a_str_or_none() -> None:

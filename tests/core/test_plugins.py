@@ -73,6 +73,11 @@ def test_second_file_of_the_same_name_raises(cube: str, tmp_path: Path) -> None:
         attnzoo.load_plugin("cube.py")
 
 
+def test_path_of_a_wrong_type_raises() -> None:
+    with pytest.raises(TypeError, match="path must be that of a Python file, got None"):
+        attnzoo.load_plugin(None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["statistics", "sys", "einops", "colorsys"])
 def test_name_of_an_installed_module_raises(tmp_path: Path, name: str) -> None:
     file = tmp_path / f"{name}.py"

@@ -306,6 +306,6 @@ def test_gradients_of_linear_attention_compile_with_dynamic_shapes() -> None:
 
     q, k, v = (torch.randn(1, 2, 10, 8, requires_grad=True) for _ in range(3))
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    found = (torch.autograd.grad(f(q, k, v).sum(), (q, k, v)) for f in (compiled, run))
-    for have, want in zip(*found, strict=True):
+    gradients = (torch.autograd.grad(f(q, k, v).sum(), (q, k, v)) for f in (compiled, run))
+    for have, want in zip(*gradients, strict=True):
         torch.testing.assert_close(have, want)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
 
 import attnzoo
+from attnzoo import linear_topk, topk_probabilities, varlen_attention
 from attnzoo.backends.selection import FEW_SCORES
-from attnzoo.nn import MultiheadAttention, Transformer
+from attnzoo.losses import linear_loss, loss, margin_loss, masked_loss, z_loss
+from attnzoo.nn import MultiheadAttention, OutputLayer, Transformer
 from helpers.cases import ALL_VARIANTS, WITH_FORMS, params_of, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS
 
@@ -26,10 +30,6 @@ def fresh_compiler() -> None:
 
 LENGTHS = (2, 40, 65, 128, 129, 256, 257, 300)
 assert FEW_SCORES == 2 * 256**2
-QUICK = {
-    ("softmax", None), ("adaptive_temperature", None), ("sink", None), ("elu", None),
-    ("stick_breaking", None), ("topk", "eager"), ("elu", "linear"), ("entmax", "tiled"),
-}  # fmt: skip
 
 
 def inputs(n: int) -> tuple[Tensor, ...]:
@@ -51,17 +51,15 @@ def exported(model: nn.Module, example: tuple[Tensor, ...], dim: int, most: int 
     return export(model, example, dynamic_shapes=({dim: n},) * len(example))
 
 
-def cases() -> list[Any]:
+def cases() -> list[tuple[str, str | None]]:
     pairs = [(v, b) for v in ALL_VARIANTS for b in (None, "eager", "tiled", "linear", "sdpa")]
-    runs = [
+    return [
         (v, b)
         for v, b in pairs
         if b in (None, "eager")
         or (b == "tiled" and v in WITH_FORMS)
         or (b in ("linear", "sdpa") and VARIANT_BACKENDS[v][b] is RUNS)
     ]
-    marks = {False: [pytest.mark.slow], True: []}
-    return [pytest.param(*pair, marks=marks[pair in QUICK]) for pair in runs]
 
 
 @pytest.mark.slow
@@ -130,7 +128,7 @@ def test_states_masks_and_grouped_heads_in_one_graph() -> None:
     assert len(set(counts)) == 1
 
 
-class Own(nn.Module):
+class SelfAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attend = MultiheadAttention(8, 2, variant="ssmax", batch_first=True)
@@ -142,7 +140,7 @@ class Own(nn.Module):
 @pytest.mark.parametrize("name", ["multihead", "transformer"])
 def test_modules_export_with_a_dynamic_length(name: str) -> None:
     make = {
-        "multihead": lambda: (Own(), lambda n: rand(1, n, 8).float()),
+        "multihead": lambda: (SelfAttention(), lambda n: rand(1, n, 8).float()),
         "transformer": lambda: (
             Transformer(20, 8, 2, 1, "entmax"),
             lambda n: torch.arange(n)[None] % 20,
@@ -152,3 +150,62 @@ def test_modules_export_with_a_dynamic_length(name: str) -> None:
     program = exported(model, (example(40),), 1).module()
     for n in LENGTHS:
         assert torch.allclose(program(example(n)), model(example(n)), atol=1e-5)
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *operands: Any) -> Any:
+        return self.function(*operands)
+
+
+CLASSES = rand(40, 8).float()
+LAYER = OutputLayer(8, 40, "entmax")
+OF_TOKENS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "linear_loss": lambda h, y: linear_loss(h, CLASSES, y, "sparsemax", label_smoothing=0.1),
+    "linear_loss of moments": lambda h, y: linear_loss(h, CLASSES, y, "taylor"),
+    "loss": lambda h, y: loss(h, y % 8, "sigmoid"),
+    "masked_loss": lambda h, y: masked_loss(h, CLASSES, y, torch.ones(40) > 0, value=-1.0),
+    "margin_loss": lambda h, y: margin_loss(h, CLASSES, y),
+    "z_loss": lambda h, y: z_loss(h, CLASSES, y, a=0.1, b=10.0),
+    "linear_topk": lambda h, _: linear_topk(h, CLASSES, 3, "entmax"),
+    "topk_probabilities": lambda h, _: topk_probabilities(h, 3, "taylor"),
+    "log_prob": lambda h, _: LAYER.log_prob(h),
+    "topk": lambda h, _: LAYER.topk(h, 3),
+    "forward": LAYER,
+}
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_output_layers_export_with_any_number_of_tokens(name: str) -> None:
+    model = Function(OF_TOKENS[name]).requires_grad_(False)
+
+    def example(n: int) -> tuple[Tensor, Tensor]:
+        return rand(n, 8, seed=n).float(), torch.arange(n) % 40
+
+    n = Dim("n", min=2, max=512)
+    program = export(model, example(5), dynamic_shapes=(({0: n}, {0: n}),)).module()
+    for tokens in (2, 7, 300):
+        torch.testing.assert_close(program(*example(tokens)), model(*example(tokens)))
+
+
+@pytest.mark.parametrize("longest", [7, torch.tensor(7)], ids=["int", "tensor"])
+def test_packed_sequences_export_with_any_number_of_tokens(longest: Any) -> None:
+    def attend(x: Tensor, ends: Tensor, most: Any) -> Tensor:
+        return varlen_attention(x, x, x, ends, ends, most, most, "ssmax", is_causal=True)
+
+    def example(*lengths: int) -> tuple[Tensor, Tensor]:
+        return rand(sum(lengths), 2, 4).float(), torch.tensor([0, *accumulate(lengths)])
+
+    shapes = (
+        {0: Dim("tokens", min=4, max=512)},
+        {0: Dim("ends", min=3, max=9)},
+        Dim.DYNAMIC if isinstance(longest, int) else None,
+    )
+    program = export(Function(attend), (*example(3, 7), longest), dynamic_shapes=(shapes,)).module()
+    for lengths in ((2, 7), (5, 4, 6), (1, 30)):
+        most = longest * 0 + max(lengths)
+        have = program(*example(*lengths), most)
+        torch.testing.assert_close(have, attend(*example(*lengths), most))

@@ -289,6 +289,11 @@ ERRORS = {
     ),
     "unknown variant 'softmin'": (ValueError, lambda: probabilities(S, "softmin")),
     "has no parameter 'alpha'": (TypeError, lambda: probabilities(S, alpha=1.5)),
+    "'msk'; it has: none; did you mean 'mask'?": (TypeError, lambda: probabilities(S, msk=None)),
+    "a tensor of shape (2, 3); pass a mask or weights by name": (
+        TypeError,
+        lambda: probabilities(S, S > 0),  # type: ignore
+    ),
     "requires the parameter 'top_k'": (TypeError, lambda: probabilities(S, "topk")),
     "entmax's alpha must be": (ValueError, lambda: probabilities(S, "entmax", alpha=3.0)),
     "throughout": (

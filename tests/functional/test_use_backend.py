@@ -58,10 +58,8 @@ def decoded() -> Tensor:
 
 
 def multihead() -> Tensor:
-    x = rand(1, 300, 16).float()
-    return MultiheadAttention(16, 2, variant="sink", batch_first=True)(x, x, x, need_weights=False)[
-        0
-    ]
+    layer, x = MultiheadAttention(16, 2, variant="sink", batch_first=True), rand(1, 300, 16).float()
+    return layer(x, x, x, need_weights=False)[0]
 
 
 def converted() -> Tensor:

@@ -23,6 +23,7 @@ HEADS = ((4, 2), (4, 4), (6, 2), (3, 1))  # query and key/value heads
 FEATURES = (
     "plain", "causal", "causal window", "window pair", "alibi", "causal segments", "key mask",
     "float key mask", "causal dense mask", "query mask", "softcap", "causal lse", "scale",
+    "low key mask lse",
 )  # fmt: skip
 
 
@@ -88,7 +89,9 @@ def inputs_of(case: Case, tokens: int) -> Inputs:
         rows = {"dense": (tokens, tokens), "query": (tokens, 1), "key": (1, tokens)}
         kind = next(word for word in rows if word in words)
         mask = rand(2, 1, *rows[kind], seed=5)
-        if "float" in words:
+        if "low" in words:
+            mask = torch.full_like(mask, -1e18)  # all scores are equal, and lse has no digits
+        elif "float" in words:
             mask = mask.masked_fill(mask > 1, float("-inf"))
             mask[0] = float("-inf")  # a sequence without visible keys
         else:

@@ -97,9 +97,9 @@ def wrong(module: nn.Module, expected: nn.Module) -> list[str]:
     names = [name for name, x in whole.items() if not bool(x.isfinite().all())]
     for name, part in expected.named_modules():
         if isinstance(part, VariantParameters):
-            own = {id(x) for x in part.parameter_tensors().values()}
-            mine = {f"{name}.{n}".strip("."): x for n, x in tensors(part).items() if id(x) in own}
-            names += [n for n, x in mine.items() if not torch.equal(whole[n], x)]
+            ids = {id(x) for x in part.parameter_tensors().values()}
+            starts = {f"{name}.{n}".strip("."): x for n, x in tensors(part).items() if id(x) in ids}
+            names += [n for n, x in starts.items() if not torch.equal(whole[n], x)]
     return names
 
 
@@ -110,10 +110,10 @@ def full(x: Any) -> Tensor:
 def wrong_on_ranks(rank: int) -> dict[str, list[str]]:
     """The result of `wrong` for each module that FSDP2 shards, and for heads sharded before."""
     mesh = init_device_mesh("cpu", (2,))
-    found = {}
+    names = {}
     for name, make in MODULES.items():
         module = emptied(make, lambda module: fully_shard(module, mesh=mesh))
-        found[name] = wrong(module, make())
+        names[name] = wrong(module, make())
     for shape in ((1, 2), (2, 1)):
         both = init_device_mesh("cpu", shape, mesh_dim_names=("data", "heads"))
 
@@ -121,5 +121,5 @@ def wrong_on_ranks(rank: int) -> dict[str, list[str]]:
             fully_shard(module.shard_heads(both["heads"]), mesh=both["data"])
 
         make = lambda: Attention("entmax", 4, learn=("alpha",), alpha=START)  # noqa: E731
-        found[f"heads {shape}"] = wrong(emptied(make, shard), make())
-    return {name: names for name, names in found.items() if names}
+        names[f"heads {shape}"] = wrong(emptied(make, shard), make())
+    return {name: wrongs for name, wrongs in names.items() if wrongs}

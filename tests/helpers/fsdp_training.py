@@ -1,7 +1,8 @@
-"""Trains a converted Llama in bf16 on one process and on two ranks with FSDP."""
+"""A converted Llama on two ranks: trained in bf16 under FSDP, and with tensor parallelism."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnzoo.integrations.transformers import convert, from_config
-from attnzoo.nn import parameter_groups
+from attnzoo.nn import Attention, parameter_groups
 from helpers.hf_models import ids, llama
 
 STEPS = 3
@@ -113,3 +114,26 @@ def trained_on_ranks(rank: int, folder: str) -> dict[str, list[float]]:
                 whole.save_pretrained(f"{folder}/{name}", state_dict=state)
             dist.barrier()
     return losses
+
+
+def tensor_parallel(rank: int, folder: str) -> tuple[str, Tensor, float]:
+    """The error without shard_heads, then the logits and the loss after a backward.
+
+    Saves the model into ``folder``/saved.
+    """
+    warnings.simplefilter("ignore")
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+    try:
+        model(ids())
+        message = "none"
+    except ValueError as error:
+        message = str(error)
+    mesh = init_device_mesh("cpu", (2,))
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.shard_heads(mesh)
+    out = model(ids(), labels=ids())
+    out.loss.backward()
+    model.save_pretrained(f"{folder}/saved")
+    return message, out.logits.detach(), out.loss.item()

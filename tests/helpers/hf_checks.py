@@ -1,4 +1,4 @@
-"""Comparisons of converted models with transformers' own attention."""
+"""The state of converted models, and comparisons with transformers' own attention."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from attnzoo.integrations.transformers import convert
 from helpers.hf_models import eager, generate
@@ -36,3 +37,24 @@ def assert_equal_gradients(model: Any, expected: Any, tolerance: float) -> None:
             continue
         bound = tolerance * max(float(want.abs().max()), 1.0)
         assert float((have - want).abs().max()) <= bound, name
+
+
+def configs(model: Any) -> list[Any]:
+    """All configs of a model and of its parts."""
+    known: list[Any] = []
+    queue = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    while queue:
+        config = queue.pop()
+        if not any(config is other for other in known):
+            known.append(config)
+            queue += [getattr(config, name) for name in config.sub_configs]
+    return known
+
+
+def state(model: Any) -> tuple[Any, ...]:
+    modules = [
+        (name, id(module), module.training, list(module._forward_pre_hooks.values()))
+        for name, module in model.named_modules()
+    ]
+    tensors = [(name, id(x), tuple(x.shape)) for name, x in model.named_parameters()]
+    return modules, tensors, [dict(vars(config)) for config in configs(model)]

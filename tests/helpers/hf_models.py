@@ -18,6 +18,7 @@ with warnings.catch_warnings():
         BertConfig,
         BertModel,
         CLIPConfig,
+        CLIPForImageClassification,
         CLIPModel,
         Gemma2Config,
         Gemma2ForCausalLM,
@@ -91,6 +92,10 @@ def clip() -> CLIPModel:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
              "num_attention_heads": 4}  # fmt: skip
     return CLIPModel(CLIPConfig(text_config={**text, **sizes}, vision_config={**vision, **sizes}))
+
+
+def image_classifier() -> CLIPForImageClassification:
+    return CLIPForImageClassification(clip().config).eval()
 
 
 def large_llama() -> LlamaForCausalLM:

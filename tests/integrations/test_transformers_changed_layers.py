@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -174,6 +175,11 @@ def softcap(model: LlamaForCausalLM) -> None:
     model.model.layers[0].self_attn.attnzoo.softcap = 20.0
 
 
+def compiled(model: LlamaForCausalLM) -> None:
+    layer = model.model.layers[0].self_attn
+    layer.attnzoo = torch.compile(layer.attnzoo, backend="eager")
+
+
 def of_a_wrapper(model: LlamaForCausalLM) -> None:
     model.model.layers[3].self_attn.attnzoo.initial = 0.1
 
@@ -187,6 +193,7 @@ def of_a_wrapper(model: LlamaForCausalLM) -> None:
         (no_longer_learned, "has s=0.7, but learns s"),
         (variant, "changed by hand and has "),
         (softcap, "has softcap=20.0 instead of None"),
+        (compiled, r"has a compiled child: .* method compile\(\)"),
         (of_a_wrapper, "has initial=0.1 instead of "),
     ],
 )
@@ -198,6 +205,19 @@ def test_a_change_that_cannot_be_described_raises(
     with pytest.raises(ValueError, match=message):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
+    before, expected = copy.deepcopy(model.config.attnzoo), nn.Module.state_dict(model)
+    with pytest.warns(UserWarning, match=f"does not describe the layers .*{message}"):
+        tensors = model.state_dict()
+    assert model.config.attnzoo == before
+    assert tensors.keys() == expected.keys()
+
+
+def test_a_child_with_activation_checkpointing_is_saved(tmp_path: Path) -> None:
+    model = converted()
+    for layer in model.model.layers:
+        if child := layer.self_attn._modules.get("attnzoo"):
+            layer.self_attn.attnzoo = checkpoint_wrapper(child)
+    assert_equal_models(reloaded(model, tmp_path), converted())
 
 
 def test_a_shared_layer_is_saved_under_both_names(tmp_path: Path) -> None:
@@ -340,3 +360,22 @@ def test_checkpoints_of_a_trainer_describe_a_changed_model(tmp_path: Path) -> No
     Trainer(model, arguments, train_dataset=data).train()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
     assert_equal_models(loaded, model)
+
+
+def test_a_model_that_shares_the_config_of_a_converted_one_does_not_change_it() -> None:
+    model = llama()
+    other = LlamaForCausalLM(model.config)
+    convert(model, "ssmax")
+    before = copy.deepcopy(model.config.attnzoo)
+    other.state_dict()
+    assert model.config.attnzoo == before
+    revert(model)
+
+
+def test_state_dict_draws_no_random_numbers() -> None:
+    model = converted()
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    model.state_dict()
+    assert torch.rand(1) == expected

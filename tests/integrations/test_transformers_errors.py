@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from transformers import (
-    CLIPForImageClassification,
     CLIPModel,
-    LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaModel,
-    PreTrainedModel,
     SamConfig,
     SamModel,
     SiglipConfig,
@@ -28,14 +22,15 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from attnzoo.integrations import transformers as integration
-from attnzoo.integrations.transformers import convert, from_pretrained, revert
+from attnzoo.integrations.transformers import convert, revert
 from helpers.cases import CAUSAL_ONLY, params_of
+from helpers.hf_checks import configs, state
 from helpers.hf_models import (
     bart,
     bert,
     clip,
     ids,
+    image_classifier,
     llama,
     outputs,
     quiet,
@@ -171,107 +166,6 @@ def test_model_without_attention_raises() -> None:
     assert not hasattr(model.config, "attnzoo")
 
 
-# ---- what a failure leaves behind -------------------------------------------------------------
-
-
-def configs(model: Any) -> list[Any]:
-    """All configs of a model and of its parts."""
-    known: list[Any] = []
-    queue = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    while queue:
-        config = queue.pop()
-        if not any(config is other for other in known):
-            known.append(config)
-            queue += [getattr(config, name) for name in config.sub_configs]
-    return known
-
-
-def state(model: Any) -> tuple[Any, ...]:
-    modules = [
-        (name, id(module), module.training, list(module._forward_pre_hooks.values()))
-        for name, module in model.named_modules()
-    ]
-    tensors = [(name, id(x), tuple(x.shape)) for name, x in model.named_parameters()]
-    return modules, tensors, [dict(vars(config)) for config in configs(model)]
-
-
-class Injected(Exception):
-    """An error at a step of attnzoo."""
-
-
-@contextmanager
-def failure(number: int) -> Iterator[list[int]]:
-    """Raises `Injected` at a call of a function of the integration. Counts the calls.
-
-    The functions that undo changes are not counted.
-    """
-    count, folder = [0], str(Path(integration.__file__).parent)
-
-    def trace(frame: Any, event: str, argument: Any) -> None:
-        code = frame.f_code
-        inside = code.co_filename.startswith(folder) and not code.co_name.startswith("<")
-        if not inside or code.co_name in ("restore", "undo", "undone"):
-            return
-        count[0] += 1
-        if count[0] == number:
-            raise Injected(code.co_name)
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield count
-    finally:
-        sys.settrace(before)
-
-
-def image_classifier() -> CLIPForImageClassification:
-    return CLIPForImageClassification(clip().config).eval()
-
-
-def mixed() -> LlamaForCausalLM:
-    """A converted model with gates and added queries."""
-    model = convert(llama(), "entmax", layers=[0], alpha=1.3)
-    return convert(model, "ssmax", layers=[1], wrapper="differential_v2")
-
-
-ACTIONS: dict[str, tuple[Any, Any]] = {
-    "convert": (llama, lambda model: convert(model, "ssmax", wrapper="mixture")),
-    "convert again": (mixed, lambda model: convert(model, "ssmax", wrapper="output_gate")),
-    "convert of a composite": (image_classifier, lambda model: convert(model, "ssmax")),
-    "convert of an encoder and a decoder": (bart, lambda model: convert(model, "ssmax")),
-    "revert": (mixed, revert),
-}
-
-
-@pytest.mark.parametrize(("make", "act"), ACTIONS.values(), ids=list(ACTIONS))
-def test_a_failure_at_any_step_leaves_the_model_unchanged(make: Any, act: Any) -> None:
-    model = make()
-    with failure(0) as count:
-        act(model)
-    steps = count[0]
-    assert steps >= 10
-    model = make()
-    before = state(model)
-    for number in range(1, steps + 1, max(1, steps // 25)):
-        with pytest.raises((Injected, ValueError)), failure(number):
-            act(model)
-        assert state(model) == before, number
-    act(model)
-
-
-def test_a_failed_loading_leaves_the_given_config_unchanged(tmp_path: Path) -> None:
-    mixed().save_pretrained(tmp_path)
-    config = LlamaConfig.from_pretrained(tmp_path)
-    before = copy.deepcopy(vars(config))
-    with failure(0) as count:
-        from_pretrained(LlamaForCausalLM, tmp_path, config=config)
-    assert vars(config) == before
-    for number in range(1, count[0] + 1, max(1, count[0] // 10)):
-        with pytest.raises(Injected), failure(number):
-            from_pretrained(LlamaForCausalLM, tmp_path, config=config)
-        assert vars(config) == before, number
-
-
 # ---- models of several parts ------------------------------------------------------------------
 
 
@@ -330,3 +224,13 @@ def test_revert_gives_each_part_its_former_implementation() -> None:
     whole.text_model.set_attn_implementation("eager")
     before = state(whole)
     assert state(revert(convert(whole, "ssmax"))) == before
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.0"])
+def test_sharded_models_are_refused(part: str, mesh: Any) -> None:
+    """FSDP would not manage the new parameters."""
+    model = llama()
+    fully_shard(model.get_submodule(part), mesh=mesh)
+    with pytest.raises(ValueError, match="convert before fully_shard"):
+        convert(model, "ssmax")
+    assert not any("attnzoo" in name for name, _ in model.named_modules())

@@ -1,4 +1,4 @@
-"""The dtype of a converted model, and its training under FSDP."""
+"""The dtype of a converted model, and several ranks: FSDP and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import attnzoo
 from attnzoo.integrations.transformers import convert
-from helpers.fsdp_training import CASES, alone, save_start, trained_on_ranks
+from helpers.fsdp_training import CASES, alone, save_start, tensor_parallel, trained_on_ranks
 from helpers.hf_models import ids, llama, quiet
 from helpers.processes import output_of
 from helpers.ranks import on_ranks
@@ -98,3 +98,23 @@ def test_bf16_training_from_meta_under_fsdp_equals_one_process(tmp_path: Path) -
             assert model.state_dict().keys() == state.keys()
             assert all(torch.equal(x, state[n]) for n, x in model.state_dict().items())
             assert reloaded[name] == model(ids(), labels=ids()).loss.item()
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_of_transformers(tmp_path: Path) -> None:
+    model = convert(llama(initializer_range=0.3, vocab_size=100), "ssmax")
+    for layer in model.model.layers:
+        torch.nn.init.uniform_(layer.self_attn.attnzoo.s, 0.1, 2.0)
+    model.save_pretrained(tmp_path)
+    expected = model(ids(), labels=ids())
+    for result in on_ranks(2, tensor_parallel, str(tmp_path)):
+        assert isinstance(result, tuple), result
+        message, logits, loss = result
+        assert (
+            "the 4 heads of its variant, got 2: under tensor parallelism call shard_heads"
+            in message
+        )
+        assert torch.allclose(logits, expected.logits, atol=1e-4)
+        assert loss == pytest.approx(expected.loss.item(), rel=1e-5)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(saved(ids()).logits, expected.logits)

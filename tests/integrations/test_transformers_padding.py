@@ -45,12 +45,12 @@ def batch(**options: Any) -> dict[str, Any]:
 
 def with_padding(at: int, fill: int) -> dict[str, Tensor]:
     """The packed row with three hidden tokens in front of token ``at``, at position ``fill``."""
-    given = batch()
-    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    inputs = batch()
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     values = {"input_ids": 5, "position_ids": fill, "attention_mask": 0}
     return {
         name: torch.cat([x[:, :at], torch.full((1, 3), values[name]), x[:, at:]], dim=1)
-        for name, x in given.items()
+        for name, x in inputs.items()
     }
 
 
@@ -79,8 +79,8 @@ def test_padding_masks_do_not_join_documents(make: Any, variant: str, cached: bo
     limited = windows("sliding_window") or windows("attention_chunk_size")
     for at in (0, LENGTHS[0], sum(LENGTHS), *(() if limited else (3,))):
         for fill in (0, 1):
-            given = with_padding(at, fill)
-            actual = model(**given, use_cache=cached).logits[given["attention_mask"].bool()]
+            inputs = with_padding(at, fill)
+            actual = model(**inputs, use_cache=cached).logits[inputs["attention_mask"].bool()]
             assert torch.allclose(actual, expected[0], atol=3e-5)
 
 
@@ -103,16 +103,16 @@ def test_rows_with_padding_may_be_packed_differently(make: Any, variant: str, ca
     seen = torch.ones_like(rows)
     for row, columns in zip(seen, hidden, strict=True):
         row[list(columns)] = 0
-    given = {"input_ids": tokens.expand(5, -1), "position_ids": rows, "attention_mask": seen}
-    actual = model(**given, use_cache=cached).logits
-    expected = plain(**given, use_cache=cached).logits
+    inputs = {"input_ids": tokens.expand(5, -1), "position_ids": rows, "attention_mask": seen}
+    actual = model(**inputs, use_cache=cached).logits
+    expected = plain(**inputs, use_cache=cached).logits
     for row in (0, 1, 2, 4):
         assert torch.allclose(actual[row][seen[row] > 0], expected[row][seen[row] > 0], atol=2e-5)
     for first, end in ((0, 5), (5, 9), (9, 12)):
-        alone = {name: x[3:4, first:end] for name, x in given.items()}
+        alone = {name: x[3:4, first:end] for name, x in inputs.items()}
         expected = plain(**alone, use_cache=False).logits[0]
-        kept = seen[3, first:end] > 0
-        assert torch.allclose(actual[3, first:end][kept], expected[kept], atol=2e-5)
+        visible = seen[3, first:end] > 0
+        assert torch.allclose(actual[3, first:end][visible], expected[visible], atol=2e-5)
 
 
 @pytest.mark.parametrize("make", [large_llama, llama4, mistral])
@@ -140,9 +140,9 @@ def test_compiled_packed_batches_equal_their_documents(make: Any, variant: str, 
         return_position_ids=how == "position_ids", return_flash_attn_kwargs=how == "cu_seq_lens"
     )
     padded = with_padding(0, 1)
-    given = [packed, {**packed, "attention_mask": torch.ones_like(packed["input_ids"])}]
+    batches = [packed, {**packed, "attention_mask": torch.ones_like(packed["input_ids"])}]
     with torch.no_grad():
-        for one in [*given, padded] if how == "position_ids" else given:
+        for one in [*batches, padded] if how == "position_ids" else batches:
             for cached in (False, True):
                 actual = compiled(**one, use_cache=cached).logits[:, -sum(LENGTHS) :]
                 assert torch.allclose(actual, expected, atol=5e-5)

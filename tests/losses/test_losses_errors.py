@@ -216,6 +216,18 @@ def test_nan_in_a_token_only_affects_its_own_loss_and_gradient(variant: str, val
     torch.testing.assert_close(gradient[others], clean_gradient[others])
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("reducton", "reduction"), ("bias", "linear_bias"), ("mask", "class_mask")]
+)
+def test_unknown_keywords_give_the_nearest_of_the_function(name: str, meant: str) -> None:
+    for call in (
+        lambda **keyword: linear_loss(INPUT, WEIGHT, TARGET, **keyword),
+        lambda **keyword: loss(INPUT @ WEIGHT.T, TARGET, **keyword),
+    ):
+        with pytest.raises(TypeError, match=f"parameter '{name}'.*; did you mean '{meant}'"):
+            call(**{name: None})
+
+
 @pytest.mark.parametrize("variant", LOSSES)
 def test_nan_in_an_ignored_token_has_no_effect(variant: str) -> None:
     x, e = rand(20, 5).float(), rand(30, 5, seed=1).float().requires_grad_()

@@ -13,7 +13,6 @@ from helpers.cases import params_of, rand
 
 PROMPT, LENGTH = 6, 14
 STEPS = [slice(0, PROMPT), *(slice(n, n + 1) for n in range(PROMPT, LENGTH))]
-slow = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +26,11 @@ def fresh_compiler() -> None:
     [
         ("ssmax", None, {}),
         ("elu", None, {}),
-        pytest.param("elu", "keys", {}, marks=slow),
-        pytest.param("forgetting", None, {}, marks=slow),
-        pytest.param("entmax", None, {"positions": "nape"}, marks=slow),
-        pytest.param("softmax", None, {"window": 4}, marks=slow),
-        pytest.param("softmax", None, {"wrapper": "differential"}, marks=slow),
+        ("elu", "keys", {}),
+        ("forgetting", None, {}),
+        ("entmax", None, {"positions": "nape"}),
+        ("softmax", None, {"window": 4}),
+        ("softmax", None, {"wrapper": "differential"}),
     ],
 )
 @torch.no_grad()
@@ -54,17 +53,17 @@ def test_masks_and_segments_of_all_tokens_compile_two_graphs(name: str) -> None:
     model = Transformer(20, 16, 2, 1, "sink").eval()
     tokens = torch.arange(LENGTH)[None] * 7 % 20
     mask = (torch.arange(LENGTH) > 1)[None, None, None]
-    given = {"attn_mask": mask, "segment_ids": torch.arange(LENGTH)[None] // 5}[name]
+    entries = {"attn_mask": mask, "segment_ids": torch.arange(LENGTH)[None] // 5}[name]
     caches = model.new_caches(LENGTH, "keys")
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
     for step in STEPS:
-        out = compiled(tokens[:, step], caches=caches, **{name: given[..., : step.stop]})
-    assert torch.allclose(out[:, -1], model(tokens, **{name: given})[:, -1], atol=1e-5)
+        out = compiled(tokens[:, step], caches=caches, **{name: entries[..., : step.stop]})
+    assert torch.allclose(out[:, -1], model(tokens, **{name: entries})[:, -1], atol=1e-5)
     assert graphs.frame_count == 2
 
 
-@pytest.mark.parametrize("variant", ["sink", pytest.param("taylor", marks=slow)])
+@pytest.mark.parametrize("variant", ["sink", pytest.param("taylor", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_attention_compiles_two_graphs(variant: str) -> None:
     attend = Attention(variant, 2, **params_of(variant))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.nn.utils.parametrizations
 from torch import Tensor, nn
 
 import attnzoo
-from attnzoo.nn import MultiheadAttention, replace
+from attnzoo.nn import MultiheadAttention, Taylor, replace
 from helpers.cases import VARIANTS, params_of, rand
 
 E, H = 12, 3
@@ -315,3 +316,34 @@ def test_attention_returns_weights_with_need_weights() -> None:
     for wrong in ({"return_lse": True}, {"cache": attend.new_cache(8)}):
         with pytest.raises(ValueError, match="need_weights|return_lse"):
             attend(q, k, v, enable_gqa=True, need_weights=True, **wrong)
+
+
+class Quantized(nn.Module):
+    """A linear layer with a method in place of a weight, as torch's quantized layers have."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def weight(self) -> Tensor:
+        return self.linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def quantized(layer: nn.Module) -> None:
+    for name, child in list(layer.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(layer, name, Quantized(child))
+
+
+@pytest.mark.parametrize("change", [quantized, accelerate.cpu_offload])
+def test_matrices_may_be_quantized_or_offloaded(change: Any) -> None:
+    """The weight of an offloaded layer is on meta until the layer runs."""
+    x = rand(1, 5, 16).float()
+    layers = (MultiheadAttention(16, 2, batch_first=True), Taylor(16, 2))
+    for layer, args in zip(layers, ((x, x, x), (x,)), strict=True):
+        expected = layer(*args)[0]
+        change(layer)
+        assert torch.equal(layer(*args)[0], expected)

@@ -172,6 +172,21 @@ MODULES: list[Case] = [
     ),
     *(
         (
+            lambda make=make, name=name: make(**{name: 1}),
+            TypeError,
+            f"has no parameter '{name}'.*; did you mean '{meant}'",
+        )
+        for make, name, meant in (
+            (ssmax, "lern", "learn"),
+            (multihead, "batchfirst", "batch_first"),
+            (transformer, "droput", "dropout"),
+            (transformer, "n_heads", "num_heads"),
+            (mixture, "lerned", "learn"),
+            (functools.partial(OutputLayer, 4, 6), "labelsmoothing", "label_smoothing"),
+        )
+    ),
+    *(
+        (
             lambda name=name: replace(nn.MultiheadAttention(8, 2), "ssmax", **{name: 1}),
             TypeError,
             f"{name} must not be given: it is that of the layer",

@@ -189,6 +189,15 @@ def test_replace_of_sharded_and_replicated_models_raises(wrap: str, mesh: Any) -
     assert not any(isinstance(part, MultiheadAttention) for part in model.modules())
 
 
+def test_another_variant_in_sharded_layers_raises(mesh: Any) -> None:
+    """Its learned parameters would not be sharded, and their gradients not reduced."""
+    model = replace(encoder(enable_nested_tensor=False), "ssmax")
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="call replace before fully_shard"):
+        replace(model, "sink")
+    assert [layer.self_attn.attend.variant for layer in model.layers] == ["ssmax", "ssmax"]
+
+
 def test_a_compiled_encoder_runs_the_new_layers() -> None:
     model, x = encoder(enable_nested_tensor=False), rand(2, 5, 16).float()
     compiled = torch.compile(model, backend="eager")

@@ -193,14 +193,14 @@ def test_outputs_are_combined_in_fp32_and_rounded_once(which: str, dtype: torch.
     q, k, v, _ = (x.to(dtype) for x in inputs(module, H))
     v = v[:, :, :1].expand(-1, -1, N, -1)
     gate = 2 * rand(B, H, N, module.gates, seed=5).to(dtype)
-    found = module(q, k, v, gate=gate)
+    out = module(q, k, v, gate=gate)
     exact, share = v.double(), gate.double().sigmoid()
     if which == "differential_v2":
         exact = exact * (1 - share)
     elif which != "mixture":
         exact = exact * share
     rtol = 0.51 * torch.finfo(dtype).eps
-    torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=1e-7)
+    torch.testing.assert_close(out.double(), exact, rtol=rtol, atol=1e-7)
 
 
 @pytest.mark.parametrize(

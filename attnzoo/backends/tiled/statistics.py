@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,22 @@ from attnzoo.core.forms import FromStatistics, Pairwise, Statistics
 
 # exp(FLOOR) is 0 in fp32 and fp64. A score clamped to FLOOR adds nothing to Z and T.
 FLOOR = -1e4
+
+
+class PartialStatistics(NamedTuple):
+    """Statistics over some of the keys of each query, all (B, H, Nq).
+
+    lse is peak + log_sum. The two are apart, because at −1e9 an lse has no digits of the sum.
+    Without keys peak is −inf, and the others are finite.
+    """
+
+    peak: Tensor
+    log_sum: Tensor
+    entropy: Tensor
+
+    @property
+    def all_keys(self) -> Statistics:
+        return Statistics(self.peak + self.log_sum, self.entropy)
 
 
 def with_gain(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) -> Pairwise:
@@ -41,7 +58,7 @@ def with_gain(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) ->
 @operator
 def tiled_statistics(*, q: Tensor, k: Tensor, layout: Layout, origin: int) -> Statistics:
     with in_full_precision(q.device):
-        return Statistics(*statistics(call_of(q, k, layout, origin), q, k))
+        return statistics(call_of(q, k, layout, origin), q, k).all_keys
 
 
 @tiled_statistics.fake
@@ -71,12 +88,12 @@ def _(*, q: Tensor, k: Tensor, layout: Layout, wanted: list[str]) -> int:
     return 2 * flops.pairs(q, k, layout) * products * q.shape[3]
 
 
-def statistics(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """lse and entropy over the keys of the call, both (B, H, Nq)."""
+def statistics(call: Call, q: Tensor, k: Tensor) -> PartialStatistics:
+    """The statistics over the keys of the call."""
     scores, second = Scores(call, k), Scratch(call)
     shape = (call.batch, call.heads, call.queries)
-    lse = torch.full(shape, float("-inf"), dtype=call.dtype, device=call.device)
-    entropy = torch.zeros_like(lse)
+    peak = torch.full(shape, float("-inf"), dtype=call.dtype, device=call.device)
+    log_sum, entropy = torch.zeros_like(peak), torch.zeros_like(peak)
     for block in blocks(call):
         s = scores.of(block, scores.queries(block, q)).s
         m = s.amax(-1)
@@ -85,26 +102,26 @@ def statistics(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         e = torch.exp(s, out=second.view(*s.shape))
         z = e.sum(-1).clamp(min=torch.finfo(call.dtype).tiny)
         part = block.part
-        lse[part] = m + z.log()
+        peak[part], log_sum[part] = m, z.log()
         entropy[part] = (z.log() - s.mul_(e).sum(-1) / z).masked_fill(empty, 0.0)
-    return lse, entropy
+    return PartialStatistics(peak, log_sum, entropy)
 
 
 def statistics_gradients(
     call: Call,
     q: Tensor,
     k: Tensor,
-    found: Statistics | None,
-    given: Statistics,
+    total: PartialStatistics | None,
+    dtotal: Statistics,
     wanted: Collection[str],
 ) -> dict[str, Tensor]:
     """The gradients of q, k and the operands in ``wanted``, by operand name.
 
     Args:
         call: The call of q and k, or of q and some of the keys.
-        found: The statistics over all keys. None if those of the call are all: they are then
-            computed again, relative to the maximum, because at −1e9 an lse has no digits of log Z.
-        given: The gradients of the statistics.
+        total: The statistics over all keys; None if the call has all keys. They are then computed
+            again, because an lse is not enough.
+        dtotal: The gradients of the statistics.
     """
     scores, second = Scores(call, k), Scratch(call)
     grads = ScoreGradients(scores, q, wanted)
@@ -112,16 +129,18 @@ def statistics_gradients(
         queries = scores.queries(block, q)
         scored = scores.of(block, queries)
         s = scored.s
-        top = s.amax(-1) if found is None else block.of(found.lse)
+        top = s.amax(-1) if total is None else block.of(total.peak)
         log_p = s.sub_(top.masked_fill(top == float("-inf"), 0.0)[..., None])
-        p = torch.exp(log_p, out=second.view(*s.shape))
-        if found is None:
+        if total is None:
+            p = torch.exp(log_p, out=second.view(*s.shape))
             z = p.sum(-1, keepdim=True).clamp_(min=torch.finfo(call.dtype).tiny)
             log_p, p = log_p.sub_(z.log()), p.div_(z)
+        else:
+            p = torch.exp(log_p.sub_(block.of(total.log_sum)[..., None]), out=second.view(*s.shape))
         log_p.clamp_(min=FLOOR)
-        entropy = -torch.linalg.vecdot(p, log_p) if found is None else block.of(found.entropy)
-        dh = block.of(given.entropy)
-        constant_part = block.of(given.lse) - dh * entropy
+        entropy = -torch.linalg.vecdot(p, log_p) if total is None else block.of(total.entropy)
+        dh = block.of(dtotal.entropy)
+        constant_part = block.of(dtotal.lse) - dh * entropy
         ds = log_p.mul_(-dh[..., None]).add_(constant_part[..., None]).mul_(p)
         grads.add(block, ds, queries, scored)
     return grads.named(k)

@@ -4,13 +4,14 @@ The backward, with w = φ/Z and dP_ij = dO_i·v_j:
     dV = wᵀ dO,  dS = (φ' dP − μ' c)/Z.
 c_i depends on ``normalize``: 0 for "none", dO·o for "sum" and "select", Σφ'dP/Σφ' for "threshold".
 μ' is φ', unless the activation has a normalizer. A factor of "none" multiplies dO. A gradient dlse
-of lse is subtracted from c. With a sink, which lse does not include, e^{s−lse} dlse is added to dS.
+of lse is subtracted from c, times Z / (Z without the sink), because lse does not include the sink.
 
 If a query has a NaN among its scores, its whole output is NaN. Other queries are not affected.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -102,9 +103,9 @@ class Saved(NamedTuple):
 def outputs(formed: PairwiseCall, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """Return out (B, H, Nq, Dv), lse (B, H, Nq) if requested, and the per-query vectors τ and Z.
 
-    For a normalized exp, τ is the maximum of the query's scores and sink. For a shifted activation,
-    τ is M. τ and Z are saved separately: a mask may add −1e9 to all scores, and τ + log Z would
-    lose all digits of log Z.
+    For a normalized exp, τ is the maximum of the query's scores, and Z does not include the sink.
+    For a shifted activation, τ is M. τ and Z are saved separately: a mask may add −1e9 to all
+    scores, and τ + log Z would lose all digits of log Z.
     """
     return divided(formed, partial(formed, q, k, v))
 
@@ -143,14 +144,16 @@ def divided(formed: PairwiseCall, found: Partial) -> Saved:
     if how.online:
         if formed.call.return_lse:
             lse = tau + z.log()
-        top = tau if sink is None else torch.maximum(tau, sink)
-        top = top.masked_fill(top == NEG_INF, 0.0)  # no keys and no sink
         if sink is not None:
+            top = torch.maximum(tau, sink)
+            top = top.masked_fill(top == NEG_INF, 0.0)  # no keys and no sink
             down = (tau - top).exp()
-            out.mul_(down[..., None])
-            z = z * down + (sink - top).exp()
-        tau = top
-    elif sink is not None:
+            whole = z * down + (sink - top).exp()
+            out.mul_((down / whole.masked_fill(whole == 0, 1.0))[..., None])
+        empty = tau == NEG_INF
+        tau, z = tau.masked_fill(empty, 0.0), z.masked_fill(empty, 1.0)
+        return Saved(out if sink is not None else out.div_(z[..., None]), lse, tau, z)
+    if sink is not None:
         at = sink.expand(z.shape).clone()
         z = z + (how.activation.normalizer or how.activation.value)(at, shape)
     if how.eps:
@@ -173,7 +176,7 @@ def gradients(
     call, how, vectors, terms, seed = formed
     out, lse, tau, z, peak, mean = saved
     shape, sink, factor = vectors.shape, vectors.sink, terms.factor
-    scores = formed.scores(k)
+    scores, whole = formed.scores(k), weight_sum(formed, tau, z)
     grads = ScoreGradients(scores, q, wanted)
     values = flat_keys(v, call)
     dv = torch.zeros_like(values)
@@ -188,13 +191,11 @@ def gradients(
         wide = None if shape is None else block.of(shape)[..., None]
         if how.activation.shifted:
             wide = block.of(tau)[..., None]
-        # Relative to a sink far above them, scores would lose the digits that ∂lse/∂s needs.
-        logits = s.clone() if call.return_lse and sink is not None else None
         phi, slope, other_slope = _recompute_weights(how, s, hidden, block, tau, wide, peak)
         # Dividing dO by Z divides both dV and dP.
         do_z = do[block.part].to(call.dtype)
         if how.normalize != "none":
-            do_z = do_z / block.of(z)[..., None]
+            do_z = do_z / block.of(whole)[..., None]
         flat_do = block.flat(do_z)
         dp = product(flat_do, values[block.kv, block.keys], second).view(s.shape)
         kept = None if seed is None else keep_mask(block, call, seed)
@@ -210,19 +211,17 @@ def gradients(
             dp.mul_(block.of(factor)[..., None])
         mean_of = mean if how.normalize == "threshold" else out
         c = _mean_gradient(how, block, do_z, mean_of, dp, slope)
-        given = None  # the gradient of lse, 0 without keys
-        if call.return_lse:
-            assert lse is not None
-            assert dlse is not None
-            given = block.of(dlse).masked_fill(block.of(lse) == NEG_INF, 0.0)
-            if sink is None:  # ∂lse/∂s are the weights
-                assert c is not None
-                c = c - given / block.of(z)
         if "sink" in made:
             assert c is not None
             assert sink is not None
             shapes = None if wide is None else wide[..., 0]
             made["sink"][block.part] = sink_gradient(how, c, block.of(sink), block.of(tau), shapes)
+        if call.return_lse:
+            assert c is not None
+            assert lse is not None
+            assert dlse is not None
+            # ∂lse/∂s = φ / (Z without the sink). Without keys lse is constant.
+            c = c - block.of(dlse).masked_fill(block.of(lse) == NEG_INF, 0.0) / block.of(z)
         if c is not None and other_slope is None:
             dp.sub_(c[..., None])
         if "shape" in made:
@@ -233,17 +232,22 @@ def gradients(
         ds = dp.mul_(slope)
         if c is not None and other_slope is not None:
             ds -= other_slope.mul_(c[..., None])
-        if given is not None and logits is not None:
-            # ∂lse/∂s = exp(s − lse), because lse does not include the sink.
-            assert lse is not None
-            of_rows = block.of(lse)[..., None]
-            logits.sub_(of_rows.masked_fill(of_rows == NEG_INF, 0.0))
-            ds += logits.exp_().mul_(given[..., None])
         if "offset" in made:
             made["offset"][block.part] = -ds.sum(-1)
         grads.add(block, ds, queries, scored)
     found = {**grads.named(k), "v": dv.view(v.shape).to(v.dtype)}
     return found | {name: reduce_vector(made[name], x) for name, x in others.items()}
+
+
+def weight_sum(formed: PairwiseCall, tau: Tensor, z: Tensor) -> Tensor:
+    """Z of the weights, from the saved τ and Z."""
+    sink = formed.vectors.sink
+    return z + _relative(sink, tau).exp() if formed.how.online and sink is not None else z
+
+
+def _relative(sink: Tensor, tau: Tensor) -> Tensor:
+    """sink − τ, at most 8 below the logarithm of the largest number: the weights are then 0."""
+    return (sink - tau).clamp(max=math.log(torch.finfo(tau.dtype).max) - 8)
 
 
 def kept(s: Tensor, top_k: int | None) -> Tensor:
@@ -360,7 +364,7 @@ def sink_gradient(
     how: Normalizer, c: Tensor, sink: Tensor, tau: Tensor, shape: Tensor | None
 ) -> Tensor:
     """The gradient of the sink, −c/Z · μ'(sink − τ), from the result c/Z of `_mean_gradient`."""
-    at = sink - tau if how.activation.exponential else sink
+    at = _relative(sink, tau) if how.activation.exponential else sink
     phi = how.activation
     if phi.normalizer is not None and phi.normalizer_slope is not None:
         return -c * phi.normalizer_slope(at, phi.normalizer(at, shape), shape)

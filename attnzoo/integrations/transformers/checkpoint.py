@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Collection
 from functools import wraps
 from typing import Any
@@ -21,7 +22,7 @@ from torch import nn
 
 from attnzoo.integrations.transformers.convert import attach, undone
 from attnzoo.integrations.transformers.masks import NAME
-from attnzoo.integrations.transformers.modules import restorer
+from attnzoo.integrations.transformers.modules import parts_of, restorer
 from attnzoo.integrations.transformers.spec import (
     check_spec,
     child_of,
@@ -33,6 +34,7 @@ from attnzoo.integrations.transformers.spec import (
 )
 from attnzoo.integrations.transformers.wrapped import dtype_of
 from attnzoo.nn import Attention, Wrapper
+from attnzoo.nn.parameters import BOUNDED
 
 # Arguments of from_pretrained that select the files, also needed to load the config.
 LOCATION = (
@@ -130,11 +132,7 @@ def attach_configured(model: Any) -> None:
         return
     requested = model.config._attn_implementation
     if requested != NAME:
-        raise ValueError(
-            f"attn_implementation must be {NAME!r}, because config.{NAME} sets the variants of "
-            f"{len(entries)} layers of {type(model).__name__}, got {requested!r}: for softmax call "
-            f"revert(model) or model.set_attn_implementation({requested!r}) after loading"
-        )
+        raise _not_converted(model, len(entries), requested, "after loading without this argument")
     with torch.device("cpu"):  # initial values are needed even if the model is on meta
         children = {
             name: child_of(entry, dtype_of(model.get_submodule(name)))
@@ -147,6 +145,25 @@ def attach_configured(model: Any) -> None:
         # The names in this model, unless it is a part that has not all of them.
         layers = entries if len(entries) == len(spec["layers"]) else spec["layers"]
         write_spec(model.config, {**spec, "layers": layers})
+
+
+def _not_converted(model: Any, layers: int, requested: Any, when: str) -> ValueError:
+    """The error for another attention implementation, which would compute softmax."""
+    return ValueError(
+        f"attn_implementation must be {NAME!r}, because {layers} layers of {type(model).__name__} "
+        f"have variants, got {requested!r}: for softmax call revert(model) {when}".rstrip()
+    )
+
+
+def check_still_converted(parts: list[Any]) -> None:
+    """Raises if a part, which had the implementation "attnzoo", has variants but another one."""
+    for part in parts:
+        inside = sum(NAME in module._modules for module in part.modules())
+        # Two halves share a config, and so the implementation.
+        named = len((getattr(part.config, NAME, None) or {}).get("layers", ()))
+        requested = part.config._attn_implementation
+        if requested != NAME and (inside or named):
+            raise _not_converted(part, inside or named, requested, "")
 
 
 def _check_number(model: Any, name: str) -> None:
@@ -173,6 +190,13 @@ def check_loaded_keys(model: Any, missing: Collection[str], unexpected: Collecti
     """
     mark = f".{NAME}."
     for key in unexpected:
+        outer, _, name = key.rpartition(".")
+        if any(f"{n}.{BOUNDED}.{name}.original" in missing for n in possible_names(model, outer)):
+            raise ValueError(
+                f"the checkpoint must have {BOUNDED}.{name}.original, but has {key} of an earlier "
+                "version: make the model with from_config, load the tensors with load_state_dict, "
+                "which converts them, and save it with save_pretrained"
+            )
         layer = key.partition(mark)[0]
         if mark in key and any(_has(model, name) for name in possible_names(model, layer)):
             raise ValueError(
@@ -233,6 +257,8 @@ def register() -> None:
     post_init, initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
     adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
     save, state_dict = PreTrainedModel.save_pretrained, PreTrainedModel.state_dict
+    set_implementation = PreTrainedModel.set_attn_implementation
+    check_implementation = PreTrainedModel._check_and_adjust_attn_implementation
 
     @wraps(post_init)
     def with_variants(self: Any) -> None:
@@ -278,10 +304,33 @@ def register() -> None:
         # with their own dict.
         outermost = not args and kwargs.get("destination") is None
         if outermost and needs_spec(self) and owns_spec(self):
-            write_specs(self)
+            try:
+                write_specs(self)
+            except ValueError as error:  # the tensors are right, and training may need them
+                warnings.warn(
+                    f"config.{NAME} does not describe the layers of this state dict: {error}",
+                    stacklevel=2,
+                )
         return state_dict(self, *args, **kwargs)
 
+    @wraps(check_implementation)
+    def with_default(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        # None is the default, which the config sets.
+        if attn_implementation is None and getattr(self.config, NAME, None):
+            attn_implementation = NAME
+        return check_implementation(self, attn_implementation, *args, **kwargs)
+
+    @wraps(set_implementation)
+    def only_attnzoo(self: Any, *args: Any, **kwargs: Any) -> None:
+        # Transformers calls this too: continuous batching selects flash attention.
+        parts = [x for _, x in parts_of(self) if x.config._attn_implementation == NAME]
+        with undone([restorer(self)]):
+            set_implementation(self, *args, **kwargs)
+            check_still_converted(parts)
+
     PreTrainedModel.post_init = with_variants
+    PreTrainedModel.set_attn_implementation = only_attnzoo
+    PreTrainedModel._check_and_adjust_attn_implementation = with_default
     PreTrainedModel._initialize_weights = with_initial_values
     PreTrainedModel._adjust_missing_and_unexpected_keys = with_check
     PreTrainedModel.save_pretrained = with_spec

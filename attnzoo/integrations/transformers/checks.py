@@ -201,6 +201,18 @@ def check_has_weights(model: Any) -> None:
         raise ValueError("model must have its weights loaded, but they are on meta")
 
 
+def check_not_sharded(model: Any) -> None:
+    """Raises if a part is sharded by FSDP, which would not manage the new parameters."""
+    for name, module in model.named_modules():
+        classes = {base.__name__ for base in type(module).__mro__}
+        if classes & {"FSDPModule", "FullyShardedDataParallel"}:
+            what = type(module).__name__
+            raise ValueError(
+                f"model must not be sharded, got {what}{f' at {name}' if name else ''}: call "
+                "convert before fully_shard"
+            )
+
+
 def check_loaded(name: str, module: Any) -> None:
     """Raises if the weights of an attention module are on meta."""
     if any(x.device.type == "meta" for x in module.parameters()):

@@ -14,6 +14,7 @@ from attnzoo.integrations.transformers.checks import (
     check_logits,
     check_model,
     check_not_half,
+    check_not_sharded,
     check_own,
     check_projections,
     check_softcap,
@@ -145,6 +146,7 @@ def convert(
     """
     check_model(model)
     check_not_half(model)
+    check_not_sharded(model)
     check_has_weights(model)
     check_own(variant, params)
     check_bool("warn", warn)
@@ -265,11 +267,11 @@ def revert(model: ModelT) -> ModelT:
         for module in converted:
             undo.append(put(module, None))
         undo.append(unmark(host))
+        for config in configs_of(host).values():
+            clear_spec(config)
         # Transformers loads the code of an implementation, if that is needed.
         host.set_attn_implementation({"": spec["before"].get("", "eager")})
         set_implementations(host, spec["before"])
-        for config in configs_of(host).values():
-            clear_spec(config)
     return model
 
 

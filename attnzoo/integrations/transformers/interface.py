@@ -145,6 +145,13 @@ def attend(
         return out.transpose(1, 2).contiguous(), None
     if child is None:
         child = Attention(name, query.shape[1], softcap=softcap, given=tuple(params))
+    elif (heads := query.shape[1] // getattr(child, "queries", 1)) != child.num_heads:
+        raise ValueError(
+            f"{type(module).__name__} must have the {child.num_heads} heads of its variant, got "
+            f"{heads}: under tensor parallelism call shard_heads(mesh) of each "
+            "attnzoo.nn.Attention in the model (wrappers do not support it), otherwise convert the "
+            "model again"
+        )
     elif child.softcap != softcap:
         raise ValueError(
             f"softcap of {type(module).__name__} must be {child.softcap}, with which it was "

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from attnzoo.core.checks import plain
@@ -19,6 +20,7 @@ from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.wrapped import observe_hidden_states
 
 Batch = Tensor | Mapping[str, Any]
+CONTAINERS = dict, OrderedDict, list, set  # of what a forward may change
 
 
 class Observed(NamedTuple):
@@ -96,20 +98,51 @@ def _is_raised_here(error: BaseException) -> bool:
 
 
 def run(model: Any, batches: list[dict[str, Any]]) -> None:
-    """Runs the model in evaluation mode, without gradients. The batches stay as they are.
+    """Runs the model in evaluation mode, without gradients. It and the batches stay as they are.
 
     Compiled layers run uncompiled, because a graph does not show their calls.
     """
-    training = {module: module.training for module in model.modules()}
     compiler = "torch._dynamo" in sys.modules  # loading it takes seconds
     uncompiled = torch.compiler.set_stance("force_eager") if compiler else nullcontext()
+    restore = _state_restorer(model)
     try:
         with torch.no_grad(), uncompiled:
             for batch in batches:
                 model.eval()(**_with_own_caches(batch))
     finally:
-        for module, before in training.items():
-            module.training = before
+        restore()
+
+
+def _state_restorer(model: nn.Module) -> Callable[[], None]:
+    """A function that undoes what a forward changes: attributes, modules, buffers and configs.
+
+    BigBirdPegasus replaces its attention for a short input, and rotary frequencies may follow the
+    length.
+    """
+    restore_configs = restorer(model)
+    states = []
+    for module in model.modules():
+        state = dict(module.__dict__)
+        inside = [(x, x.copy()) for x in state.values() if type(x) in CONTAINERS]
+        states.append((module, state, inside))
+    # Copies on the CPU, because quantized weights are buffers too.
+    plain_buffers = [x for x in model.buffers() if type(x) is Tensor and not x.is_meta]
+    buffers = [(x, x.to("cpu", copy=True)) for x in plain_buffers]
+
+    def restore() -> None:
+        for module, state, inside in states:
+            module.__dict__.clear()
+            module.__dict__.update(state)
+            for x, before in inside:
+                x.clear()
+                x.extend(before) if isinstance(x, list) else x.update(before)
+        for x, before in buffers:
+            if not torch.equal(x.cpu(), before):
+                with torch.no_grad():
+                    x.copy_(before)
+        restore_configs()
+
+    return restore
 
 
 def _with_own_caches(batch: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnzoo.core.checks import plain
 from attnzoo.core.registry import get_variant, list_variants
-from attnzoo.integrations.transformers.interface import ObservedCall
+from attnzoo.integrations.transformers.interface import HOST, ObservedCall
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import implementations, parts_of
 from attnzoo.integrations.transformers.wrapped import inner, new_child
@@ -25,6 +25,8 @@ WRAPPER = {
 }  # fmt: skip  # keys of the optional entry "wrapper"
 # Parts of module names that torch adds when it wraps a module.
 ADDED = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+# Wrappers of a child that do not change the names of its tensors in a state dict
+WRAPPING = ("original_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # PEFT, torch
 # Attributes that a child may change without changing what it computes.
 FREE = ("training", "num_heads")  # shard_heads divides num_heads
 
@@ -131,7 +133,10 @@ def present_entry(name: str, child: Any) -> dict[str, Any]:
     Raises:
         ValueError: a child made from this entry would not be the same.
     """
-    child = getattr(child, "original_module", child)  # PEFT wraps a child
+    for key in WRAPPING:
+        child = child._modules.get(key, child)
+    if "_orig_mod" in child._modules:
+        raise _not_saved(name, "a compiled child: compile it in place, with its method compile()")
     entry = getattr(child, "spec_entry", None)
     if entry is None:
         raise _not_saved(name, "a child that convert() did not make")
@@ -165,7 +170,7 @@ def present_entry(name: str, child: Any) -> dict[str, Any]:
 
 def _check_equal(name: str, child: Any, entry: dict[str, Any]) -> None:
     """Raises if a child made from the entry has other settings or fewer tensors."""
-    with torch.device("cpu"):
+    with torch.random.fork_rng(devices=()), torch.device("cpu"):  # initial values may be random
         new = child_of(entry, torch.float64)
     for mine, other in ((child, new), (inner(child), inner(new))):
         for key, value in vars(other).items():
@@ -289,9 +294,13 @@ def clear_spec(config: Any) -> None:
 
 
 def needs_spec(model: Any) -> bool:
-    """Whether a model has converted layers, or a config that says so."""
+    """Whether a model has converted layers, or had them when its config was written.
+
+    A model that was not converted may share the config of one that was. It has no mark.
+    """
     return any(
-        NAME in module._modules or (_has_config(module) and getattr(module.config, NAME, None))
+        NAME in module._modules
+        or (_has_config(module) and HOST in vars(module) and getattr(module.config, NAME, None))
         for module in model.modules()
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnzoo.core.checks import check_device_and_dtype, check_sizes, did_you_mean, shown
+from attnzoo.core.checks import check_sizes, did_you_mean, shown
 from attnzoo.core.registry import list_variants
 from attnzoo.nn.attention import Attention, projecting_attention
 from attnzoo.nn.wrappers.base import Wrapper, check_layer
@@ -73,7 +73,6 @@ def host_attention(
         num_heads=num_heads, embed_dim=embed_dim, key_dim=key_dim, qk_dim=qk_dim, v_dim=v_dim
     )
     check_layer(layer)
-    check_device_and_dtype(device, dtype)
     if not isinstance(options, dict):
         raise TypeError(f"options must be a dict, got {shown(options)}")
     check_no_wrapper(variant)

@@ -23,7 +23,7 @@ from attnzoo.core.checks import (
 from attnzoo.functional.prepare import autocast_dtype
 from attnzoo.nn.attention import projecting_attention
 from attnzoo.nn.cache import Cache
-from attnzoo.nn.checks import check_not_of_forward, check_positional
+from attnzoo.nn.checks import check_options_of, check_positional
 from attnzoo.nn.projections import HeadProjection
 
 
@@ -90,7 +90,7 @@ class Wrapper(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(num_heads=num_heads, embed_dim=embed_dim)
-        check_not_of_forward(self, variant, options)
+        check_options_of(self, variant, options)
         check_device_and_dtype(device, dtype)
         self.embed_dim, self.key_dim = embed_dim, key_dim or embed_dim
         check_sizes(optional=True, qk_dim=qk_dim, v_dim=v_dim, key_dim=key_dim)
@@ -164,10 +164,10 @@ class Wrapper(nn.Module):
             check_dense(name, x)
             if x.dim() != 3 or x.shape[-1] != features:
                 raise ValueError(f"{name} must be (B, N, {features}), got {tuple(x.shape)}")
-        found = self.attention.projected(query, key)
+        made = self.attention.projected(query, key)
         if self.gate is not None:
-            found["gate"] = rearrange(self.gate(query), "b (h g) n -> b h n g", g=self.gates)
-        return found
+            made["gate"] = rearrange(self.gate(query), "b (h g) n -> b h n g", g=self.gates)
+        return made
 
     def forward(
         self,

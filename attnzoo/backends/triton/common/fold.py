@@ -129,6 +129,12 @@ def finish(acc, m, z, at, index, queries, loaded, vectors, terms, saved, eps, ru
     if rule.ONLINE:
         if saved.lse is not None:  # −∞ for a query without keys
             tl.store(saved.lse + at + index, out_of_unit(m + tl.log2(z), rule.UNIT), mask=inside)
+        empty = z == 0.0
+        # A query without keys has z = 0 and m = −∞. Its saved statistic is finite, so that the
+        # backward needs no guard against −∞ − (−∞) in its loops: hidden scores give 2^−∞ = 0.
+        if saved.weight_sum is not None:
+            tl.store(saved.stat + at + index, tl.where(empty, 0.0, m), mask=inside)
+            tl.store(saved.weight_sum + at + index, tl.where(empty, 1.0, z), mask=inside)
         if vectors.sink is not None:
             last = tl.load(vectors.sink + at + index, mask=inside, other=0.0) * rule.UNIT
             top = tl.maximum(m, last)
@@ -137,15 +143,9 @@ def finish(acc, m, z, at, index, queries, loaded, vectors, terms, saved, eps, ru
             acc *= down[:, None]
             z = z * down + tl.exp2(last - top)
             m = top
-        # A query without keys has z = 0 and m = −∞. Its saved statistic is finite, so that the
-        # backward needs no guard against −∞ − (−∞) in its loops: hidden scores give 2^−∞ = 0.
-        empty = z == 0.0
-        divisor = tl.where(empty, 1.0, z)
-        acc /= divisor[:, None]
-        if saved.weight_sum is not None:
-            tl.store(saved.stat + at + index, tl.where(empty, 0.0, m), mask=inside)
-            tl.store(saved.weight_sum + at + index, divisor, mask=inside)
-        elif saved.stat is not None:
+            empty = z == 0.0
+        acc /= tl.where(empty, 1.0, z)[:, None]
+        if saved.stat is not None and saved.weight_sum is None:
             tl.store(saved.stat + at + index, tl.where(empty, 0.0, m + tl.log2(z)), mask=inside)
     elif rule.SUM:
         if vectors.sink is not None:

@@ -66,8 +66,8 @@ class Saved(NamedTuple):
 
     With SUM, stat is Z. With ONLINE and no weight_sum, stat is log2 Σ 2^s. With ONLINE and
     weight_sum, stat is the largest score m and weight_sum is Σ 2^{s−m}. With SHIFTED, stat is M and
-    weight_sum is Z. stat and weight_sum include the sink, lse does not. Of a query without keys
-    stat is 0 with ONLINE, weight_sum and Z are 1, and lse is −∞.
+    weight_sum is Z. lse, and with ONLINE weight_sum and the m beside it, do not include the sink.
+    Of a query without keys stat is 0 with ONLINE, weight_sum and Z are 1, and lse is −∞.
     """
 
     stat: Tensor | None = None
@@ -89,8 +89,7 @@ class Normalizers(NamedTuple):
 
     z: Tensor | None = None  # Z of the forward
     per_z: Tensor | None = None  # 1/Z, written by `flash_dq`
-    delta: Tensor | None = None  # gain · δ, or δ with PLAIN_DELTA; written by `flash_dq`
-    lse: Tensor | None = None
+    delta: Tensor | None = None  # gain · δ/Z, or δ/Z with PLAIN_DELTA; written by `flash_dq`
     dlse: Tensor | None = None
 
 

@@ -157,11 +157,15 @@ def adds_terms(layout: Layout, extras: Extras) -> bool:
     return added or not (layout.alibi is extras.key_bias is extras.base is extras.decay is None)
 
 
-def stands_apart(form: Form, layout: Layout, extras: Extras) -> bool:
+def stands_apart(
+    form: Form, layout: Layout, vectors: Vectors, extras: Extras, want_lse: bool
+) -> bool:
     """True if the forward saves a maximum m (``stat``) and a sum Z (``weight_sum``).
 
     A shifted activation needs both. A softmax otherwise saves m + log Z, but an added term, such as
     a float mask of −1e9, may be common to all scores of a query. m + log Z would lose all digits of
-    log Z.
+    log Z. If lse is returned beside a sink, the backward needs Z with and without the sink.
     """
-    return form.shifted or (form.normalize == "online" and adds_terms(layout, extras))
+    if form.normalize != "online":
+        return form.shifted
+    return adds_terms(layout, extras) or (want_lse and vectors.sink is not None)

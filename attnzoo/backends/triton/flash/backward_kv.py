@@ -199,7 +199,7 @@ def _sum_over_queries(
 
     ``blocks``: a list of tiles of PARTS blocks (see `list_queries`), or None: those of ``span``.
     Blocks of the same head follow each other. After the last of them, Σ_i dS_ij is stored in
-    dkey_bias. Then ``delta`` is δ, otherwise gain · δ.
+    dkey_bias. Then ``delta`` is δ/Z, otherwise gain · δ/Z.
     """
     b, queries = group.batch, group.size.queries
     acc_k, acc_v, peak_ds, peak_p = sums.k, sums.v, sums.peak_ds, sums.peak_p

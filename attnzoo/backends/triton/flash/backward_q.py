@@ -5,8 +5,8 @@
     With a normalizer μ ≠ φ: dS_ij = (φ'_ij dO_i·v_j − μ'_ij δ_i) / Z_i
     δ_i, by MEAN   "output": dO_i·o_i              "weights": Σ_j φ_ij dO_i·v_j / Z_i
                    "slopes": Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij       None: 0
-    A gradient dlse_i of lse is subtracted from δ_i. With a sink, which lse does not include,
-    e^{s−lse} dlse_i is added to dS_ij instead.
+    A gradient dlse_i of lse is subtracted from δ_i / Z_i, divided by Z_i without the sink, because
+    lse does not include the sink.
 
 `flash_dq` has one program per (batch, head, block of queries). It loops over the keys that
 causality and window allow, and writes δ, dq and the gradients of per-query vectors. dv and
@@ -26,7 +26,6 @@ from attnzoo.backends.triton.common.scores import (
     by_distance,
     cap_slope,
     capped,
-    in_unit,
     load_head,
     load_vectors,
     scores,
@@ -50,8 +49,9 @@ class RowNormalizers(NamedTuple):
     """`Normalizers` of the queries of a program, loaded: [BM, 1] each."""
 
     per_z: Any
-    lse: Any
-    dlse: Any
+    dlse: Any  # dlse / Z without the sink
+    sink: Any  # the sink, as an argument of the activation
+    sink_per_z: Any  # 1/Z, of the sink's weight
 
 
 class RowSums(NamedTuple):
@@ -95,9 +95,7 @@ def flash_dq(
     k_matrix = Matrix(k, k_n * tile.ALIGN, keys, k_descriptor, b_now, h_now)
     v_matrix = Matrix(v, v_n * tile.ALIGN, keys, v_descriptor, b_now, h_now)
     sides = KeySides(k_matrix, v_matrix, d, dv)
-    row = _load_normalizers(i, block.at, queries, normalizers, terms, rule.UNIT)
-    # Without a sink, ∂lse/∂s are the weights. With one, they include it and lse does not.
-    SEPARATE: tl.constexpr = normalizers.dlse is not None and vectors.sink is not None
+    row = _load_normalizers(i, block.at, queries, loaded.tau, vectors, normalizers, terms, rule)
 
     low, full, high = blocks_of_keys(block, visible.ranges, size, tile)
     blocks = maps.blocks
@@ -116,13 +114,20 @@ def flash_dq(
         )
         if rule.MEAN == "slopes" and gradients.shape is not None:
             tl.store(gradients.shape + block.at + index, change, mask=index < queries)
-    if normalizers.dlse is not None and not SEPARATE:
-        mean -= row.dlse
-    _store_delta(
-        mean, row, i, block.at, queries, loaded, vectors, normalizers.delta, gradients.sink, rule
-    )
-
+    if gradients.sink is not None:
+        # The sink acts as a key whose value is 0.
+        _, _, _, slope = activate(row.sink, loaded.shape, None, rule, False)
+        dsink = -slope * mean * row.sink_per_z
+        tl.store(gradients.sink + block.at + i, dsink, mask=i < queries)
     mean *= row.per_z
+    if normalizers.dlse is not None:
+        mean -= row.dlse
+    if rule.MEAN is not None:
+        # `flash_dkdv` multiplies the whole of dS by the gain.
+        gained = mean
+        if vectors.gain is not None and not rule.PLAIN_DELTA:
+            gained *= tl.load(vectors.gain + block.at + i, mask=i < queries, other=0.0)
+        tl.store(normalizers.delta + block.at + i, gained, mask=i < queries)
     # dgain is q·Σ dS k, but a wide q does not fit in registers after the loop, and with a softcap
     # the sum over keys contains its slope.
     WIDE: tl.constexpr = tile.BLOCK_D > 128 and tile.PART is None
@@ -136,12 +141,12 @@ def flash_dq(
     if tile.SPLIT and maps.blocks is None:
         acc, peak_ds, sums = _sum_over_keys(
             acc, peak_ds, sums, low, full, q_side, do_side, i, sides, scoring, row, mean, None,
-            gradients, rule, tile, PRODUCTS, SEPARATE, False,
+            gradients, rule, tile, PRODUCTS, False,
         )  # fmt: skip
         low = full
     acc, peak_ds, sums = _sum_over_keys(
         acc, peak_ds, sums, low, high, q_side, do_side, i, sides, scoring, row, mean, blocks,
-        gradients, rule, tile, PRODUCTS, SEPARATE, True,
+        gradients, rule, tile, PRODUCTS, True,
     )  # fmt: skip
     if rule.PEAKED:
         acc *= peak_ds[:, None]
@@ -158,36 +163,34 @@ def flash_dq(
 
 
 @triton.jit
-def _load_normalizers(i, at, count, normalizers, terms, UNIT: tl.constexpr):
+def _load_normalizers(i, at, count, tau, vectors, normalizers, terms, rule):
     """Return the `RowNormalizers` of the queries i [BM, 1]. Store 1/Z."""
     per_z = tl.full(i.shape, 1.0, tl.float32)
-    lse, dlse = per_z, per_z
+    sink, dlse, sink_per_z = per_z, per_z, per_z
+    # The saved maximum and sum of a softmax do not include the sink.
+    ADDS_SINK: tl.constexpr = vectors.sink is not None and vectors.offset is not None
+    if vectors.sink is not None:
+        sink = tl.load(vectors.sink + at + i, mask=i < count, other=0.0) * rule.UNIT - tau
+        if ADDS_SINK:
+            # The maximum may lie far below the sink, whose exponential would then overflow. All
+            # other weights are 0.
+            far = sink > 126.0
+            sink = tl.minimum(sink, 126.0)
+    if normalizers.dlse is not None:
+        dlse = tl.load(normalizers.dlse + at + i, mask=i < count, other=0.0)
     if normalizers.z is not None:
-        per_z = 1.0 / tl.load(normalizers.z + at + i, mask=i < count, other=1.0)
+        z = tl.load(normalizers.z + at + i, mask=i < count, other=1.0)
+        dlse /= z
+        if ADDS_SINK:
+            z += tl.exp2(sink)
+        per_z = 1.0 / z
+        sink_per_z = per_z
+        if ADDS_SINK:
+            per_z = tl.where(far, 0.0, per_z)
         tl.store(normalizers.per_z + at + i, per_z, mask=i < count)
     if terms.factor is not None:
         per_z = tl.load(terms.factor + at + i, mask=i < count, other=0.0)
-    if normalizers.dlse is not None:
-        lse = tl.load(normalizers.lse + at + i, mask=i < count, other=float("-inf"))
-        dlse = tl.load(normalizers.dlse + at + i, mask=i < count, other=0.0)
-        dlse = tl.where(lse == float("-inf"), 0.0, dlse)
-        lse = tl.where(lse == float("-inf"), 0.0, in_unit(lse, UNIT))
-    return RowNormalizers(per_z, lse, dlse)
-
-
-@triton.jit
-def _store_delta(mean, row, i, at, count, loaded, vectors, delta, dsink, rule):
-    """Store δ = ``mean`` and the gradient of the sink, which acts as a key whose value is 0."""
-    if rule.MEAN is not None:
-        gained = mean
-        # `flash_dkdv` multiplies the whole of dS by the gain.
-        if vectors.gain is not None and not rule.PLAIN_DELTA:
-            gained *= tl.load(vectors.gain + at + i, mask=i < count, other=0.0)
-        tl.store(delta + at + i, gained, mask=i < count)
-    if dsink is not None:
-        last = tl.load(vectors.sink + at + i, mask=i < count, other=0.0) * rule.UNIT
-        _, _, _, last = activate(last - loaded.tau, loaded.shape, None, rule, False)
-        tl.store(dsink + at + i, -last * mean * row.per_z, mask=i < count)
+    return RowNormalizers(per_z, dlse, sink, sink_per_z)
 
 
 @triton.jit
@@ -284,7 +287,7 @@ def _mean_over_keys(low, high, q_side, do_side, i, sides, scoring, blocks, per_z
 @triton.jit
 def _sum_over_keys(
     acc, peak_ds, sums, low, high, q_side, do_side, i, sides, scoring, row, mean, blocks,
-    gradients, rule, tile, PRODUCTS: tl.constexpr, SEPARATE: tl.constexpr, EDGE: tl.constexpr,
+    gradients, rule, tile, PRODUCTS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add the blocks of keys [low, high) to Σ dS k and to the sums that are wanted."""
     terms, visible, size = scoring.terms, scoring.visible, scoring.size
@@ -320,8 +323,6 @@ def _sum_over_keys(
             ds = slope * dp * row.per_z - mu_slope * mean
         else:
             ds = slope * (dp * row.per_z - mean)
-        if SEPARATE:
-            ds += tl.exp2(s - row.lse) * row.dlse
         if gradients.offset is not None:
             ds_sum += tl.sum(ds, 1)
         if gradients.alibi is not None:

@@ -195,7 +195,7 @@ def describe_forward(
     """Return the launches and their results: out, stat, weight_sum and lse, see `flash_forward`."""
     out = like(q, v.shape[3])
     stat = None if form.normalize == "none" else new_vector(q)
-    weight_sum = new_vector(q) if stands_apart(form, layout, extras) else None
+    weight_sum = new_vector(q) if stands_apart(form, layout, vectors, extras, want_lse) else None
     lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
     peaked = is_peaked(form, v)

@@ -50,9 +50,8 @@ from attnzoo.backends.triton.flash.segments import ranges_of
 
 def describe_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    stat: Tensor | None, weight_sum: Tensor | None, lse: Tensor | None, layout: Layout,
-    form: Form, vectors: Vectors, extras: Extras, maps: Maps, wanted: Collection[str], arch: int,
-    processors: int,
+    stat: Tensor | None, weight_sum: Tensor | None, layout: Layout, form: Form, vectors: Vectors,
+    extras: Extras, maps: Maps, wanted: Collection[str], arch: int, processors: int,
 ) -> tuple[list[Launch], dict[str, Tensor]]:  # fmt: skip
     """Return the launches, and the gradients of q, k, v and the wanted vectors by name.
 
@@ -78,8 +77,7 @@ def describe_backward(
         vectors, z = vectors._replace(shape=stat), weight_sum
     normalizers = Normalizers(
         z, per_z=None if z is None else new_vector(q),
-        delta=None if form.normalize == "none" else new_vector(q),
-        lse=None if dlse is None else lse, dlse=dlse,
+        delta=None if form.normalize == "none" else new_vector(q), dlse=dlse,
     )  # fmt: skip
     calls = _Backward(do, q, k, v, out, layout, form, vectors, extras, maps, normalizers, grads)
     launches = _describe_dq(calls, features, arch) + _describe_dkdv(
@@ -150,11 +148,9 @@ def _describe_dkdv(call: _Backward, features: Features, arch: int, processors: i
             b, h, n, dim = x.shape
             grads[name] = x.new_empty(b, h * parts, n, dim, dtype=torch.float32)
         align = min(align, align_of(q, grads["k"], grads["v"]))
-    normalizers = normalizers._replace(z=None)
+    normalizers = normalizers._replace(z=None, dlse=None)  # δ contains dlse
     if extras.factor is not None:
         normalizers = normalizers._replace(per_z=extras.factor)
-    if vectors.sink is None:  # δ contains dlse
-        normalizers = normalizers._replace(lse=None, dlse=None)
     vectors, extras = vectors._replace(sink=None), extras._replace(factor=None)
     args = {
         **arguments_of(q, k, layout, extras, vectors, ranges),

@@ -115,12 +115,13 @@ def flash_forward(
 
 @flash_forward.fake
 def _(
-    *, q: Tensor, v: Tensor, extras: Extras, layout: Layout, form: Form, want_lse: bool
-) -> Attended:
+    *, q: Tensor, v: Tensor, vectors: Vectors, extras: Extras, layout: Layout, form: Form,
+    want_lse: bool,
+) -> Attended:  # fmt: skip
     return Attended(
         like(q, v.shape[3]),
         None if form.normalize == "none" else new_vector(q),
-        new_vector(q) if stands_apart(form, layout, extras) else None,
+        new_vector(q) if stands_apart(form, layout, vectors, extras, want_lse) else None,
         new_vector(q) if want_lse else None,
     )
 
@@ -150,8 +151,8 @@ def flash_backward(
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
     found = prepared.launch(
-        describe_backward, dout, dlse, q, k, v, out, stat, weight_sum, lse, layout, form,
-        vectors, extras, maps, wanted, common.architecture(q.device), common.processors(q.device),
+        describe_backward, dout, dlse, q, k, v, out, stat, weight_sum, layout, form, vectors,
+        extras, maps, wanted, common.architecture(q.device), common.processors(q.device),
     )  # fmt: skip
     found |= {name: _joined(found[name], x) for name, x in (("k", k), ("v", v))}
     if "key_bias" in wanted:

@@ -16,7 +16,6 @@ from attnzoo.backends.triton.common.scores import (
     by_distance,
     cap_slope,
     capped,
-    in_unit,
     load_decay,
     load_segments,
     scores,
@@ -141,24 +140,19 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
         if rule.VANISHES and (ADDED or rule.PEAKED or WINDOW):
             s = tl.where(seen, s, float("-inf"))
     p, slope, _, mu_slope = activate(s - loaded.tau, loaded.shape, seen, rule, HIDES)
+    factor = gain
     if normalizers.per_z is not None:
         per_z = _load_vector(normalizers.per_z, row, i, count, 1.0, EDGE)
-        p, slope, mu_slope = p * per_z, slope * per_z, mu_slope * per_z
-    if group.dkey_bias is None:
-        dp *= gain
+        p *= per_z
+        factor = per_z if group.dkey_bias is not None else gain * per_z
+    if normalizers.per_z is not None or group.dkey_bias is None:
+        dp *= factor
     if rule.NORMALIZER:
         ds = slope * dp - mu_slope * _load_vector(normalizers.delta, row, i, count, 0.0, EDGE)
     else:
         if normalizers.delta is not None:
             dp -= _load_vector(normalizers.delta, row, i, count, 0.0, EDGE)
         ds = slope * dp
-    if normalizers.dlse is not None:
-        lse = _load_vector(normalizers.lse, row, i, count, float("-inf"), EDGE)
-        lse = tl.where(lse == float("-inf"), 0.0, in_unit(lse, rule.UNIT))
-        dlse = _load_vector(normalizers.dlse, row, i, count, 0.0, EDGE)
-        if group.dkey_bias is None:
-            dlse *= gain
-        ds += tl.exp2(s - lse) * dlse
     if group.dkey_bias is not None:
         total += tl.sum(ds, 0 if tile.TURNED else 1)
         ds *= gain
