@@ -77,6 +77,13 @@ ACTIONS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize(("make", "act"), ACTIONS.values(), ids=list(ACTIONS))
 def test_a_failure_at_any_step_leaves_the_model_unchanged(make: Any, act: Any) -> None:
+    runs: list[int] = []  # of the graph of ``compiled``
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *args: (runs.append(1), graph(*args))[1]
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    compiled(torch.ones(2))
     model = make()
     with failure(0) as count:
         act(model)
@@ -88,6 +95,8 @@ def test_a_failure_at_any_step_leaves_the_model_unchanged(make: Any, act: Any) -
         with pytest.raises((Injected, ValueError)), failure(number):
             act(model)
         assert state(model) == before, number
+    compiled(torch.ones(2))
+    assert len(runs) == 2, "compiled functions run uncompiled"
     act(model)
 
 

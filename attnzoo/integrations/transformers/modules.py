@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -102,15 +102,24 @@ def run(model: Any, batches: list[dict[str, Any]]) -> None:
 
     Compiled layers run uncompiled, because a graph does not show their calls.
     """
-    compiler = "torch._dynamo" in sys.modules  # loading it takes seconds
-    uncompiled = torch.compiler.set_stance("force_eager") if compiler else nullcontext()
     restore = _state_restorer(model)
     try:
-        with torch.no_grad(), uncompiled:
+        with torch.no_grad(), _uncompiled():
             for batch in batches:
                 model.eval()(**_with_own_caches(batch))
     finally:
         restore()
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled functions uncompiled. Call it in a ``with`` statement only.
+
+    `set_stance` takes effect at once, so an error before the ``with`` statement would leave every
+    compiled function of the process uncompiled.
+    """
+    if "torch._dynamo" not in sys.modules:  # loading it takes seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _state_restorer(model: nn.Module) -> Callable[[], None]:
