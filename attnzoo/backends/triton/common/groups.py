@@ -119,7 +119,7 @@ class Rule(NamedTuple):
     SUM: bool | None = None  # the weights are divided by their sum
     DISTANCE: Any = None  # function (t, decay) -> gain and bias of the scores by distance
     LATE: str | None = None  # see `fold.factor_out`
-    TAU_UNIT: float | None = None  # factor of the offset, None if it is in the unit already
+    TAU_UNIT: float | None = None  # factor of the offset; None: UNIT
     SHAPE_SLOPE: Any = None  # function (x, shape) -> ∂φ/∂shape
     DISTANCE_SLOPE: Any = None  # function (t, decay) -> the slopes of DISTANCE in decay
     MEAN: str | None = None  # how δ is computed, see `flash.backward_q`
@@ -201,8 +201,9 @@ class QueryVectors(NamedTuple):
     All are [BM, 1], or [1, BM] in a transposed tile.
     """
 
+    gain: Any  # 1 where there is none
     factor: Any  # gain · scale · UNIT
-    tau: Any  # subtracted from the scores by φ
+    tau: Any  # subtracted from the scores by φ, in their unit
     shape: Any
     slope: Any  # of ALiBi, · UNIT
     base: Any

@@ -44,7 +44,7 @@ def merge_splits(
     rows_here = group * queries
     b, h, i = row // (heads * queries), row // queries % heads, row % queries
     one = tl.zeros([1], tl.int32)
-    loaded = load_vectors(one[:, None], row, 1, vectors, terms, rule.UNIT, rule.UNIT)
+    loaded = load_vectors(one[:, None], row, 1, vectors, terms, rule)
     start = row // rows_here * splits * rows_here + row % rows_here
     every = tl.arange(0, MOST_SPLITS)[None, :]
     total, base = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)

@@ -12,33 +12,43 @@ from attnzoo.backends.triton.common.tile import reciprocal
 
 
 @triton.jit
-def load_vectors(i, at, count, vectors, terms, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr):
-    """Return the `QueryVectors` of the queries i, shaped as i. ``at``: the offset of the head.
+def load_vector(vector, at, i, count, other, EDGE: tl.constexpr):
+    """Load the entries at + i. With EDGE, only those with i < count exist."""
+    if EDGE:
+        return tl.load(vector + at + i, mask=i < count, other=other)
+    return tl.load(vector + at + i)
 
-    gain · scale and slope are multiplied by UNIT, τ by TAU_UNIT. With a peak, τ is returned as the
-    threshold, which `scores` subtracts. TAU_UNIT is None for a τ that the forward has saved: it is
-    finite and already in the unit. The compiler removes the operations with vectors that are 0.
+
+@triton.jit
+def load_vectors(
+    i, at, count, vectors, terms, rule, EDGE: tl.constexpr = True, HIDES: tl.constexpr = True
+):
+    """Return the `QueryVectors` of the queries at + i, shaped as i.
+
+    With HIDES, keys may be hidden. The compiler removes what the kernel does not use.
     """
-    factor = tl.full(i.shape, 1.0, tl.float32) * (terms.scale * UNIT)
-    tau = tl.zeros(i.shape, tl.float32)
+    gain = tl.full(i.shape, 1.0, tl.float32)
+    factor, tau = gain * (terms.scale * rule.UNIT), tl.zeros(i.shape, tl.float32)
     shape, slope, base, peak, threshold = tau, tau, tau, tau, tau
     if vectors.gain is not None:
-        factor *= tl.load(vectors.gain + at + i, mask=i < count, other=0.0)
+        gain = load_vector(vectors.gain, at, i, count, 0.0, EDGE)
+        factor *= gain
     if vectors.offset is not None:
-        tau = tl.load(vectors.offset + at + i, mask=i < count, other=0.0)
-        if TAU_UNIT is not None:
+        tau = load_vector(vectors.offset, at, i, count, 0.0, EDGE)
+        if HIDES:
             # An offset may be log 0 = −∞. Hidden scores (−∞) minus this τ would be NaN.
-            tau = tl.where(tau == float("-inf"), 0.0, tau) * TAU_UNIT
+            tau = tl.where(tau == float("-inf"), 0.0, tau)
+        tau *= rule.UNIT if rule.TAU_UNIT is None else rule.TAU_UNIT
     if vectors.shape is not None:
-        shape = tl.load(vectors.shape + at + i, mask=i < count, other=1.5)
+        shape = load_vector(vectors.shape, at, i, count, 1.5, EDGE)
     if terms.alibi is not None:
-        slope = tl.load(terms.alibi + at + i, mask=i < count, other=0.0) * UNIT
+        slope = load_vector(terms.alibi, at, i, count, 0.0, EDGE) * rule.UNIT
     if terms.base is not None:
-        base = tl.load(terms.base + at + i, mask=i < count, other=0.0)
+        base = load_vector(terms.base, at, i, count, 0.0, EDGE)
     if terms.peak is not None:
-        peak = tl.load(terms.peak + at + i, mask=i < count, other=0.0)
+        peak = load_vector(terms.peak, at, i, count, 0.0, EDGE)
         threshold, tau = tau, threshold
-    return QueryVectors(factor, tau, shape, slope, base, peak, threshold)
+    return QueryVectors(gain, factor, tau, shape, slope, base, peak, threshold)
 
 
 @triton.jit
@@ -207,3 +217,14 @@ def cap_slope(ds, product, inner):
     if inner is not None:
         ds *= (1.0 - product) * (1.0 + product)
     return ds
+
+
+@triton.jit
+def score_gradients(dp, delta, slope, mu_slope, rule):
+    """Return dS of a tile: φ' (dP − δ), or φ' dP − μ' δ with a normalizer.
+
+    dP = dO·v and δ are divided by Z.
+    """
+    if rule.NORMALIZER:
+        return slope * dp - mu_slope * delta
+    return slope * (dp - delta)

@@ -101,7 +101,7 @@ def decode_products(
     q_side = Side(q_tile, Matrix(q, 1, 1 << 62, None, b, b), b * 0, q_at)
     k += (b * k_b + rows.group % (heads // group) * k_h) * tile.ALIGN
     strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
-    loaded = load_vectors(rows.row, at, rows_here, vectors, terms, rule.UNIT, rule.UNIT)
+    loaded = load_vectors(rows.row, at, rows_here, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
     # [BM, 1]. products + j points to the products with key j.
@@ -148,7 +148,7 @@ def decode(
     b, h, i, lane, at = rows.batch, rows.head, rows.query, rows.lane, rows.group * rows_here
     hk = rows.group % (heads // group)
     strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
-    loaded = load_vectors(rows.row, at, rows_here, vectors, terms, rule.UNIT, rule.UNIT)
+    loaded = load_vectors(rows.row, at, rows_here, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
     v += (b * v_b + hk * v_h) * tile.ALIGN
@@ -221,7 +221,7 @@ def decode_threshold(
     i = tl.zeros([1, 1], tl.int32) + (row % queries).to(tl.int32)
     size = Size(queries, keys, left, right)
     strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
-    loaded = load_vectors(tl.zeros([1, 1], tl.int32), row, 1, vectors, terms, 1.0, 1.0)
+    loaded = load_vectors(tl.zeros([1, 1], tl.int32), row, 1, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
     MULTIPLE: tl.constexpr = visible.mask is None and terms.alibi is None and rule.DISTANCE is None

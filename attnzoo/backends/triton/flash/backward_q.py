@@ -28,6 +28,7 @@ from attnzoo.backends.triton.common.scores import (
     capped,
     load_head,
     load_vectors,
+    score_gradients,
     scores,
 )
 from attnzoo.backends.triton.common.tile import (
@@ -88,7 +89,7 @@ def flash_dq(
     do_matrix = Matrix(do, do_n * tile.ALIGN, queries, None, b, h)
     do_tile = load_block(do_matrix, block.first, block.local, dv, tile.DV, True)  # [BM, DV]
     do_side = Side(do_tile, do_matrix, block.first, block.local)
-    loaded = load_vectors(i, block.at, queries, vectors, terms, rule.UNIT, rule.TAU_UNIT)
+    loaded = load_vectors(i, block.at, queries, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
     b_now, h_now = b.to(tl.int32), hk.to(tl.int32)
@@ -124,9 +125,7 @@ def flash_dq(
         mean -= row.dlse
     if rule.MEAN is not None:
         # `flash_dkdv` multiplies the whole of dS by the gain.
-        gained = mean
-        if vectors.gain is not None and not rule.PLAIN_DELTA:
-            gained *= tl.load(vectors.gain + block.at + i, mask=i < queries, other=0.0)
+        gained = mean if rule.PLAIN_DELTA else mean * loaded.gain
         tl.store(normalizers.delta + block.at + i, gained, mask=i < queries)
     # dgain is q·Σ dS k, but a wide q does not fit in registers after the loop, and with a softcap
     # the sum over keys contains its slope.
@@ -314,15 +313,13 @@ def _sum_over_keys(
         dp = times(do_side, Side(v_tile, sides.v, first, local), tile.DV, tile)  # [BM, BN]
         if gradients.factor is not None:
             weight_sum += tl.sum(phi * dp, 1)
+        dp *= row.per_z
         if rule.SHAPE_SLOPE is not None and rule.MEAN != "slopes":
             shape_slope = rule.SHAPE_SLOPE(s - tau, shape)
             if HIDES and not rule.VANISHES:
                 shape_slope = tl.where(seen, shape_slope, 0.0)
-            shape_sum += tl.sum(shape_slope * (dp * row.per_z - mean), 1)
-        if rule.NORMALIZER:
-            ds = slope * dp * row.per_z - mu_slope * mean
-        else:
-            ds = slope * (dp * row.per_z - mean)
+            shape_sum += tl.sum(shape_slope * (dp - mean), 1)
+        ds = score_gradients(dp, mean, slope, mu_slope, rule)
         if gradients.offset is not None:
             ds_sum += tl.sum(ds, 1)
         if gradients.alibi is not None:

@@ -43,7 +43,7 @@ def flash_forward(
     if splits is None:
         o += (b * o_b + h * o_h) * tile.ALIGN
     strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, tile.MASK_ALIGN)
-    loaded = load_vectors(i, block.at, queries, vectors, terms, rule.UNIT, rule.UNIT)
+    loaded = load_vectors(i, block.at, queries, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
     k_matrix = Matrix(k, k_n * tile.ALIGN, keys, k_descriptor, b, hk)

@@ -5,12 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnzoo.backends.triton.common.groups import (
-    Head,
-    QueryVectors,
-    Scoring,
-    Size,
-)
+from attnzoo.backends.triton.common.groups import Head, Scoring, Size
 from attnzoo.backends.triton.common.scores import (
     activate,
     by_distance,
@@ -18,6 +13,9 @@ from attnzoo.backends.triton.common.scores import (
     capped,
     load_decay,
     load_segments,
+    load_vector,
+    load_vectors,
+    score_gradients,
     scores,
 )
 
@@ -40,41 +38,6 @@ class Group(NamedTuple):
     strides: Any
     normalizers: Any
     dkey_bias: Any  # pointer to the first key, or None
-
-
-@triton.jit
-def _load_vector(vector, at, local, count, other, EDGE: tl.constexpr):
-    """Load the entries at + local, of which ``count`` exist. ``local``: [1, BM] or [BM, 1]."""
-    if EDGE:
-        return tl.load(vector + at + local, mask=local < count, other=other)
-    return tl.load(vector + at + local)
-
-
-@triton.jit
-def _load_vectors(row, i, count, vectors, terms, rule, HIDES: tl.constexpr, EDGE: tl.constexpr):
-    """Return the gain and the `QueryVectors` of the queries row + i."""
-    gain = tl.full(i.shape, 1.0, tl.float32)
-    factor, zero = gain * (terms.scale * rule.UNIT), gain * 0
-    tau, shape, slope, base, peak, threshold = zero, zero, zero, zero, zero, zero
-    if vectors.gain is not None:
-        gain = _load_vector(vectors.gain, row, i, count, 0.0, EDGE)
-        factor *= gain
-    if vectors.offset is not None:
-        tau = _load_vector(vectors.offset, row, i, count, 0.0, EDGE)
-        if HIDES:
-            # A query without keys has τ = log 0 = −∞, and −∞ of hidden keys minus that is NaN.
-            tau = tl.where(tau == float("-inf"), 0.0, tau)
-        tau *= rule.TAU_UNIT
-    if vectors.shape is not None:
-        shape = _load_vector(vectors.shape, row, i, count, 1.5, EDGE)
-    if terms.alibi is not None:
-        slope = _load_vector(terms.alibi, row, i, count, 0.0, EDGE) * rule.UNIT
-    if terms.base is not None:
-        base = _load_vector(terms.base, row, i, count, 0.0, EDGE)
-    if terms.peak is not None:
-        peak = _load_vector(terms.peak, row, i, count, 0.0, EDGE)
-        threshold, tau = tau, zero
-    return gain, QueryVectors(factor, tau, shape, slope, base, peak, threshold)
 
 
 @triton.jit
@@ -124,7 +87,7 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
     WINDOW: tl.constexpr = size.left is not None or size.right is not None
     row, count = group.at + member.to(tl.int64) * size.queries + begin, size.queries - begin
     product = capped(product, terms.inner, tile.PRECISION)
-    gain, loaded = _load_vectors(row, i, count, group.vectors, terms, rule, HIDES, EDGE)
+    loaded = load_vectors(i, row, count, group.vectors, terms, rule, EDGE, HIDES)
     head = _head_now(group, member, begin, i, count)
     size_now = Size(count, size.keys, None, None)
     scoring = Scoring(loaded, head, terms, visible, group.strides, size_now)
@@ -140,22 +103,19 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
         if rule.VANISHES and (ADDED or rule.PEAKED or WINDOW):
             s = tl.where(seen, s, float("-inf"))
     p, slope, _, mu_slope = activate(s - loaded.tau, loaded.shape, seen, rule, HIDES)
-    factor = gain
+    # δ includes 1/Z and, except with a gradient of the key bias, the gain. So must dP.
+    factor = tl.full(i.shape, 1.0, tl.float32) if group.dkey_bias is not None else loaded.gain
     if normalizers.per_z is not None:
-        per_z = _load_vector(normalizers.per_z, row, i, count, 1.0, EDGE)
+        per_z = load_vector(normalizers.per_z, row, i, count, 1.0, EDGE)
         p *= per_z
-        factor = per_z if group.dkey_bias is not None else gain * per_z
-    if normalizers.per_z is not None or group.dkey_bias is None:
-        dp *= factor
-    if rule.NORMALIZER:
-        ds = slope * dp - mu_slope * _load_vector(normalizers.delta, row, i, count, 0.0, EDGE)
-    else:
-        if normalizers.delta is not None:
-            dp -= _load_vector(normalizers.delta, row, i, count, 0.0, EDGE)
-        ds = slope * dp
+        factor *= per_z
+    delta = 0.0
+    if normalizers.delta is not None:
+        delta = load_vector(normalizers.delta, row, i, count, 0.0, EDGE)
+    ds = score_gradients(dp * factor, delta, slope, mu_slope, rule)
     if group.dkey_bias is not None:
         total += tl.sum(ds, 0 if tile.TURNED else 1)
-        ds *= gain
+        ds *= loaded.gain
     if rule.DISTANCE is not None:
         a, _ = by_distance(rule.DISTANCE, i, j, size_now, head.decay)
         ds *= a

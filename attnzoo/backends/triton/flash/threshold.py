@@ -61,7 +61,7 @@ def threshold(
     live = maps.live + map_row * tl.cdiv(keys, tile.BLOCK_N)
     k_matrix = Matrix(k, k_n * tile.ALIGN, keys, None, b, hk)
     q_matrix = Matrix(q, q_n * tile.ALIGN, queries, None, b, h)
-    loaded = load_vectors(i, block.at, queries, vectors, terms, 1.0, 1.0)
+    loaded = load_vectors(i, block.at, queries, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
     if rule.ALPHA is None:
         alpha = tl.load(vectors.shape + block.at + index, mask=index < queries, other=1.5)
@@ -86,7 +86,14 @@ def threshold(
                 q_tile = (q_tile.to(tl.float32) * sign).to(q.dtype.element_ty)
                 sign = tl.full([tile.BLOCK_M, 1], 1.0, tl.float32)
         loaded = QueryVectors(
-            sign, loaded.tau, loaded.shape, loaded.slope, loaded.base, loaded.peak, loaded.threshold
+            loaded.gain,
+            sign,
+            loaded.tau,
+            loaded.shape,
+            loaded.slope,
+            loaded.base,
+            loaded.peak,
+            loaded.threshold,
         )
     q_side = Side(q_tile, q_matrix, block.first, block.local)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
