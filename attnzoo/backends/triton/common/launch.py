@@ -212,19 +212,11 @@ def score_terms(layout: Layout, extras: Extras) -> ScoreTerms:
 
 
 def rule_of(form: Form, peaked: bool, **others: Any) -> Rule:
-    """The constants of a form in the forward."""
+    """The constants of a form."""
     return constants(
         Rule, ACT=form.act, UNIT=form.unit, VANISHES=form.vanishes, NORMALIZER=form.normalizer,
         SHIFTED=form.shifted, PEAKED=peaked, ONLINE=form.normalize == "online",
         SUM=form.normalize in ("sum", "threshold"), DISTANCE=form.distance_act, **others,
-    )  # fmt: skip
-
-
-def backward_rule(form: Form, peaked: bool, tau_unit: float, **others: Any) -> Rule:
-    """The constants of a form in the backward."""
-    return constants(
-        Rule, ACT=form.act, UNIT=form.unit, VANISHES=form.vanishes, NORMALIZER=form.normalizer,
-        PEAKED=peaked, DISTANCE=form.distance_act, TAU_UNIT=tau_unit, **others,
     )  # fmt: skip
 
 

@@ -244,6 +244,31 @@ def _row_products(q_side, x, first, D: tl.constexpr):
 
 
 @triton.jit
+def _weights(
+    n, blocks, q_side, do_side, i, sides, scoring, rule, tile, EDGE: tl.constexpr,
+    HIDES: tl.constexpr,
+):  # fmt: skip
+    """Return j [1, BN], k [BN, D], and q·k, s − τ, the visible keys, φ, φ', μ' and dO·v [BM, BN].
+
+    They are those of block n, or of the block in entry n of the list ``blocks``.
+    """
+    block = n
+    if blocks is not None:
+        block = tl.load(blocks + n)
+    first, local = block * tile.BLOCK_N, tl.arange(0, tile.BLOCK_N)
+    j = (first + local)[None, :]
+    k_tile = load_block(sides.k, first, local, sides.d, tile.D, EDGE)
+    v_tile = load_block(sides.v, first, local, sides.dv, tile.DV, EDGE)  # [BN, DV]
+    product = times(q_side, Side(k_tile, sides.k, first, local), tile.D, tile)
+    product = capped(product, scoring.terms.inner, tile.PRECISION)
+    s, seen = scores(product, i, j, scoring, rule, EDGE, HIDES)
+    x = s - scoring.vectors.tau
+    phi, slope, _, mu_slope = activate(x, scoring.vectors.shape, seen, rule, HIDES)
+    dp = times(do_side, Side(v_tile, sides.v, first, local), tile.DV, tile)
+    return j, k_tile, product, x, seen, phi, slope, mu_slope, dp
+
+
+@triton.jit
 def _mean_over_keys(low, high, q_side, do_side, i, sides, scoring, blocks, per_z, rule, tile):
     """Return δ_i [BM, 1] and dshape_i [BM].
 
@@ -252,26 +277,16 @@ def _mean_over_keys(low, high, q_side, do_side, i, sides, scoring, blocks, per_z
     Otherwise δ_i = Σ_j φ_ij dO_i·v_j / Z_i, and dshape_i is 0.
     """
     SLOPES: tl.constexpr = rule.MEAN == "slopes"
-    tau, shape = scoring.vectors.tau, scoring.vectors.shape
-    local, zero = tl.arange(0, tile.BLOCK_N), tl.zeros([tile.BLOCK_M], tl.float32)
+    zero = tl.zeros([tile.BLOCK_M], tl.float32)
     change, slope_sum, shape_change, shape_sum = zero, zero, zero, zero
     for n in range(low, high):
-        block = n
-        if blocks is not None:
-            block = tl.load(blocks + n)
-        first = block * tile.BLOCK_N
-        j = first + local  # [BN]
-        k_tile = load_block(sides.k, first, local, sides.d, tile.D, True)  # [BN, D]
-        v_tile = load_block(sides.v, first, local, sides.dv, tile.DV, True)  # [BN, DV]
-        product = times(q_side, Side(k_tile, sides.k, first, local), tile.D, tile)  # [BM, BN]
-        product = capped(product, scoring.terms.inner, tile.PRECISION)
-        s, seen = scores(product, i, j[None, :], scoring, rule, True, True)
-        phi, slope, _, _ = activate(s - tau, shape, seen, rule, True)
-        dp = times(do_side, Side(v_tile, sides.v, first, local), tile.DV, tile)  # [BM, BN]
+        _, _, _, x, _, phi, slope, _, dp = _weights(
+            n, blocks, q_side, do_side, i, sides, scoring, rule, tile, True, True
+        )
         change += tl.sum((slope if SLOPES else phi) * dp, 1)
         slope_sum += tl.sum(slope, 1)
         if SLOPES and rule.SHAPE_SLOPE is not None:
-            shape_slope = rule.SHAPE_SLOPE(s - tau, shape)
+            shape_slope = rule.SHAPE_SLOPE(x, scoring.vectors.shape)
             shape_change += tl.sum(shape_slope * dp, 1)
             shape_sum += tl.sum(shape_slope, 1)
     if SLOPES:
@@ -289,33 +304,22 @@ def _sum_over_keys(
     gradients, rule, tile, PRODUCTS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add the blocks of keys [low, high) to Σ dS k and to the sums that are wanted."""
-    terms, visible, size = scoring.terms, scoring.visible, scoring.size
-    tau, shape, decay = scoring.vectors.tau, scoring.vectors.shape, scoring.head.decay
+    terms, visible, size, decay = scoring.terms, scoring.visible, scoring.size, scoring.head.decay
     ds_sum, distance_sum, product_sum = sums.ds, sums.distance, sums.product
     weight_sum, shape_sum, decay_sum = sums.weight, sums.shape, sums.decay
-    local = tl.arange(0, tile.BLOCK_N)
     HIDES: tl.constexpr = (
         EDGE or visible.mask is not None or visible.k_segments is not None
         or terms.key_bias is not None
     )  # fmt: skip
     for n in range(low, high):
-        block = n
-        if blocks is not None:
-            block = tl.load(blocks + n)
-        first = block * tile.BLOCK_N
-        j = (first + local)[None, :]  # [1, BN]
-        k_tile = load_block(sides.k, first, local, sides.d, tile.D, EDGE)  # [BN, D]
-        v_tile = load_block(sides.v, first, local, sides.dv, tile.DV, EDGE)  # [BN, DV]
-        product = times(q_side, Side(k_tile, sides.k, first, local), tile.D, tile)  # [BM, BN]
-        product = capped(product, terms.inner, tile.PRECISION)
-        s, seen = scores(product, i, j, scoring, rule, EDGE, HIDES)
-        phi, slope, _, mu_slope = activate(s - tau, shape, seen, rule, HIDES)
-        dp = times(do_side, Side(v_tile, sides.v, first, local), tile.DV, tile)  # [BM, BN]
+        j, k_tile, product, x, seen, phi, slope, mu_slope, dp = _weights(
+            n, blocks, q_side, do_side, i, sides, scoring, rule, tile, EDGE, HIDES
+        )
         if gradients.factor is not None:
             weight_sum += tl.sum(phi * dp, 1)
         dp *= row.per_z
         if rule.SHAPE_SLOPE is not None and rule.MEAN != "slopes":
-            shape_slope = rule.SHAPE_SLOPE(s - tau, shape)
+            shape_slope = rule.SHAPE_SLOPE(x, scoring.vectors.shape)
             if HIDES and not rule.VANISHES:
                 shape_slope = tl.where(seen, shape_slope, 0.0)
             shape_sum += tl.sum(shape_slope * (dp - mean), 1)

@@ -26,8 +26,8 @@ from attnzoo.backends.triton.common.kernel_operands import (
 from attnzoo.backends.triton.common.launch import (
     Launch,
     align_of,
-    backward_rule,
     descriptors,
+    rule_of,
     strides,
 )
 from attnzoo.backends.triton.flash.backward_kv import flash_dkdv
@@ -105,7 +105,7 @@ class _Backward(NamedTuple):
     def rule(self, **others: Any) -> Rule:
         # The saved stat of a softmax is already multiplied by the unit.
         unit = 1.0 if self.form.normalize == "online" else self.form.unit
-        return backward_rule(self.form, is_peaked(self.form, self.v), unit, **others)
+        return rule_of(self.form, is_peaked(self.form, self.v), TAU_UNIT=unit, **others)
 
 
 def _describe_dq(call: _Backward, features: Features, arch: int) -> list[Launch]:
