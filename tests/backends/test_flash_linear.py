@@ -17,7 +17,7 @@ import attnzoo
 from attnzoo.backends import linear
 from attnzoo.backends.triton.linear import backend as flash_linear
 from attnzoo.backends.triton.linear import operators as linear_ops
-from attnzoo.backends.triton.linear.state import pack, split, unpack, width
+from attnzoo.backends.triton.linear.state import layout, pack, split, unpack
 from attnzoo.functional.prepare import prepare
 from helpers.agreement import by_backend, disagreements, make
 from helpers.cases import params_of, rand
@@ -262,7 +262,7 @@ def test_states_of_bf16_features_keep_16_bits(value_dim: int) -> None:
 def test_a_split_state_adds_up_to_the_state() -> None:
     state = pack(rand(2, 3, 8, 6), value_dim=5).float()
     parts = split(state, 5, torch.bfloat16).double()
-    assert parts.shape[-1] == width(5, torch.bfloat16)
+    assert parts.shape[-1] == layout(5, torch.bfloat16).WIDTH
     found = torch.cat([parts[..., :5] + parts[..., 8:13], parts[..., 16:].sum(-1, True)], dim=-1)
     assert torch.allclose(found, unpack(state, 5).double(), rtol=2**-16, atol=0)
     assert split(state, 5, torch.float32) is state
