@@ -163,6 +163,7 @@ def describe_linear(spec: Specialization) -> Any:
     y, v = x[:, :1], do[:, :1]
     delta = x.new_empty(1, 2, 1024, dtype=torch.float32)
     states, (kept, _) = launch.describe_states(y, v, None, None, 1, True, arch)
+    assert kept is not None
     back, _ = launch.describe_states(x, do, delta, None, 1, True, arch)
     output, _ = launch.describe_output(x, y, v, kept, spec.head_dim, dtype, arch)
     dx, _ = launch.describe_dx(x, y, v, do, delta, kept, arch)

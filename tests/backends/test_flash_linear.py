@@ -181,18 +181,15 @@ def features(gradient: bool) -> tuple[Tensor, ...]:
 def test_opcheck() -> None:
     x, y, v, first = features(True)
     opcheck(linear_ops.linear_read, x=x, state=first, value_dim=5, dtype=torch.float32)
+    opcheck(linear_ops.linear_state, y=y, v=v)
     for state in (first, None):
-        opcheck(linear_ops.linear_state, y=y, v=v, first=state)
         opcheck(linear_ops.linear_causal, x=x, y=y, v=v, first=state)
 
 
 @pytest.mark.slow
 def test_opcheck_backward() -> None:
     x, y, v, first = features(False)
-    opcheck(
-        linear_ops.linear_state_backward, y=y, v=v, first=first, dout=first,
-        wanted=["y", "v", "first"],
-    )  # fmt: skip
+    opcheck(linear_ops.linear_state_backward, y=y, v=v, dout=first, wanted=["y", "v"])
     read = linear_ops.linear_read(x=x, state=first, value_dim=5, dtype=torch.float32)
     do = torch.ones_like(read.out)
     opcheck(

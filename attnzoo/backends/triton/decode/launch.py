@@ -6,7 +6,7 @@ multiprocessor has work. The number of splits affects only the order of summatio
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -49,15 +49,6 @@ KEYS = 128
 SCORES = 2048
 
 
-class Splits(NamedTuple):
-    """The blocks of keys [first, last), split among ``number`` programs of ``span`` blocks each."""
-
-    first: int
-    last: int
-    span: int
-    number: int
-
-
 def key_range(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
     """Return the range [first, last) of keys that any query may see, in units of KEYS keys."""
     queries, keys = q.shape[2], k.shape[2]
@@ -76,14 +67,16 @@ def _rows(q: Tensor, k: Tensor) -> int:
     return q.shape[1] // max(1, k.shape[1]) * q.shape[2]
 
 
-def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: int) -> Splits:
-    unit = KEYS // config.block_n
+def _splits(q: Tensor, k: Tensor, layout: Layout, block_n: int, processors: int) -> dict[str, int]:
+    """Return the blocks of keys [first, last), and the number of splits of ``span`` blocks each."""
+    unit = KEYS // block_n
     first, last = (unit * x for x in key_range(q, k, layout))
-    blocks, keys = last - first, k.shape[2] - first * config.block_n
+    blocks, keys = last - first, k.shape[2] - first * block_n
     wanted = triton.cdiv(PER_PROCESSOR * processors, max(1, q.shape[0] * k.shape[1]))
     wanted = max(1, min(wanted, MOST_SPLITS.value, keys // LEAST_KEYS))
     span = max(1, triton.cdiv(blocks, wanted))
-    return Splits(first, last, span, max(1, triton.cdiv(blocks, span)))
+    splits = max(1, triton.cdiv(blocks, span))
+    return {"first": first, "last": last, "span": span, "splits": splits}
 
 
 def _config(
@@ -106,19 +99,18 @@ def _walk(
     tensors = {name: x for name, x in zip("qkvo", (q, k, v, out)) if x is not None}
     align = align_of(*tensors.values())
     config = _config(q, k, v, layout, extras, align, arch)
-    splits = _splits(q, k, layout, config, processors)
+    splits = _splits(q, k, layout, config.block_n, processors)
     # One tile holds all queries.
     ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
     args = {
         **common(q, k, layout, ranges, 1), **tensors, **strides(align, **tensors),
         "terms": score_terms(layout, extras), "tile": tile_of(config, q, v, ALIGN=align),
-        "first": splits.first, "last": splits.last, "span": splits.span,
-        "splits": splits.number, "width": (splits.last - splits.first) * config.block_n,
+        **splits, "width": (splits["last"] - splits["first"]) * config.block_n,
         "partials": Partials(), **operands,
     }  # fmt: skip
     if layout.mask is not None and layout.mask.shape[1] == 1:
         args["mask_h"] = None
-    programs = q.shape[0] * k.shape[1] * splits.number if q.numel() else 0
+    programs = q.shape[0] * k.shape[1] * splits["splits"] if q.numel() else 0
     return [*before, Launch(kernel, programs, args, config)]
 
 
@@ -126,7 +118,7 @@ def _products_walk(
     q: Tensor, k: Tensor, layout: Layout, extras: Extras, arch: int, processors: int,
     gain: Tensor | None, rule: Rule,
 ) -> list[Launch]:  # fmt: skip
-    """Return launches of which the last computes q kᵀ. It gets ``partials`` or ``entropy`` yet."""
+    """Return launches of which the last computes q kᵀ. Its other results are set by the caller."""
     products = new_products(q, k, layout)
     *before, walk = _walk(
         kernels.decode_products, q, k, None, None, layout, extras, arch, processors,
@@ -146,15 +138,17 @@ def describe_statistics(
     q: Tensor, k: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """Return the launches and their results: products, lse and entropy of the logits."""
-    rule, vectors = constants(Rule, UNIT=1 / LN2.value), (new_vector(q), new_vector(q))
-    *before, walk = _products_walk(q, k, layout, Extras(), arch, processors, None, rule)
-    results = walk.args["products"], *vectors
-    named = dict(zip(("lse", "entropy"), vectors))
-    if walk.args["splits"] == 1:
-        walk.args.update(named)
-        return [*before, walk], results
-    walk.args["partials"] = Partials(None, *(_partial(q, k, walk) for _ in "mzt"))
-    return [*before, walk, row_launch(kernels.decode_stats, {**walk.args, **named}, q)], results
+    rule, lse, entropy = constants(Rule, UNIT=1 / LN2.value), new_vector(q), new_vector(q)
+    *launches, walk = _products_walk(q, k, layout, Extras(), arch, processors, None, rule)
+    args = {**walk.args, "lse": lse, "entropy": entropy}
+    if args["splits"] == 1:
+        launches.append(walk._replace(args=args))
+    else:
+        m, z, t = (_partial(q, k, walk) for _ in range(3))
+        partials = Partials(None, m, z, t)
+        launches.append(walk._replace(args={**walk.args, "partials": partials}))
+        launches.append(row_launch(kernels.decode_stats, {**args, "partials": partials}, q))
+    return launches, (args["products"], lse, entropy)
 
 
 def describe_threshold(

@@ -25,6 +25,17 @@ def _launch(describe: Callable[..., Any], q: Tensor, *operands: Any) -> Any:
     return run(describe, q, *operands, launch.architecture(device), launch.processors(device))
 
 
+def _empty_products(*, q: Tensor, k: Tensor, layout: Layout) -> Any:
+    """Empty products and two vectors."""
+    from attnzoo.backends.triton.decode.launch import new_products
+
+    return new_products(q, k, layout), new_vector(q), new_vector(q)
+
+
+def _product_flops(*, q: Tensor, k: Tensor, layout: Layout) -> int:
+    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+
+
 class Statistics(NamedTuple):
     """`attnzoo.Statistics` together with the products."""
 
@@ -40,16 +51,8 @@ def decode_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
     return Statistics(*_launch(describe_statistics, q, k, layout))
 
 
-@decode_statistics.fake
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
-    from attnzoo.backends.triton.decode import launch
-
-    return Statistics(launch.new_products(q, k, layout), new_vector(q), new_vector(q))
-
-
-@decode_statistics.flops
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
-    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+decode_statistics.fake(_empty_products)
+decode_statistics.flops(_product_flops)
 
 
 class Threshold(NamedTuple):
@@ -68,16 +71,8 @@ def decode_threshold(
     return Threshold(*_launch(describe_threshold, q, k, layout, form, vectors, extras, alpha))
 
 
-@decode_threshold.fake
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> Threshold:
-    from attnzoo.backends.triton.decode import launch
-
-    return Threshold(launch.new_products(q, k, layout), new_vector(q), new_vector(q))
-
-
-@decode_threshold.flops
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
-    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+decode_threshold.fake(_empty_products)
+decode_threshold.flops(_product_flops)
 
 
 class Attended(NamedTuple):

@@ -51,11 +51,11 @@ class Sizes(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens of a sequence."""
+    """A chunk of tokens."""
 
     head: Any  # batch · heads + head
     number: Any
-    first: Any  # its first token
+    first: Any  # index of its first token
     local: Any  # [C]: 0 … CHUNK − 1
     length: Any  # of the sequence
 
@@ -177,8 +177,8 @@ def in_parts(x, part):
 
 @triton.jit(do_not_specialize=["length", "chunks", "spans", "span"])
 def linear_states(
-    features, values,  # of all query heads of a group, whose sum is the state, or of key/value heads
-    delta,  # vector; None: the sum S. Otherwise R, with −δ as the last column of the values
+    features, values,  # of GROUP heads per state
+    delta,  # vector, for R: −δ is the last column of its values; None for S
     first,  # [B·Hkv, F, WIDTH] in fp32 or None: the initial state
     states,  # [B·Hkv, chunks, F, WIDTH] or None: the state before each chunk
     last,  # [B·Hkv, spans, F, WIDTH] in fp32: first + the sum over each span of chunks

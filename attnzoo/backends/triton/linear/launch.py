@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from attnzoo.backends.triton.common import launch as common
 from attnzoo.backends.triton.common import prepared
 from attnzoo.backends.triton.common.configurations import (
     INTERPRETED_CHUNK,
@@ -23,7 +24,7 @@ from attnzoo.backends.triton.common.configurations import (
     linear_config,
 )
 from attnzoo.backends.triton.common.groups import constants
-from attnzoo.backends.triton.common.launch import Launch, architecture, interpreted, padded
+from attnzoo.backends.triton.common.launch import Launch, interpreted, padded
 from attnzoo.backends.triton.linear import kernels
 from attnzoo.backends.triton.linear.state import StateLayout, layout
 
@@ -33,7 +34,7 @@ SPAN = 8
 
 def run(describe: Callable[..., Any], x: Tensor, *operands: Any) -> Any:
     """Run the launches that a function of this module describes, and return their results."""
-    return prepared.launch(describe, x, *operands, architecture(x.device))
+    return prepared.launch(describe, x, *operands, common.architecture(x.device))
 
 
 def chunk_length(y: Tensor) -> int:
@@ -83,18 +84,16 @@ def describe_states(
     name = "states" if delta is None else "states back"
     args, config = _constants(name, x, value_dim, heads // kv_heads, arch)
     chunks = triton.cdiv(length, config.block_m)
-    span = chunks if keep or first is not None else SPAN
+    span = chunks if keep else SPAN
     spans = max(1, triton.cdiv(chunks, max(1, span)))
-    states = None
-    if keep:
-        width = layout(value_dim, x.dtype).WIDTH
-        states = x.new_empty(batch, kv_heads, chunks, size, width)
-    sums = layout(value_dim)
-    last = x.new_empty(batch, kv_heads, spans, size, sums.WIDTH, dtype=torch.float32)
+    state_layout, fp32_layout = layout(value_dim, x.dtype), layout(value_dim)
+    states = x.new_empty(batch, kv_heads, chunks, size, state_layout.WIDTH) if keep else None
+    shape = batch, kv_heads, spans, size, fp32_layout.WIDTH
+    last = x.new_empty(shape, dtype=torch.float32)
     args |= {
         "features": x, "values": values, "delta": delta, "first": first, "states": states,
         "last": last, "chunks": chunks, "spans": spans, "span": span,
-        "fp32_layout": constants(StateLayout, **sums._asdict()),
+        "fp32_layout": constants(StateLayout, **fp32_layout._asdict()),
     }  # fmt: skip
     programs = batch * kv_heads * spans * triton.cdiv(size, config.block_n)
     return Launch(kernels.linear_states, programs, args, config), (states, last)
@@ -133,9 +132,9 @@ def describe_dy_dv(
     """Return the launches, dy and dv, from the states R. x, g and delta are None if only R adds."""
     dy, dv = torch.empty_like(y), torch.empty_like(v)
     group = 1 if x is None else x.shape[1] // y.shape[1]
-    common = y, v.shape[3], group, states, arch
-    of_y = _of_chunks(kernels.linear_dy, *common, x=x, v=v, g=g, delta=delta, dy=dy)
+    shared = y, v.shape[3], group, states, arch
+    of_y = _of_chunks(kernels.linear_dy, *shared, x=x, v=v, g=g, delta=delta, dy=dy)
     # A program of `linear_dy` computes one block of features.
     of_y = of_y._replace(programs=of_y.programs * triton.cdiv(y.shape[3], of_y.config.block_n))
-    of_v = _of_chunks(kernels.linear_dv, *common, x=x, y=y, g=g, dv=dv)
+    of_v = _of_chunks(kernels.linear_dv, *shared, x=x, y=y, g=g, dv=dv)
     return [of_y, of_v], (dy, dv)

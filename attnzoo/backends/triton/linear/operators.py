@@ -17,6 +17,11 @@ from attnzoo.backends.operator import operator
 from attnzoo.backends.triton.linear.state import layout, split
 
 
+def _new_state(y: Tensor, v: Tensor) -> Tensor:
+    shape = *y.shape[:2], y.shape[3], layout(v.shape[3]).WIDTH
+    return y.new_empty(shape, dtype=torch.float32)
+
+
 def _of_state(x: Tensor, value_dim: int) -> int:
     """Operations to add x (B, H, N, F) to a state, to read it with x, or to differentiate these."""
     return 2 * x.numel() * (value_dim + 1)
@@ -40,18 +45,17 @@ def _upstream(do: Tensor, out: Tensor, z: Tensor, features: Tensor) -> tuple[Ten
 
 
 @operator
-def linear_state(*, y: Tensor, v: Tensor, first: Tensor | None) -> Tensor:
-    """Return the state ``first`` + Σ_j y_j [v_j, 1]ᵀ."""
+def linear_state(*, y: Tensor, v: Tensor) -> Tensor:
+    """Return the state Σ_j y_j [v_j, 1]ᵀ."""
     from attnzoo.backends.triton.linear import launch
 
-    _, sums = launch.run(launch.describe_states, y, v, None, first, y.shape[1], False)
+    _, sums = launch.run(launch.describe_states, y, v, None, None, y.shape[1], False)
     return sums.sum(2)
 
 
 @linear_state.fake
 def _(*, y: Tensor, v: Tensor) -> Tensor:
-    width = layout(v.shape[3]).WIDTH
-    return y.new_empty(*y.shape[:2], y.shape[3], width, dtype=torch.float32)
+    return _new_state(y, v)
 
 
 @linear_state.flops
@@ -59,15 +63,13 @@ def _(*, y: Tensor, v: Tensor) -> int:
     return _of_state(y, v.shape[3])
 
 
-@linear_state.backward("y", "v", "first")
-def linear_state_backward(
-    *, y: Tensor, v: Tensor, first: Tensor | None, dout: Tensor
-) -> dict[str, Tensor]:
+@linear_state.backward("y", "v")
+def linear_state_backward(*, y: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
     from attnzoo.backends.triton.linear import launch
 
     states = split(dout.contiguous(), v.shape[3], y.dtype)[:, :, None]
     dy, dv = launch.run(launch.describe_dy_dv, y, v, None, None, None, states)
-    return {"y": dy, "v": dv, "first": dout.clone()}
+    return {"y": dy, "v": dv}
 
 
 @linear_state_backward.flops
@@ -141,14 +143,11 @@ def linear_causal(*, x: Tensor, y: Tensor, v: Tensor, first: Tensor | None) -> S
 def _(*, x: Tensor, y: Tensor, v: Tensor) -> Scanned:
     from attnzoo.backends.triton.linear.launch import chunk_length
 
-    (batch, kv_heads, length, size), value_dim, chunk = y.shape, v.shape[3], chunk_length(y)
-    chunks = (length + chunk - 1) // chunk
-    return Scanned(
-        out=v.new_empty(*x.shape[:3], value_dim),
-        z=x.new_empty(x.shape[:3], dtype=torch.float32),
-        kept=y.new_empty(batch, kv_heads, chunks, size, layout(value_dim, y.dtype).WIDTH),
-        last=y.new_empty(batch, kv_heads, size, layout(value_dim).WIDTH, dtype=torch.float32),
-    )
+    chunk, width = chunk_length(y), layout(v.shape[3], y.dtype).WIDTH
+    chunks = (y.shape[2] + chunk - 1) // chunk
+    kept = y.new_empty(*y.shape[:2], chunks, y.shape[3], width)
+    z = x.new_empty(x.shape[:3], dtype=torch.float32)
+    return Scanned(v.new_empty(*x.shape[:3], v.shape[3]), z, kept, _new_state(y, v))
 
 
 @linear_causal.flops
