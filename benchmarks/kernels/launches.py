@@ -200,16 +200,9 @@ def describe_decode(spec: Specialization) -> Any:
     q, k = empty(spec, 1, 8, few_queries(spec)), empty(spec, 1, 1, keys)
     layout, form, vectors, extras, alpha, lse = described(spec, q, keys)
     machine = arch_of(spec), PROCESSORS
-    solves = form.normalize == "threshold"
-    if stage in ("decode", "merge_splits"):
-        left = launch.new_products(q, k, layout) if solves else None
-        launches, _ = launch.describe_decode(
-            q, k, k, left, layout, form, vectors, extras, lse, *machine
-        )
-    elif solves:
-        launches, _ = launch.describe_threshold(
-            q, k, layout, form, vectors, extras, alpha, *machine
-        )
+    if form.normalize == "threshold" or stage in ("decode", "merge_splits"):
+        operands = q, k, k, None, layout, form, alpha, vectors, extras, lse, *machine
+        launches, _ = launch.describe_decode(*operands)
     else:
         launches, _ = launch.describe_statistics(q, k, layout, *machine)
     return next(each for each in launches if each.kernel.__name__ == stage)

@@ -295,32 +295,19 @@ def small() -> list[Tensor]:
 def test_opcheck() -> None:
     q, k, v = small()
     opcheck(decode_ops.decode_statistics, q=q, k=k, layout=ALL)
-    threshold = {
-        "q": q, "k": k, "vectors": Vectors(gain=VECTOR), "extras": EXTRAS, "layout": ALL,
-        "form": Form(FUNCTIONS + "entmax15", 1.0, True, "threshold"), "alpha": 1.5,
-    }  # fmt: skip
-    opcheck(decode_ops.decode_threshold, **threshold)
-    products, peak, tau = decode_ops.decode_threshold(**threshold)
-    for given, vectors, extras, (name, *rest), want_lse in (
-        (None, Vectors(gain=VECTOR, sink=VECTOR), EXTRAS, ("exp", 1.4427, True, "online"), True),
-        (
-            None,
-            Vectors(offset=VECTOR),
-            Extras(factor=VECTOR),
-            ("sigmoid", 1.4427, True, "none"),
-            False,
-        ),
-        (
-            products,
-            Vectors(VECTOR, tau),
-            EXTRAS._replace(peak=peak),
-            ("entmax15", 1.0, True, "threshold"),
-            False,
-        ),
-    ):
+    products, *_ = decode_ops.decode_statistics(q=q, k=k, layout=ALL)
+    for given, vectors, extras, form, alpha, want_lse in (
+        (None, Vectors(VECTOR, sink=VECTOR), EXTRAS, ("exp", 1.4427, True, "online"), None, True),
+        (None, Vectors(None, VECTOR), Extras(factor=VECTOR), ("sigmoid", 1.4427, True, "none"),
+         None, False),
+        (products, Vectors(VECTOR), EXTRAS, ("exp", 1.4427, True, "online"), None, False),
+        (None, Vectors(VECTOR), EXTRAS, ("entmax15", 1.0, True, "threshold"), 1.5, False),
+    ):  # fmt: skip
+        name, *others = form
         opcheck(
             decode_ops.decode_forward, q=q, k=k, v=v, products=given, vectors=vectors,
-            extras=extras, layout=ALL, form=Form(FUNCTIONS + name, *rest), want_lse=want_lse,
+            extras=extras, layout=ALL, form=Form(FUNCTIONS + name, *others), alpha=alpha,
+            want_lse=want_lse,
         )  # fmt: skip
 
 

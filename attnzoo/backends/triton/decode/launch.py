@@ -124,7 +124,7 @@ def _products_walk(
         kernels.decode_products, q, k, None, None, layout, extras, arch, processors,
         products=products, lse=None, entropy=None, vectors=Vectors(gain), rule=rule,
     )  # fmt: skip
-    # Products of keys in other segments are not computed. The operator returns them as 0.
+    # Products of keys in other segments are not computed, and stay 0.
     return [*before, walk._replace(zeroed=(products,) if before else ())]
 
 
@@ -151,19 +151,16 @@ def describe_statistics(
     return launches, (args["products"], lse, entropy)
 
 
-def describe_threshold(
-    q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
-    alpha: float | None, arch: int, processors: int,
+def _describe_threshold(
+    q: Tensor, k: Tensor, layout: Layout, form: Form, alpha: float | None, vectors: Vectors,
+    extras: Extras, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Return the launches, the products, the peak and τ.
-
-    Only gain and shape of ``vectors`` are read.
-    """
-    extras = extras._replace(factor=None, peak=None)
+    """Return the launches and their results: products, τ and the peak that it is relative to."""
     rule = constants(Rule, UNIT=1.0, DISTANCE=form.distance_act)
+    extras = extras._replace(factor=None, peak=None)
     *before, walk = _products_walk(q, k, layout, extras, arch, processors, vectors.gain, rule)
     walk.args["partials"] = Partials(m=_partial(q, k, walk))
-    products, peak, tau = walk.args["products"], new_vector(q), new_vector(q)
+    products, tau, peak = walk.args["products"], new_vector(q), new_vector(q)
     tile = walk.args["tile"]
     args = {
         **walk.args, "candidates": torch.empty_like(products), "peak": peak, "tau": tau,
@@ -173,24 +170,32 @@ def describe_threshold(
         "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
     solver = row_launch(kernels.decode_threshold, args, q)
-    return [*before, walk, solver], (products, peak, tau)
+    return [*before, walk, solver], (products, tau, peak)
 
 
 def describe_decode(
     q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, layout: Layout, form: Form,
-    vectors: Vectors, extras: Extras, want_lse: bool, arch: int, processors: int,
+    alpha: float | None, vectors: Vectors, extras: Extras, want_lse: bool, arch: int,
+    processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out and lse."""
+    launches: list[Launch] = []
+    if form.normalize == "threshold":
+        launches, (products, tau, peak) = _describe_threshold(
+            q, k, layout, form, alpha, vectors, extras, arch, processors
+        )
+        vectors, extras = vectors._replace(offset=tau), extras._replace(peak=peak)
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
     rule = rule_of(form, is_peaked(form, v))
     *before, walk = _walk(
         kernels.decode, q, k, v, out, layout, extras, arch, processors, products=products,
         vectors=vectors, saved=Saved(lse=lse), eps=form.eps or None, rule=rule,
     )  # fmt: skip
+    launches += before
     if products is not None:
         walk.args.update(q=None, k=None)
     if walk.args["splits"] == 1:
-        return [*before, walk], (out, lse)
+        return [*launches, walk], (out, lse)
     online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")
     partials = Partials(
         _partial(q, k, walk, v.shape[3]),
@@ -199,4 +204,4 @@ def describe_decode(
     )
     merge = merge_launch(walk.args, partials, q, walk.args["splits"], walk.args["group"])
     args = {**without_merge(walk.args), "o": None, "partials": partials}
-    return [*before, walk._replace(args=args), merge], (out, lse)
+    return [*launches, walk._replace(args=args), merge], (out, lse)
