@@ -52,15 +52,13 @@ class Rows(NamedTuple):
 
 @triton.jit
 def rows_of_program(heads, group, queries, splits, tile):
-    split = tl.program_id(0) % splits
+    count, split = group * queries, tl.program_id(0) % splits
     bh = (tl.program_id(0) // splits).to(tl.int64)
-    kv_heads, count = heads // group, group * queries
-    lane = tl.arange(0, tile.BLOCK_M)
+    kv_heads, lane = heads // group, tl.arange(0, tile.BLOCK_M)
     row = tl.minimum(lane, count - 1)[:, None]
     kv_head = bh % kv_heads
-    head = kv_head * group + row // queries
-    b, at = bh // kv_heads, bh * count
-    return Rows(split, b, kv_head, bh, at, count, lane, row, head, row % queries)
+    head, b = kv_head * group + row // queries, bh // kv_heads
+    return Rows(split, b, kv_head, bh, bh * count, count, lane, row, head, row % queries)
 
 
 @triton.jit
@@ -151,18 +149,18 @@ def decode(
     loaded = load_vectors(rows.row, rows.at, rows.count, vectors, terms, rule.UNIT, rule.UNIT)
     head = load_head(b, rows.head, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
-    d, dv = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_DV)
     v += (b * v_b + hk * v_h) * tile.ALIGN
+    d, dv = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_DV)
     v_matrix = Matrix(v, v_n * tile.ALIGN, keys, None, b, hk)
     if k is None:
         # Pointers [BM, 1] to the products with key 0
         q_side = products + (rows.at + rows.row) * width - first * tile.BLOCK_N
         sides = KeySides(None, v_matrix, None, dv)
     else:
+        k += (b * k_b + hk * k_h) * tile.ALIGN
         q_at = query_offsets(rows, q_h, q_n, tile)
         q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)  # rows of one entry
         q_side = Side(load_block(q_matrix, b * 0, q_at, d, tile.D, False), q_matrix, b * 0, q_at)
-        k += (b * k_b + hk * k_h) * tile.ALIGN
         sides = KeySides(Matrix(k, k_n * tile.ALIGN, keys, None, b, hk), v_matrix, d, dv)
     m = tl.full([tile.BLOCK_M], float("-inf") if rule.ONLINE else 0.0, tl.float32)
     z, peak = tl.zeros([tile.BLOCK_M], tl.float32), tl.full([tile.BLOCK_M], SMALLEST, tl.float32)

@@ -137,26 +137,31 @@ def times_state(acc, x, state, f, d, TRANSPOSED: tl.constexpr, sizes, layout):
 
 
 @triton.jit
-def store_state(state, f, d, s, normalizer, sizes, layout):
+def store_state(state, f, d, s, normalizer, HALVES: tl.constexpr, sizes, layout):
     """Store a state [BF, BDv], whose columns beyond DV must be 0: they are written as padding.
 
-    The column for v' = 1 is the sum of an even and an odd column of ``normalizer`` [BF, COLUMNS].
+    Each column of ``normalizer`` [BF, COLUMNS] is the column for v' = 1. With HALVES, this is the
+    sum of an even and an odd column.
     """
     NUMBERS: tl.constexpr = layout.PARTS * layout.VALUES
+    row, column = f[:, None] * layout.WIDTH, tl.arange(0, COLUMNS)[None, :]
     exists = (f < sizes.F)[:, None]
     inside = exists & (d < layout.VALUES)[None, :]
-    row = state + f[:, None] * layout.WIDTH
-    column = tl.arange(0, COLUMNS)[None, :]
+    if not HALVES:
+        normalizer = tl.where(column % 2 == 0, normalizer, 0.0)
     if layout.PARTS == 1:
-        tl.store(row + d[None, :], s, mask=inside)
+        at = state + row
+        tl.store(at + d[None, :], s, mask=inside)
         total = tl.sum(tl.where(column < 2, normalizer, 0.0), 1)[:, None]
         four = tl.arange(0, 4)[None, :]
-        tl.store(row + NUMBERS + four, tl.where(four == 0, total, 0.0), mask=exists)
+        tl.store(at + NUMBERS + four, tl.where(four == 0, total, 0.0), mask=exists)
     else:
+        at = state + (row + d[None, :])
         high = upper_half(s)
-        tl.store(row + d[None, :], high.to(tl.bfloat16), mask=inside)
-        tl.store(row + d[None, :] + layout.VALUES, (s - high).to(tl.bfloat16), mask=inside)
-        tl.store(row + (column + NUMBERS), in_parts(normalizer, column // 2), mask=exists)
+        tl.store(at, high.to(tl.bfloat16), mask=inside)
+        tl.store(at + layout.VALUES, (s - high).to(tl.bfloat16), mask=inside)
+        at = state + (row + (column + NUMBERS))
+        tl.store(at, in_parts(normalizer, column // 2), mask=exists)
 
 
 @triton.jit
@@ -171,8 +176,8 @@ def in_parts(x, part):
     """Return part 0, 1 or 2 of three bf16 numbers whose sum is x, and 0 for other parts."""
     high = upper_half(x)
     middle = upper_half(x - high)
-    lower = tl.where(part == 1, middle, tl.where(part == 2, x - high - middle, 0.0))
-    return tl.where(part == 0, high, lower).to(tl.bfloat16)
+    value = tl.where(part == 0, high, tl.where(part == 1, middle, x - high - middle))
+    return tl.where(part < 3, value, 0.0).to(tl.bfloat16)
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "spans", "span"])
@@ -192,35 +197,37 @@ def linear_states(
     d, local = tl.arange(0, sizes.BLOCK_DV), tl.arange(0, sizes.CHUNK)
     dtype = features.dtype.element_ty
     s = tl.zeros([sizes.BLOCK_F, sizes.BLOCK_DV], tl.float32)
-    # Even columns are sums of upper halves of the mantissas, odd ones of what is left: δ has more
-    # digits than bf16.
+    # With delta, which has more digits than bf16, even columns are sums of the upper halves of the
+    # mantissas, and odd columns of the lower halves.
     even = (tl.arange(0, COLUMNS) % 2 == 0)[None, :]
     normalizer = tl.zeros([sizes.BLOCK_F, COLUMNS], tl.float32)
     if first is not None:
         state = first + hk * (sizes.F * fp32_layout.WIDTH)
         s = load_values(state, 0, f, d, sizes, fp32_layout)
-        normalizer = tl.where(even, load_normalizer(state, f, sizes, fp32_layout), 0.0)
+        normalizer += load_normalizer(state, f, sizes, fp32_layout)
+        if delta is not None:
+            normalizer = tl.where(even, normalizer, 0.0)
     for step in range(part * span, tl.minimum(part * span + span, chunks)):
         number = step
         if delta is not None:
             number = chunks - 1 - step
         if states is not None:
             state = states + (hk * chunks + number) * (sizes.F * layout.WIDTH)
-            store_state(state, f, d, s, normalizer, sizes, layout)
+            store_state(state, f, d, s, normalizer, delta is not None, sizes, layout)
         for member in range(sizes.GROUP):
             head = hk * sizes.GROUP + member
             chunk = Chunk(head, number, number * sizes.CHUNK, local, length)
             x_tile = load(features, head, chunk, f, sizes.F)  # [C, BF]
             y_tile = load(values, head, chunk, d, sizes.DV)  # [C, BDv]
-            column = tl.full([sizes.CHUNK, 1], 1.0, tl.float32)
+            column = tl.full([sizes.CHUNK, COLUMNS], 1.0, tl.float32)
             if delta is not None:
                 column = -load_vector(delta, head, chunk)[:, None]
-            high = upper_half(column) if dtype == tl.bfloat16 else column
-            columns = tl.where(even, high, column - high).to(dtype)  # [C, COLUMNS]
-            normalizer = dot(tl.trans(x_tile), columns, normalizer, sizes.PRECISION)
+                high = upper_half(column) if dtype == tl.bfloat16 else column
+                column = tl.where(even, high, column - high)
+            normalizer = dot(tl.trans(x_tile), column.to(dtype), normalizer, sizes.PRECISION)
             s = dot(tl.trans(x_tile), y_tile.to(dtype), s, sizes.PRECISION)  # [BF, BDv]
     state = last + (hk * spans + part) * (sizes.F * fp32_layout.WIDTH)
-    store_state(state, f, d, s, normalizer, sizes, fp32_layout)
+    store_state(state, f, d, s, normalizer, delta is not None, sizes, fp32_layout)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
@@ -320,8 +327,8 @@ def linear_dy(
     x, v, g, delta, states, dy, length, chunks, sizes, layout  # x, g, delta: None without causality
 ):  # fmt: skip
     FEATURES: tl.constexpr = (sizes.F + sizes.BLOCK_F - 1) // sizes.BLOCK_F
-    f = tl.program_id(0) % FEATURES * sizes.BLOCK_F + tl.arange(0, sizes.BLOCK_F)  # [BF]
     chunk = chunk_of(tl.program_id(0) // FEATURES, length, sizes)
+    f = tl.program_id(0) % FEATURES * sizes.BLOCK_F + tl.arange(0, sizes.BLOCK_F)  # [BF]
     local, d = chunk.local, tl.arange(0, sizes.BLOCK_DV)
     state = state_of(states, chunk.head, chunk, chunks, x is not None, sizes, layout)
     dtype = dy.dtype.element_ty
