@@ -257,9 +257,9 @@ def test_states_of_bf16_features_keep_16_bits(value_dim: int) -> None:
 
 
 def test_a_split_state_adds_up_to_the_state() -> None:
-    state = pack(rand(2, 3, 8, 6), value_dim=5).float()
+    state = pack(rand(2, 3, 8, 5), rand(2, 3, 8, 1, seed=1), 8).float()
     parts = split(state, 5, torch.bfloat16).double()
     assert parts.shape[-1] == layout(5, torch.bfloat16).WIDTH
     found = torch.cat([parts[..., :5] + parts[..., 8:13], parts[..., 16:].sum(-1, True)], dim=-1)
-    assert torch.allclose(found, unpack(state, 5).double(), rtol=2**-16, atol=0)
+    assert torch.allclose(found, torch.cat(unpack(state, 5), -1).double(), rtol=2**-16, atol=0)
     assert split(state, 5, torch.float32) is state

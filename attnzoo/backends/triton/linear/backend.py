@@ -64,8 +64,7 @@ def scan(
         value_dim, state = part.shape[-1], None
         if sums is not None:
             columns = sums[..., start : start + value_dim]
-            state = pack(torch.cat([columns, sums[..., -1:]], dim=-1), value_dim)
-            state = pad(state, (0, 0, 0, y.shape[-1] - size))
+            state = pack(columns, sums[..., -1:], y.shape[-1])
         if lead or not causal:
             earlier = ops.linear_state(y=before, v=part[:, :, :lead].contiguous())
             state = earlier if state is None else state + earlier
@@ -78,9 +77,8 @@ def scan(
             dtype = call.input_dtype
             scanned = ops.linear_read(x=x, state=state, value_dim=value_dim, dtype=dtype)
         out.append(scanned.out)
-        last = unpack(state[..., :size, :], value_dim)
-        states.append(last[..., :-1])
-        normalizer = last[..., -1:]
+        values, normalizer = unpack(state[..., :size, :], value_dim)
+        states.append(values)
     assert normalizer is not None
     out = torch.cat(out, dim=-1)
     if keyless:

@@ -204,9 +204,7 @@ def linear_states(
     if first is not None:
         state = first + hk * (sizes.F * fp32_layout.WIDTH)
         s = load_values(state, 0, f, d, sizes, fp32_layout)
-        normalizer += load_normalizer(state, f, sizes, fp32_layout)
-        if delta is not None:
-            normalizer = tl.where(even, normalizer, 0.0)
+        normalizer = tl.where(even, load_normalizer(state, f, sizes, fp32_layout), 0.0)
     for step in range(part * span, tl.minimum(part * span + span, chunks)):
         number = step
         if delta is not None:

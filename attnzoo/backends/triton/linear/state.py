@@ -34,22 +34,22 @@ def layout(value_dim: int, dtype: torch.dtype = torch.float32) -> StateLayout:
     return StateLayout(1, values, values + 4)
 
 
-def pack(sums: Tensor, value_dim: int) -> Tensor:
-    """Convert sums (…, F, Dv + 1) to the kernels' layout (…, F, WIDTH) in fp32."""
-    values, normalizer = sums[..., :-1], sums[..., -1:]
-    return torch.cat([pad(values, (0, -value_dim % 4)), pad(normalizer, (0, 3))], dim=-1)
+def pack(values: Tensor, normalizer: Tensor, features: int) -> Tensor:
+    """Return the state (…, features, WIDTH) in fp32 with the sums (…, F, Dv) and (…, F, 1)."""
+    columns = [pad(values, (0, -values.shape[-1] % 4)), pad(normalizer, (0, 3))]
+    return pad(torch.cat(columns, dim=-1), (0, 0, 0, features - values.shape[-2]))
 
 
-def unpack(state: Tensor, value_dim: int) -> Tensor:
-    """Convert a state (…, F, WIDTH) in fp32 back to sums (…, F, Dv + 1)."""
-    return torch.cat([state[..., :value_dim], state[..., -4:-3]], dim=-1)
+def unpack(state: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Return the sums (…, F, Dv) and (…, F, 1) of a state (…, F, WIDTH) in fp32."""
+    return state[..., :value_dim], state[..., -4:-3]
 
 
 def split(state: Tensor, value_dim: int, dtype: torch.dtype) -> Tensor:
     """Convert a state (…, F, WIDTH) in fp32 to the layout for features of this dtype."""
     if dtype != torch.bfloat16:
         return state
-    values, normalizer = state[..., :value_dim], state[..., -4:-3]
+    values, normalizer = unpack(state, value_dim)
     parts = [pad(part, (0, -value_dim % 8)) for part in _parts(values, 2)]
     last = torch.cat(_parts(normalizer, 3), dim=-1)
     return torch.cat([*parts, pad(last, (0, NORMALIZER - 3))], dim=-1)
