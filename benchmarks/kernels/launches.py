@@ -161,12 +161,13 @@ def describe_linear(spec: Specialization) -> Any:
     x = torch.empty(1, 2, 1024, FEATURES, dtype=dtype, device="meta")
     do = x.new_empty(1, 2, 1024, spec.head_dim, dtype=dtype)
     y, v = x[:, :1], do[:, :1]
-    upstream = launch.Upstream(do, x.new_empty(1, 2, 1024, dtype=torch.float32))
-    states, kept, _ = launch.describe_states(y, v, None, None, 1, True, arch)
-    back = launch.describe_states(x, do, None, upstream.delta, 1, True, arch)[0]
-    output = launch.describe_output(x, y, v, kept, spec.head_dim, dtype, arch)[0]
-    dx = launch.describe_dx(x, y, v, upstream, kept, arch)[0]
-    (dy, dv), *_ = launch.describe_dy_dv(x, y, v, upstream, kept, arch)
+    delta = x.new_empty(1, 2, 1024, dtype=torch.float32)
+    states, (kept, _) = launch.describe_states(y, v, None, None, 1, True, arch)
+    assert kept is not None
+    back, _ = launch.describe_states(x, do, delta, None, 1, True, arch)
+    output, _ = launch.describe_output(x, y, v, kept, spec.head_dim, dtype, arch)
+    dx, _ = launch.describe_dx(x, y, v, do, delta, kept, arch)
+    (dy, dv), _ = launch.describe_dy_dv(y, v, x, do, delta, kept, arch)
     launches = {"states back": back, "output": output, "dx": dx, "dy": dy, "dv": dv}
     return {"states": states, **launches}[spec.kernel.removeprefix("linear ")]
 
@@ -199,16 +200,9 @@ def describe_decode(spec: Specialization) -> Any:
     q, k = empty(spec, 1, 8, few_queries(spec)), empty(spec, 1, 1, keys)
     layout, form, vectors, extras, alpha, lse = described(spec, q, keys)
     machine = arch_of(spec), PROCESSORS
-    solves = form.normalize == "threshold"
-    if stage in ("decode", "merge_splits"):
-        left = launch.new_products(q, k, layout) if solves else None
-        launches, _ = launch.describe_decode(
-            q, k, k, left, layout, form, vectors, extras, lse, *machine
-        )
-    elif solves:
-        launches, _ = launch.describe_threshold(
-            q, k, layout, form, vectors, extras, alpha, *machine
-        )
+    if form.normalize == "threshold" or stage in ("decode", "merge_splits"):
+        operands = q, k, k, None, layout, form, alpha, vectors, extras, lse, *machine
+        launches, _ = launch.describe_decode(*operands)
     else:
         launches, _ = launch.describe_statistics(q, k, layout, *machine)
     return next(each for each in launches if each.kernel.__name__ == stage)

@@ -17,7 +17,7 @@ import attnzoo
 from attnzoo.backends import linear
 from attnzoo.backends.triton.linear import backend as flash_linear
 from attnzoo.backends.triton.linear import operators as linear_ops
-from attnzoo.backends.triton.linear.state import pack, split, unpack, width
+from attnzoo.backends.triton.linear.state import layout, pack, split, unpack
 from attnzoo.functional.prepare import prepare
 from helpers.agreement import by_backend, disagreements, make
 from helpers.cases import params_of, rand
@@ -181,18 +181,15 @@ def features(gradient: bool) -> tuple[Tensor, ...]:
 def test_opcheck() -> None:
     x, y, v, first = features(True)
     opcheck(linear_ops.linear_read, x=x, state=first, value_dim=5, dtype=torch.float32)
+    opcheck(linear_ops.linear_state, y=y, v=v)
     for state in (first, None):
-        opcheck(linear_ops.linear_state, y=y, v=v, first=state)
         opcheck(linear_ops.linear_causal, x=x, y=y, v=v, first=state)
 
 
 @pytest.mark.slow
 def test_opcheck_backward() -> None:
     x, y, v, first = features(False)
-    opcheck(
-        linear_ops.linear_state_backward, y=y, v=v, first=first, dout=first,
-        wanted=["y", "v", "first"],
-    )  # fmt: skip
+    opcheck(linear_ops.linear_state_backward, y=y, v=v, dout=first, wanted=["y", "v"])
     read = linear_ops.linear_read(x=x, state=first, value_dim=5, dtype=torch.float32)
     do = torch.ones_like(read.out)
     opcheck(
@@ -260,9 +257,9 @@ def test_states_of_bf16_features_keep_16_bits(value_dim: int) -> None:
 
 
 def test_a_split_state_adds_up_to_the_state() -> None:
-    state = pack(rand(2, 3, 8, 6), value_dim=5).float()
+    state = pack(rand(2, 3, 8, 5), rand(2, 3, 8, 1, seed=1), 8).float()
     parts = split(state, 5, torch.bfloat16).double()
-    assert parts.shape[-1] == width(5, torch.bfloat16)
+    assert parts.shape[-1] == layout(5, torch.bfloat16).WIDTH
     found = torch.cat([parts[..., :5] + parts[..., 8:13], parts[..., 16:].sum(-1, True)], dim=-1)
-    assert torch.allclose(found, unpack(state, 5).double(), rtol=2**-16, atol=0)
+    assert torch.allclose(found, torch.cat(unpack(state, 5), -1).double(), rtol=2**-16, atol=0)
     assert split(state, 5, torch.float32) is state

@@ -82,7 +82,11 @@ count = len(prepared._prepared)
 assert count == 13, count
 for variant in ("softmax", "sigmoid", "ssmax", "entmax", "adaptive_temperature"):
     check(variant, False, (1, 4, 1, 32), "decode")
-assert len(prepared._prepared) == count + 7, len(prepared._prepared) - count
+assert len(prepared._prepared) == count + 6, len(prepared._prepared) - count
+# States and output, and in the backward dx, states, and dy with dv.
+count = len(prepared._prepared)
+check("elu", True, (1, 4, 60, 32), "flash_linear")
+assert len(prepared._prepared) == count + 5, len(prepared._prepared) - count
 for keys in range(40, 44):  # a cache that grows
     q, (k, v) = torch.randn(1, 4, 1, 32).bfloat16(), torch.randn(2, 1, 2, keys, 32).bfloat16()
     launches.clear()

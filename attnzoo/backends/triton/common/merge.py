@@ -31,6 +31,21 @@ def store_split(partials, at, index, rows, dv, acc, m, z, rule, tile):
     store_tile(partials.o + at * tile.DV, index, tile.DV, rows, dv, tile.DV, acc)
 
 
+@triton.jit
+def splits_of_row(row, rows, splits):
+    """Return the offset of a row in `Partials`, those of the splits from there, and which exist."""
+    split = tl.arange(0, MOST_SPLITS)[None, :]  # [1, MOST_SPLITS]
+    return row // rows * splits * rows + row % rows, split * rows, split < splits
+
+
+@triton.jit
+def load_peaks(partials, start, at, exists):
+    """Return m of each split, their maximum, and the maximum as a finite base: 0 if it is −∞."""
+    m = tl.load(partials.m + start + at, mask=exists, other=float("-inf"))
+    top = tl.max(m, 1)
+    return m, top, tl.where(top == float("-inf"), 0.0, top)
+
+
 @triton.jit(do_not_specialize="o_b o_h o_n heads group queries splits".split())
 def merge_splits(
     partials, o, vectors, terms, saved, o_b, o_h, o_n, eps, heads, group, queries, splits,
@@ -45,23 +60,15 @@ def merge_splits(
     b, h, i = row // (heads * queries), row // queries % heads, row % queries
     one = tl.zeros([1], tl.int32)
     loaded = load_vectors(one[:, None], row, 1, vectors, terms, rule)
-    start = row // rows_here * splits * rows_here + row % rows_here
-    every = tl.arange(0, MOST_SPLITS)[None, :]
+    start, at, exists = splits_of_row(row, rows_here, splits)
     total, base = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     top = total
     if rule.ONLINE or rule.SHIFTED:
-        peaks = tl.load(
-            partials.m + start + every * rows_here, mask=every < splits, other=float("-inf")
-        )
-        top = tl.max(peaks, 1)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        decay = tl.exp2(peaks - base[:, None])
-        sums = tl.load(partials.z + start + every * rows_here, mask=every < splits, other=0.0)
-        total = tl.sum(sums * decay, 1)
+        peaks, top, base = load_peaks(partials, start, at, exists)
+        sums = tl.load(partials.z + start + at, mask=exists, other=0.0)
+        total = tl.sum(sums * tl.exp2(peaks - base[:, None]), 1)
     elif rule.SUM:
-        total = tl.sum(
-            tl.load(partials.z + start + every * rows_here, mask=every < splits, other=0.0), 1
-        )
+        total = tl.sum(tl.load(partials.z + start + at, mask=exists, other=0.0), 1)
     acc = tl.zeros([1, tile.BLOCK_DV], tl.float32)
     dv = tl.arange(0, tile.BLOCK_DV)
     for low in range(0, splits, CHUNK):

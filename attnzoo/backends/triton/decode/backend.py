@@ -47,22 +47,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         products, *statistics = ops.decode_statistics(q=q, k=k, layout=layout)
         gain = gain.of(Statistics(*statistics))
     layout, vectors, extras = vectors_of(form, gain, layout, call)
-    kernel_form = flash.form_of(form)
-    if form.normalize == "threshold":
-        alpha = flash.alpha_of(form)
-        products, peak, tau = ops.decode_threshold(
-            q=q,
-            k=k,
-            vectors=vectors,
-            extras=extras,
-            layout=layout,
-            form=kernel_form,
-            alpha=alpha,
-        )
-        vectors, extras = vectors._replace(offset=tau), extras._replace(peak=peak)
     return ops.decode_forward(
         q=q, k=k, v=v, products=products, vectors=vectors, extras=extras, layout=layout,
-        form=kernel_form, want_lse=call.return_lse,
+        form=flash.form_of(form), alpha=flash.alpha_of(form), want_lse=call.return_lse,
     )  # fmt: skip
 
 

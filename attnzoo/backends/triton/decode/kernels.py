@@ -19,7 +19,7 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.fold import finish, walk
 from attnzoo.backends.triton.common.groups import KeySides, MaskStrides, Matrix, Scoring, Side, Size
-from attnzoo.backends.triton.common.merge import MOST_SPLITS, store_split
+from attnzoo.backends.triton.common.merge import load_peaks, splits_of_row, store_split
 from attnzoo.backends.triton.common.scores import capped, load_head, load_vectors, scores
 from attnzoo.backends.triton.common.tile import SMALLEST, load_block, store_tile, times
 from attnzoo.backends.triton.flash.segments import narrowed
@@ -32,15 +32,18 @@ RUNTIME = (
 ).split()
 
 
-class Packed(NamedTuple):
+class Rows(NamedTuple):
     """The rows of a program: the queries of all heads of a group.
 
     Lanes beyond the last row repeat the last row.
     """
 
     split: Any
-    group: Any  # batch · Hkv + key/value head
     batch: Any
+    kv_head: Any
+    group: Any  # batch · Hkv + key/value head
+    at: Any  # its offset in vectors [B, H, Nq]
+    count: Any
     lane: Any  # [BM]: 0 … BM − 1
     row: Any  # [BM, 1]
     head: Any  # [BM, 1]
@@ -48,38 +51,34 @@ class Packed(NamedTuple):
 
 
 @triton.jit
-def packed(heads, group, queries, splits, BLOCK_M: tl.constexpr):
-    split = tl.program_id(0) % splits
+def rows_of_program(heads, group, queries, splits, tile):
+    count, split = group * queries, tl.program_id(0) % splits
     bh = (tl.program_id(0) // splits).to(tl.int64)
-    kv_heads = heads // group
-    lane = tl.arange(0, BLOCK_M)
-    r = tl.minimum(lane, group * queries - 1)[:, None]
-    head = bh % kv_heads * group + r // queries
-    return Packed(split, bh, bh // kv_heads, lane, r, head, r % queries)
+    kv_heads, lane = heads // group, tl.arange(0, tile.BLOCK_M)
+    row = tl.minimum(lane, count - 1)[:, None]
+    kv_head = bh % kv_heads
+    head, b = kv_head * group + row // queries, bh // kv_heads
+    return Rows(split, b, kv_head, bh, bh * count, count, lane, row, head, row % queries)
 
 
 @triton.jit
-def split_blocks(first, last, span, split, splits, ranges, b, BLOCK_N: tl.constexpr):
+def blocks_of_split(rows, first, last, span, splits, ranges, tile):
     """Return the blocks of keys [low, high) of this split.
 
     With ``ranges``, see `flash.segments`, the splits share the range of the batch.
     """
     if ranges is not None:
-        first, last = narrowed(first, last, ranges, b, BLOCK_N)
+        first, last = narrowed(first, last, ranges, rows.batch, tile.BLOCK_N)
         span = tl.cdiv(last - first, splits)
-    low = first + split * span
+    low = first + rows.split * span
     return low, tl.minimum(low + span, last)
 
 
 @triton.jit
-def packed_queries(q, rows, q_b, q_h, q_n, tile):
-    """Return the queries [BM, D], a pointer to the batch, and the memory offset of each row."""
+def query_offsets(rows, q_h, q_n, tile):
+    """Return the offset of each row in the queries of the batch: [BM]."""
     at = (rows.head * q_h + rows.query.to(tl.int64) * q_n) * tile.ALIGN
-    at = tl.reshape(at, [rows.head.shape[0]])
-    b = rows.batch
-    q += b * q_b * tile.ALIGN
-    matrix = Matrix(q, 1, 1 << 62, None, b, b)
-    return load_block(matrix, b * 0, at, tl.arange(0, tile.BLOCK_D), tile.D, False), q, at
+    return tl.reshape(at, [tile.BLOCK_M])
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -94,28 +93,29 @@ def decode_products(
 
     For statistics with one split, write lse and entropy instead of m, Z and T.
     """
-    size, rows_here = Size(queries, keys, left, right), group * queries
-    rows = packed(heads, group, queries, splits, tile.BLOCK_M)
-    b, h, i, lane, at = rows.batch, rows.head, rows.query, rows.lane, rows.group * rows_here
-    q_tile, q, q_at = packed_queries(q, rows, q_b, q_h, q_n, tile)
-    q_side = Side(q_tile, Matrix(q, 1, 1 << 62, None, b, b), b * 0, q_at)
-    k += (b * k_b + rows.group % (heads // group) * k_h) * tile.ALIGN
-    strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
-    loaded = load_vectors(rows.row, at, rows_here, vectors, terms, rule)
-    head = load_head(b, h, i, heads, terms, visible, strides, size)
+    size, strides = Size(queries, keys, left, right), MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
+    rows = rows_of_program(heads, group, queries, splits, tile)
+    b, i, lane, exists = rows.batch, rows.query, rows.lane, rows.lane < rows.count
+    d, local = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_N)
+    q_at = query_offsets(rows, q_h, q_n, tile)
+    q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)  # rows of one entry
+    q_side = Side(load_block(q_matrix, b * 0, q_at, d, tile.D, False), q_matrix, b * 0, q_at)
+    k += (b * k_b + rows.kv_head * k_h) * tile.ALIGN
+    k_matrix = Matrix(k, k_n * tile.ALIGN, keys, None, b, rows.kv_head)
+    loaded = load_vectors(rows.row, rows.at, rows.count, vectors, terms, rule)
+    head = load_head(b, rows.head, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
     # [BM, 1]. products + j points to the products with key j.
-    products += (at + rows.row) * width - first * tile.BLOCK_N
+    products += (rows.at + rows.row) * width - first * tile.BLOCK_N
     m = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
     z, t = tl.zeros([tile.BLOCK_M], tl.float32), tl.zeros([tile.BLOCK_M], tl.float32)
-    matrix, local = Matrix(k, k_n * tile.ALIGN, keys, None, b, h), tl.arange(0, tile.BLOCK_N)
-    low, high = split_blocks(first, last, span, rows.split, splits, visible.ranges, b, tile.BLOCK_N)
+    low, high = blocks_of_split(rows, first, last, span, splits, visible.ranges, tile)
     for n in range(low, high):
         start = n * tile.BLOCK_N
         j = (start + local)[None, :]  # [1, BN]
-        k_tile = load_block(matrix, start, local, tl.arange(0, tile.BLOCK_D), tile.D, True)
-        product = times(q_side, Side(k_tile, matrix, start, local), tile.D, tile)  # [BM, BN]
-        tl.store(products + j, product, mask=(lane < rows_here)[:, None])
+        k_tile = load_block(k_matrix, start, local, d, tile.D, True)  # [BN, D]
+        product = times(q_side, Side(k_tile, k_matrix, start, local), tile.D, tile)  # [BM, BN]
+        tl.store(products + j, product, mask=exists[:, None])
         product = capped(product, terms.inner, tile.PRECISION)
         s, _ = scores(product, i, j, scoring, rule, True, True)
         if partials.z is None and entropy is None:
@@ -123,15 +123,15 @@ def decode_products(
         else:
             one = tl.full([tile.BLOCK_M], 1.0, tl.float32)
             m, z, t = add_scores(m, z, t, s, one, True)
-    inside = lane < rows_here
     if entropy is not None:
-        store_statistics(m, z, t, lse + at + lane, entropy + at + lane, inside)
+        at = rows.at + lane
+        store_statistics(m, z, t, lse + at, entropy + at, exists)
     else:
-        part = (rows.group * splits + rows.split) * rows_here + lane
-        tl.store(partials.m + part, m, mask=inside)
+        at = (rows.group * splits + rows.split) * rows.count + lane
+        tl.store(partials.m + at, m, mask=exists)
         if partials.z is not None:
-            tl.store(partials.z + part, z, mask=inside)
-            tl.store(partials.t + part, t, mask=inside)
+            tl.store(partials.z + at, z, mask=exists)
+            tl.store(partials.t + at, t, mask=exists)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -143,64 +143,57 @@ def decode(
     eps, heads, group, queries, keys, left, right, first, last, span, splits, width, rule, tile,
 ):  # fmt: skip
     """Write the partial result of this program's split, or the output of the only split."""
-    size, rows_here = Size(queries, keys, left, right), group * queries
-    rows = packed(heads, group, queries, splits, tile.BLOCK_M)
-    b, h, i, lane, at = rows.batch, rows.head, rows.query, rows.lane, rows.group * rows_here
-    hk = rows.group % (heads // group)
-    strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
-    loaded = load_vectors(rows.row, at, rows_here, vectors, terms, rule)
-    head = load_head(b, h, i, heads, terms, visible, strides, size)
+    size, strides = Size(queries, keys, left, right), MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
+    rows = rows_of_program(heads, group, queries, splits, tile)
+    b, hk, i, lane = rows.batch, rows.kv_head, rows.query, rows.lane
+    loaded = load_vectors(rows.row, rows.at, rows.count, vectors, terms, rule)
+    head = load_head(b, rows.head, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
     v += (b * v_b + hk * v_h) * tile.ALIGN
     d, dv = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_DV)
     v_matrix = Matrix(v, v_n * tile.ALIGN, keys, None, b, hk)
     if k is None:
         # Pointers [BM, 1] to the products with key 0
-        q_side = products + (at + rows.row) * width - first * tile.BLOCK_N
+        q_side = products + (rows.at + rows.row) * width - first * tile.BLOCK_N
         sides = KeySides(None, v_matrix, None, dv)
     else:
         k += (b * k_b + hk * k_h) * tile.ALIGN
-        q_tile, q, q_at = packed_queries(q, rows, q_b, q_h, q_n, tile)
-        q_side = Side(q_tile, Matrix(q, 1, 1 << 62, None, b, b), b * 0, q_at)
+        q_at = query_offsets(rows, q_h, q_n, tile)
+        q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)  # rows of one entry
+        q_side = Side(load_block(q_matrix, b * 0, q_at, d, tile.D, False), q_matrix, b * 0, q_at)
         sides = KeySides(Matrix(k, k_n * tile.ALIGN, keys, None, b, hk), v_matrix, d, dv)
     m = tl.full([tile.BLOCK_M], float("-inf") if rule.ONLINE else 0.0, tl.float32)
     z, peak = tl.zeros([tile.BLOCK_M], tl.float32), tl.full([tile.BLOCK_M], SMALLEST, tl.float32)
     acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_DV], tl.float32)
-    low, high = split_blocks(first, last, span, rows.split, splits, visible.ranges, b, tile.BLOCK_N)
+    low, high = blocks_of_split(rows, first, last, span, splits, visible.ranges, tile)
     acc, m, z, peak = walk(
         acc, m, z, peak, low, high, q_side, None, i, sides, scoring, None, rule, tile, True
     )
     if rule.PEAKED:
         acc *= peak[:, None]
     if partials.o is None:
-        acc = finish(acc, m, z, at, lane, rows_here, loaded, vectors, terms, saved, eps, rule)
-        o += (b * o_b + h * o_h + i.to(tl.int64) * o_n) * tile.ALIGN
-        store_tile(o, lane, 0, rows_here, dv, tile.DV, acc)
+        acc = finish(acc, m, z, rows.at, lane, rows.count, loaded, vectors, terms, saved, eps, rule)
+        o += (b * o_b + rows.head * o_h + i.to(tl.int64) * o_n) * tile.ALIGN
+        store_tile(o, lane, 0, rows.count, dv, tile.DV, acc)
     else:
-        part = (rows.group * splits + rows.split) * rows_here
-        store_split(partials, part, lane, rows_here, dv, acc, m, z, rule, tile)
+        part = (rows.group * splits + rows.split) * rows.count
+        store_split(partials, part, lane, rows.count, dv, acc, m, z, rule, tile)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def decode_stats(partials, lse, entropy, group, queries, splits):
     """Write lse and entropy of one query, from the partial results of all splits."""
     row = tl.program_id(0).to(tl.int64)
-    rows_here = group * queries
-    every = tl.arange(0, MOST_SPLITS)[None, :]
-    start = row // rows_here * splits * rows_here + row % rows_here
-    at, inside = start + every * rows_here, every < splits
-    peaks = tl.load(partials.m + at, mask=inside, other=float("-inf"))
-    top = tl.max(peaks, 1)
-    base = tl.where(top == float("-inf"), 0.0, top)
+    start, at, exists = splits_of_row(row, group * queries, splits)
+    m, top, base = load_peaks(partials, start, at, exists)
     # A split without keys has m = −∞ and Z = T = 0. Its shift must be finite: −∞ · 0 is NaN.
-    shift = tl.maximum(peaks - base[:, None], -200.0)
-    decay = tl.exp2(shift)
-    sums = tl.load(partials.z + at, mask=inside, other=0.0)
-    entropy_sums = tl.load(partials.t + at, mask=inside, other=0.0)
-    total = tl.sum(decay * sums, 1)
-    entropy_sum = tl.sum(decay * (entropy_sums + shift * sums), 1)
-    one = row + tl.zeros([1], tl.int32)
-    store_statistics(top, total, entropy_sum, lse + one, entropy + one, one >= 0)
+    shift = tl.maximum(m - base[:, None], -200.0)
+    z = tl.load(partials.z + start + at, mask=exists, other=0.0)
+    t = tl.load(partials.t + start + at, mask=exists, other=0.0)
+    total = tl.sum(tl.exp2(shift) * z, 1)
+    entropy_sum = tl.sum(tl.exp2(shift) * (t + shift * z), 1)
+    at = row + tl.zeros([1], tl.int32)
+    store_statistics(top, total, entropy_sum, lse + at, entropy + at, at >= 0)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -216,11 +209,9 @@ def decode_threshold(
     all as α → 1. Each step of the solver reads only the copies.
     """
     row = tl.program_id(0).to(tl.int64)
-    rows_here = group * queries
     b, h = row // (heads * queries), row // queries % heads
     i = tl.zeros([1, 1], tl.int32) + (row % queries).to(tl.int32)
-    size = Size(queries, keys, left, right)
-    strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
+    size, strides = Size(queries, keys, left, right), MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
     loaded = load_vectors(tl.zeros([1, 1], tl.int32), row, 1, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
@@ -229,13 +220,8 @@ def decode_threshold(
     a = loaded.shape - 1.0  # α − 1, [1, 1]
     if rule.ALPHA is not None:
         a = tl.full([1, 1], rule.ALPHA - 1.0, tl.float32)
-    every = tl.arange(0, MOST_SPLITS)[None, :]
-    start = row // rows_here * splits * rows_here + row % rows_here
-    peaks = tl.load(
-        partials.m + start + every * rows_here, mask=every < splits, other=float("-inf")
-    )
-    top = tl.max(peaks, 1)[:, None]
-    base = tl.where(top == float("-inf"), 0.0, top)
+    start, at, exists = splits_of_row(row, group * queries, splits)
+    _peaks, top, base = load_peaks(partials, start, at, exists)  # [1]
     products += row * width
     candidates += row * width
     column = tl.arange(0, BLOCK)[None, :]
@@ -247,8 +233,8 @@ def decode_threshold(
         product = capped(product, terms.inner, tile.PRECISION)
         s, _ = scores(product, i, j, scoring, rule, True, True)
         s = tl.where(inside, s, float("-inf"))
-        alive = (s - top > -1.0 / a).to(tl.int32)
-        tl.store(candidates + length + tl.cumsum(alive, 1) - 1, s - base, mask=alive > 0)
+        alive = (s - top[:, None] > -1.0 / a).to(tl.int32)
+        tl.store(candidates + length + tl.cumsum(alive, 1) - 1, s - base[:, None], mask=alive > 0)
         length += tl.sum(alive)
         has_nan = tl.maximum(has_nan, tl.max((s != s).to(tl.int32)))
         if PLAIN:
@@ -270,7 +256,6 @@ def decode_threshold(
         unsolved = (tl.max(is_unsolved.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
     # tl.max ignores NaN, so τ is set to NaN for queries with NaN among their scores.
     t = tl.where(has_nan > 0, float("nan"), t)
-    base = tl.reshape(base, [1])
     peak_here = base
     if PLAIN:
         peak_here = tl.where(largest == float("-inf"), 0.0, largest)

@@ -6,7 +6,7 @@ multiprocessor has work. The number of splits affects only the order of summatio
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -49,15 +49,6 @@ KEYS = 128
 SCORES = 2048
 
 
-class Splits(NamedTuple):
-    """The blocks of keys [first, last), split among ``number`` programs of ``span`` blocks each."""
-
-    first: int
-    last: int
-    span: int
-    number: int
-
-
 def key_range(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
     """Return the range [first, last) of keys that any query may see, in units of KEYS keys."""
     queries, keys = q.shape[2], k.shape[2]
@@ -76,78 +67,71 @@ def _rows(q: Tensor, k: Tensor) -> int:
     return q.shape[1] // max(1, k.shape[1]) * q.shape[2]
 
 
-def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: int) -> Splits:
-    unit = KEYS // config.block_n
+def _splits(q: Tensor, k: Tensor, layout: Layout, block_n: int, processors: int) -> dict[str, int]:
+    """Return the blocks of keys [first, last), and the number of splits of ``span`` blocks each."""
+    unit = KEYS // block_n
     first, last = (unit * x for x in key_range(q, k, layout))
-    blocks, keys = last - first, k.shape[2] - first * config.block_n
+    blocks, keys = last - first, k.shape[2] - first * block_n
     wanted = triton.cdiv(PER_PROCESSOR * processors, max(1, q.shape[0] * k.shape[1]))
     wanted = max(1, min(wanted, MOST_SPLITS.value, keys // LEAST_KEYS))
     span = max(1, triton.cdiv(blocks, wanted))
-    return Splits(first, last, span, max(1, triton.cdiv(blocks, span)))
+    splits = max(1, triton.cdiv(blocks, span))
+    return {"first": first, "last": last, "span": span, "splits": splits}
 
 
-def _arguments(
-    q: Tensor, k: Tensor, layout: Layout, extras: Extras, arch: int, processors: int,
-    *v_and_out: Tensor,
-) -> tuple[dict[str, Any], Config, Splits, list[Launch]]:  # fmt: skip
-    """Return the arguments and configuration of kernels with a loop over keys, and the splits.
-
-    The launches, if any, must run before.
-    """
-    dim = max(x.shape[3] for x in (q, *v_and_out))
+def _config(
+    q: Tensor, k: Tensor, v: Tensor | None, layout: Layout, extras: Extras, align: int, arch: int
+) -> Config:
+    dim = max(q.shape[3], 0 if v is None else v.shape[3])
     block_m = max(16, triton.next_power_of_2(_rows(q, k)))
     many_rows = block_m * q.element_size() > 64
     mask_per_head = layout.mask is not None and layout.mask.shape[1] > 1
     several = mask_per_head or dense_mask(layout) or count_extras(layout, extras.key_bias) > 1
-    safe = many_rows or several or align_of(q, k, *v_and_out) == 1
-    config = decode_config(arch, 8 * q.element_size(), dim, safe)._replace(block_m=block_m)
-    splits = _splits(q, k, layout, config, processors)
+    safe = many_rows or several or align == 1
+    return decode_config(arch, 8 * q.element_size(), dim, safe)._replace(block_m=block_m)
+
+
+def _walk(
+    kernel: Any, q: Tensor, k: Tensor, v: Tensor | None, out: Tensor | None, layout: Layout,
+    extras: Extras, arch: int, processors: int, **operands: Any,
+) -> list[Launch]:  # fmt: skip
+    """Return launches of which the last is that of a kernel with a loop over keys."""
+    tensors = {name: x for name, x in zip("qkvo", (q, k, v, out)) if x is not None}
+    align = align_of(*tensors.values())
+    config = _config(q, k, v, layout, extras, align, arch)
+    splits = _splits(q, k, layout, config.block_n, processors)
     # One tile holds all queries.
     ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
     args = {
-        **common(q, k, layout, ranges, 1), "terms": score_terms(layout, extras),
-        "first": splits.first, "last": splits.last, "span": splits.span,
-        "splits": splits.number, "width": (splits.last - splits.first) * config.block_n,
+        **common(q, k, layout, ranges, 1), **tensors, **strides(align, **tensors),
+        "terms": score_terms(layout, extras), "tile": tile_of(config, q, v, ALIGN=align),
+        **splits, "width": (splits["last"] - splits["first"]) * config.block_n,
+        "partials": Partials(), **operands,
     }  # fmt: skip
     if layout.mask is not None and layout.mask.shape[1] == 1:
         args["mask_h"] = None
-    return args, config, splits, before
+    programs = q.shape[0] * k.shape[1] * splits["splits"] if q.numel() else 0
+    return [*before, Launch(kernel, programs, args, config)]
 
 
-def _partial(q: Tensor, k: Tensor, splits: Splits, *dim: int) -> Tensor:
-    shape = q.shape[0], k.shape[1], splits.number, _rows(q, k), *dim
+def _products_walk(
+    q: Tensor, k: Tensor, layout: Layout, extras: Extras, arch: int, processors: int,
+    gain: Tensor | None, rule: Rule,
+) -> list[Launch]:  # fmt: skip
+    """Return launches of which the last computes q kᵀ. Its other results are set by the caller."""
+    products = new_products(q, k, layout)
+    *before, walk = _walk(
+        kernels.decode_products, q, k, None, None, layout, extras, arch, processors,
+        products=products, lse=None, entropy=None, vectors=Vectors(gain), rule=rule,
+    )  # fmt: skip
+    # Products of keys in other segments are not computed, and stay 0.
+    return [*before, walk._replace(zeroed=(products,) if before else ())]
+
+
+def _partial(q: Tensor, k: Tensor, walk: Launch, *dim: int) -> Tensor:
+    """Return an empty tensor for a field of `Partials`."""
+    shape = q.shape[0], k.shape[1], walk.args["splits"], _rows(q, k), *dim
     return q.new_empty(shape, dtype=torch.float32)
-
-
-def _programs(q: Tensor, k: Tensor, splits: Splits) -> int:
-    return q.shape[0] * k.shape[1] * splits.number if q.numel() else 0
-
-
-def _products_pass(
-    q: Tensor, k: Tensor, gain: Tensor | None, extras: Extras, rule: Rule, layout: Layout,
-    arch: int, processors: int, statistics: tuple[Tensor, Tensor] | None,
-) -> tuple[list[Launch], dict[str, Any], Tensor]:  # fmt: skip
-    """Return the launches that compute q kᵀ, their arguments, and the tensor for q kᵀ.
-
-    With one split, the last launch writes the ``statistics`` lse and entropy, if wanted.
-    """
-    args, config, splits, before = _arguments(q, k, layout, extras, arch, processors)
-    align, products = align_of(q, k), new_products(q, k, layout)
-    lse = entropy = None
-    if statistics is not None and splits.number == 1:
-        partials, (lse, entropy) = Partials(), statistics
-    else:
-        z, t = (None if statistics is None else _partial(q, k, splits) for _ in range(2))
-        partials = Partials(None, _partial(q, k, splits), z, t)
-    args |= {
-        **strides(align, q=q, k=k), "products": products, "partials": partials,
-        "lse": lse, "entropy": entropy, "vectors": Vectors(gain), "rule": rule,
-        "tile": tile_of(config, q, ALIGN=align),
-    }  # fmt: skip
-    # Products of keys in other segments are not computed. The operator returns them as 0.
-    zeroed = (products,) if before else ()
-    launch = Launch(kernels.decode_products, _programs(q, k, splits), args, config, zeroed)
-    return [*before, launch], args, products
 
 
 def describe_statistics(
@@ -155,63 +139,69 @@ def describe_statistics(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """Return the launches and their results: products, lse and entropy of the logits."""
     rule, lse, entropy = constants(Rule, UNIT=1 / LN2.value), new_vector(q), new_vector(q)
-    launches, args, products = _products_pass(
-        q, k, None, Extras(), rule, layout, arch, processors, (lse, entropy)
-    )
-    if args["splits"] > 1:
-        merge_args = {**args, "lse": lse, "entropy": entropy}
-        launches.append(row_launch(kernels.decode_stats, merge_args, q))
-    return launches, (products, lse, entropy)
+    *launches, walk = _products_walk(q, k, layout, Extras(), arch, processors, None, rule)
+    args = {**walk.args, "lse": lse, "entropy": entropy}
+    if args["splits"] == 1:
+        launches.append(walk._replace(args=args))
+    else:
+        m, z, t = (_partial(q, k, walk) for _ in range(3))
+        partials = Partials(None, m, z, t)
+        launches.append(walk._replace(args={**walk.args, "partials": partials}))
+        launches.append(row_launch(kernels.decode_stats, {**args, "partials": partials}, q))
+    return launches, (args["products"], lse, entropy)
 
 
-def describe_threshold(
-    q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
-    alpha: float | None, arch: int, processors: int,
+def _describe_threshold(
+    q: Tensor, k: Tensor, layout: Layout, form: Form, alpha: float | None, vectors: Vectors,
+    extras: Extras, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Return the launches, the products, the peak and τ.
-
-    Only gain and shape of ``vectors`` are read.
-    """
-    extras = extras._replace(factor=None, peak=None)
+    """Return the launches and their results: products, τ and the peak that it is relative to."""
     rule = constants(Rule, UNIT=1.0, DISTANCE=form.distance_act)
-    walk, args, products = _products_pass(
-        q, k, vectors.gain, extras, rule, layout, arch, processors, None
-    )
-    peak, tau = new_vector(q), new_vector(q)
+    extras = extras._replace(factor=None, peak=None)
+    *before, walk = _products_walk(q, k, layout, extras, arch, processors, vectors.gain, rule)
+    walk.args["partials"] = Partials(m=_partial(q, k, walk))
+    products, tau, peak = walk.args["products"], new_vector(q), new_vector(q)
+    tile = walk.args["tile"]
     args = {
-        **args, "candidates": torch.empty_like(products), "peak": peak, "tau": tau,
+        **walk.args, "candidates": torch.empty_like(products), "peak": peak, "tau": tau,
         "vectors": Vectors(vectors.gain, shape=vectors.shape),
         "rule": constants(Rule, ACT=form.act, UNIT=1.0, DISTANCE=form.distance_act, ALPHA=alpha),
-        "tile": Tile(BLOCK_N=args["tile"].BLOCK_N, PRECISION=args["tile"].PRECISION),
+        "tile": Tile(BLOCK_N=tile.BLOCK_N, PRECISION=tile.PRECISION),
         "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
-    return [*walk, row_launch(kernels.decode_threshold, args, q)], (products, peak, tau)
+    solver = row_launch(kernels.decode_threshold, args, q)
+    return [*before, walk, solver], (products, tau, peak)
 
 
 def describe_decode(
     q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, layout: Layout, form: Form,
-    vectors: Vectors, extras: Extras, want_lse: bool, arch: int, processors: int,
+    alpha: float | None, vectors: Vectors, extras: Extras, want_lse: bool, arch: int,
+    processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out and lse."""
+    launches: list[Launch] = []
+    if form.normalize == "threshold":
+        launches, (products, tau, peak) = _describe_threshold(
+            q, k, layout, form, alpha, vectors, extras, arch, processors
+        )
+        vectors, extras = vectors._replace(offset=tau), extras._replace(peak=peak)
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
-    args, config, splits, before = _arguments(q, k, layout, extras, arch, processors, v, out)
-    online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")
-    align = align_of(q, k, v, out)
-    args |= {
-        **strides(align, q=q, k=k, v=v, o=out), "v": v, "products": products, "vectors": vectors,
-        "o": out, "saved": Saved(lse=lse), "partials": Partials(), "eps": form.eps or None,
-        "rule": rule_of(form, is_peaked(form, v)), "tile": tile_of(config, q, v, ALIGN=align),
-    }  # fmt: skip
+    rule = rule_of(form, is_peaked(form, v))
+    *before, walk = _walk(
+        kernels.decode, q, k, v, out, layout, extras, arch, processors, products=products,
+        vectors=vectors, saved=Saved(lse=lse), eps=form.eps or None, rule=rule,
+    )  # fmt: skip
+    launches += before
     if products is not None:
-        args |= {"q": None, "k": None}
-    programs = _programs(q, k, splits)
-    if splits.number == 1:
-        return [*before, Launch(kernels.decode, programs, args, config)], (out, lse)
+        walk.args.update(q=None, k=None)
+    if walk.args["splits"] == 1:
+        return [*launches, walk], (out, lse)
+    online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")
     partials = Partials(
-        _partial(q, k, splits, v.shape[3]),
-        _partial(q, k, splits) if online or form.shifted else None,
-        _partial(q, k, splits) if online or sums else None,
+        _partial(q, k, walk, v.shape[3]),
+        _partial(q, k, walk) if online or form.shifted else None,
+        _partial(q, k, walk) if online or sums else None,
     )
-    walk = {**without_merge(args), "o": None, "partials": partials}
-    merge = merge_launch(args, partials, q, splits.number, args["group"])
-    return [*before, Launch(kernels.decode, programs, walk, config), merge], (out, lse)
+    merge = merge_launch(walk.args, partials, q, walk.args["splits"], walk.args["group"])
+    args = {**without_merge(walk.args), "o": None, "partials": partials}
+    return [*launches, walk._replace(args=args), merge], (out, lse)

@@ -1,7 +1,6 @@
 """The kernels of `decode` as PyTorch operators, without derivatives.
 
 Triton is imported by the first call that runs a kernel or needs the size of the products.
-`decode_statistics` and `decode_threshold` return ``products``, q kᵀ, for `decode_forward`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _launch(describe: Callable[..., Any], q: Tensor, *operands: Any) -> Any:
 
 
 class Statistics(NamedTuple):
-    """`attnzoo.Statistics` together with the products."""
+    """`attnzoo.Statistics` together with the products q kᵀ, for `decode_forward`."""
 
     products: Tensor
     lse: Tensor
@@ -42,40 +41,12 @@ def decode_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
 
 @decode_statistics.fake
 def _(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
-    from attnzoo.backends.triton.decode import launch
+    from attnzoo.backends.triton.decode.launch import new_products
 
-    return Statistics(launch.new_products(q, k, layout), new_vector(q), new_vector(q))
+    return Statistics(new_products(q, k, layout), new_vector(q), new_vector(q))
 
 
 @decode_statistics.flops
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
-    return 2 * flops.pairs(q, k, layout) * q.shape[3]
-
-
-class Threshold(NamedTuple):
-    products: Tensor
-    peak: Tensor
-    tau: Tensor
-
-
-@operator
-def decode_threshold(
-    *, q: Tensor, k: Tensor, vectors: Vectors, extras: Extras, layout: Layout, form: Form,
-    alpha: float | None,
-) -> Threshold:  # fmt: skip
-    from attnzoo.backends.triton.decode.launch import describe_threshold
-
-    return Threshold(*_launch(describe_threshold, q, k, layout, form, vectors, extras, alpha))
-
-
-@decode_threshold.fake
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> Threshold:
-    from attnzoo.backends.triton.decode import launch
-
-    return Threshold(launch.new_products(q, k, layout), new_vector(q), new_vector(q))
-
-
-@decode_threshold.flops
 def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
     return 2 * flops.pairs(q, k, layout) * q.shape[3]
 
@@ -88,12 +59,15 @@ class Attended(NamedTuple):
 @operator
 def decode_forward(
     *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, vectors: Vectors, extras: Extras,
-    layout: Layout, form: Form, want_lse: bool,
+    layout: Layout, form: Form, alpha: float | None, want_lse: bool,
 ) -> Attended:  # fmt: skip
-    """Compute out and lse. If ``products`` are given, q and k are not read."""
+    """Compute out and lse, and before them the threshold of a form that has one.
+
+    If ``products`` are given, q and k are not read.
+    """
     from attnzoo.backends.triton.decode.launch import describe_decode
 
-    operands = products, layout, form, vectors, extras, want_lse
+    operands = products, layout, form, alpha, vectors, extras, want_lse
     return Attended(*_launch(describe_decode, q, k, v, *operands))
 
 

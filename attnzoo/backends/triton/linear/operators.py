@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.operator import operator
-from attnzoo.backends.triton.linear.state import split, width
+from attnzoo.backends.triton.linear.state import layout, split
 
 
 def _new_state(y: Tensor, v: Tensor) -> Tensor:
-    shape = (*y.shape[:2], y.shape[3], width(v.shape[3]))
+    shape = *y.shape[:2], y.shape[3], layout(v.shape[3]).WIDTH
     return y.new_empty(shape, dtype=torch.float32)
 
 
@@ -36,7 +36,7 @@ def _of_chunks(x: Tensor, size: int) -> int:
 
 
 def _upstream(do: Tensor, out: Tensor, z: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return G = dO/Z and δ = G·o, see `launch.Upstream`.
+    """Return G = dO/Z in the dtype of the features, and δ = G·o.
 
     δ is computed from G after rounding, so that all gradients are those of the same dO.
     """
@@ -45,16 +45,12 @@ def _upstream(do: Tensor, out: Tensor, z: Tensor, features: Tensor) -> tuple[Ten
 
 
 @operator
-def linear_state(*, y: Tensor, v: Tensor, first: Tensor | None) -> Tensor:
-    """Return the state ``first`` + Σ_j y_j [v_j, 1]ᵀ."""
-    from attnzoo.backends.triton.common.launch import architecture, run
+def linear_state(*, y: Tensor, v: Tensor) -> Tensor:
+    """Return the state Σ_j y_j [v_j, 1]ᵀ."""
     from attnzoo.backends.triton.linear import launch
 
-    work, _, last = launch.describe_states(
-        y, v, first, None, y.shape[1], False, architecture(y.device)
-    )
-    run(work)
-    return last.sum(2)
+    _, sums = launch.run(launch.describe_states, y, v, None, None, y.shape[1], False)
+    return sums.sum(2)
 
 
 @linear_state.fake
@@ -67,19 +63,13 @@ def _(*, y: Tensor, v: Tensor) -> int:
     return _of_state(y, v.shape[3])
 
 
-@linear_state.backward("y", "v", "first")
-def linear_state_backward(
-    *, y: Tensor, v: Tensor, first: Tensor | None, dout: Tensor
-) -> dict[str, Tensor]:
-    from attnzoo.backends.triton.common.launch import architecture, run
+@linear_state.backward("y", "v")
+def linear_state_backward(*, y: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
     from attnzoo.backends.triton.linear import launch
 
-    dout = dout.contiguous()
-    state = split(dout, v.shape[3], y.dtype)[:, :, None]
-    launches, dy, dv = launch.describe_dy_dv(None, y, v, None, state, architecture(y.device))
-    for work in launches:
-        run(work)
-    return {"y": dy, "v": dv, "first": dout.clone()}
+    states = split(dout.contiguous(), v.shape[3], y.dtype)[:, :, None]
+    dy, dv = launch.run(launch.describe_dy_dv, y, v, None, None, None, states)
+    return {"y": dy, "v": dv}
 
 
 @linear_state_backward.flops
@@ -95,15 +85,10 @@ class Read(NamedTuple):
 @operator
 def linear_read(*, x: Tensor, state: Tensor, value_dim: int, dtype: torch.dtype) -> Read:
     """Return o and Z of queries that all read one state."""
-    from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 
-    kept = split(state, value_dim, x.dtype)[:, :, None]
-    work, out, z = launch.describe_output(
-        x, None, None, kept, value_dim, dtype, architecture(x.device)
-    )
-    run(work)
-    return Read(out, z)
+    states = split(state, value_dim, x.dtype)[:, :, None]
+    return Read(*launch.run(launch.describe_output, x, None, None, states, value_dim, dtype))
 
 
 @linear_read.fake
@@ -121,17 +106,12 @@ def _(*, x: Tensor, value_dim: int) -> int:
 def linear_read_backward(
     *, x: Tensor, state: Tensor, out: Tensor, z: Tensor, dout: Tensor
 ) -> dict[str, Tensor]:
-    from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 
-    arch, upstream = architecture(x.device), launch.Upstream(*_upstream(dout, out, z, x))
-    kept = split(state, out.shape[3], x.dtype)[:, :, None]
-    of_x, dx = launch.describe_dx(x, None, None, upstream, kept, arch)
-    of_state, _, dstate = launch.describe_states(
-        x, upstream.g, None, upstream.delta, state.shape[1], False, arch
-    )
-    run(of_x)
-    run(of_state)
+    g, delta = _upstream(dout, out, z, x)
+    states = split(state, out.shape[3], x.dtype)[:, :, None]
+    dx = launch.run(launch.describe_dx, x, None, None, g, delta, states)
+    _, dstate = launch.run(launch.describe_states, x, g, delta, None, state.shape[1], False)
     return {"x": dx, "state": dstate.sum(2)}
 
 
@@ -152,26 +132,22 @@ class Scanned(NamedTuple):
 @operator
 def linear_causal(*, x: Tensor, y: Tensor, v: Tensor, first: Tensor | None) -> Scanned:
     """Attend causally: query i to the keys j ≤ i and to the keys in the state ``first``."""
-    from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 
-    arch = architecture(x.device)
-    work, kept, last = launch.describe_states(y, v, first, None, y.shape[1], True, arch)
-    run(work)
-    work, out, z = launch.describe_output(x, y, v, kept, v.shape[3], v.dtype, arch)
-    run(work)
-    return Scanned(out, z, kept, last.sum(2))
+    states, last = launch.run(launch.describe_states, y, v, None, first, y.shape[1], True)
+    out, z = launch.run(launch.describe_output, x, y, v, states, v.shape[3], v.dtype)
+    return Scanned(out, z, states, last.sum(2))
 
 
 @linear_causal.fake
 def _(*, x: Tensor, y: Tensor, v: Tensor) -> Scanned:
     from attnzoo.backends.triton.linear.launch import chunk_length
 
-    chunk = chunk_length(y)
+    chunk, width = chunk_length(y), layout(v.shape[3], y.dtype).WIDTH
     chunks = (y.shape[2] + chunk - 1) // chunk
-    kept = y.new_empty(*y.shape[:2], chunks, y.shape[3], width(v.shape[3], y.dtype))
-    out = v.new_empty(*x.shape[:3], v.shape[3])
-    return Scanned(out, x.new_empty(x.shape[:3], dtype=torch.float32), kept, _new_state(y, v))
+    kept = y.new_empty(*y.shape[:2], chunks, y.shape[3], width)
+    z = x.new_empty(x.shape[:3], dtype=torch.float32)
+    return Scanned(v.new_empty(*x.shape[:3], v.shape[3]), z, kept, _new_state(y, v))
 
 
 @linear_causal.flops
@@ -186,18 +162,13 @@ def linear_causal_backward(
     *, x: Tensor, y: Tensor, v: Tensor, first: Tensor | None, out: Tensor, z: Tensor, kept: Tensor,
     dout: Tensor, dlast: Tensor | None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 
+    g, delta = _upstream(dout, out, z, x)
     dlast = None if dlast is None else dlast.contiguous()
-    arch, upstream = architecture(x.device), launch.Upstream(*_upstream(dout, out, z, x))
-    of_x, dx = launch.describe_dx(x, y, v, upstream, kept, arch)
-    back, after, dfirst = launch.describe_states(
-        x, upstream.g, dlast, upstream.delta, y.shape[1], True, arch
-    )
-    others, dy, dv = launch.describe_dy_dv(x, y, v, upstream, after, arch)
-    for work in (of_x, back, *others):
-        run(work)
+    dx = launch.run(launch.describe_dx, x, y, v, g, delta, kept)
+    after, dfirst = launch.run(launch.describe_states, x, g, delta, dlast, y.shape[1], True)
+    dy, dv = launch.run(launch.describe_dy_dv, y, v, x, g, delta, after)
     return {"x": dx, "y": dy, "v": dv, "first": dfirst.sum(2)}
 
 
