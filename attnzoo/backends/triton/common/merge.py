@@ -50,6 +50,7 @@ def merge_splits(
     total, base = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     top = total
     if rule.ONLINE or rule.SHIFTED:
+        # [1, MOST_SPLITS]
         peaks = tl.load(
             partials.m + start + every * rows_here, mask=every < splits, other=float("-inf")
         )

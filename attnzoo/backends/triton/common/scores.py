@@ -30,6 +30,7 @@ def load_vectors(i, at, count, vectors, terms, UNIT: tl.constexpr, TAU_UNIT: tl.
             # An offset may be log 0 = −∞. Hidden scores (−∞) minus this τ would be NaN.
             tau = tl.where(tau == float("-inf"), 0.0, tau) * TAU_UNIT
     if vectors.shape is not None:
+        # With 1.5, every φ is finite for the queries that do not exist.
         shape = tl.load(vectors.shape + at + i, mask=i < count, other=1.5)
     if terms.alibi is not None:
         slope = tl.load(terms.alibi + at + i, mask=i < count, other=0.0) * UNIT
@@ -105,7 +106,7 @@ def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr
     then give exactly 0 for the largest score.
     """
     vectors, terms, size = scoring.vectors, scoring.terms, scoring.size
-    s, seen = product * vectors.factor, j < size.keys
+    s, seen = product * vectors.factor, j < size.keys  # [BM, BN], [1, BN]
     MULTIPLE: tl.constexpr = (
         scoring.visible.mask is None and terms.alibi is None and rule.DISTANCE is None
     )

@@ -91,7 +91,7 @@ def flash_dq(
     loaded = load_vectors(i, block.at, queries, vectors, terms, rule.UNIT, rule.TAU_UNIT)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
-    b_now, h_now = b.to(tl.int32), hk.to(tl.int32)
+    b_now, h_now = b.to(tl.int32), hk.to(tl.int32)  # coordinates of TMA have 32 bits
     k_matrix = Matrix(k, k_n * tile.ALIGN, keys, k_descriptor, b_now, h_now)
     v_matrix = Matrix(v, v_n * tile.ALIGN, keys, v_descriptor, b_now, h_now)
     sides = KeySides(k_matrix, v_matrix, d, dv)
@@ -150,6 +150,7 @@ def flash_dq(
     )  # fmt: skip
     if rule.PEAKED:
         acc *= peak_ds[:, None]
+    # The scale multiplies the sum [BM, D] once, instead of dS [BM, BN] in each block.
     acc *= terms.scale if terms.inner is None else terms.scale * terms.inner
     if gradients.gain is not None:
         # dgain is computed before acc is multiplied by the gain: q·dq / gain would fail where the
@@ -310,6 +311,7 @@ def _sum_over_keys(
         product = times(q_side, Side(k_tile, sides.k, first, local), tile.D, tile)  # [BM, BN]
         product = capped(product, terms.inner, tile.PRECISION)
         s, seen = scores(product, i, j, scoring, rule, EDGE, HIDES)
+        # [BM, BN], like dS. The vectors of ``row`` and the mean are [BM, 1].
         phi, slope, _, mu_slope = activate(s - tau, shape, seen, rule, HIDES)
         dp = times(do_side, Side(v_tile, sides.v, first, local), tile.DV, tile)  # [BM, BN]
         if gradients.factor is not None:

@@ -122,6 +122,7 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
         or terms.base is not None or rule.DISTANCE is not None
     )  # fmt: skip
     WINDOW: tl.constexpr = size.left is not None or size.right is not None
+    # ``row``: offset of the block in vectors [B, H, Nq]. ``count``: number of queries from it on.
     row, count = group.at + member.to(tl.int64) * size.queries + begin, size.queries - begin
     product = capped(product, terms.inner, tile.PRECISION)
     gain, loaded = _load_vectors(row, i, count, group.vectors, terms, rule, HIDES, EDGE)
@@ -146,7 +147,7 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
         p *= per_z
         factor = per_z if group.dkey_bias is not None else gain * per_z
     if normalizers.per_z is not None or group.dkey_bias is None:
-        dp *= factor
+        dp *= factor  # as δ, which `flash_dq` has stored with this factor
     if rule.NORMALIZER:
         ds = slope * dp - mu_slope * _load_vector(normalizers.delta, row, i, count, 0.0, EDGE)
     else:
