@@ -165,7 +165,7 @@ def hide(s, i, j, scoring, UNIT: tl.constexpr, EDGE: tl.constexpr):
         if size.left is not None:
             seen = seen & (j >= i + offset - size.left)
     if visible.mask is not None:
-        entries = visible.mask + head.mask + j
+        entries = visible.mask + head.mask + j  # pointers [1, BN], of a dense mask [BM, BN]
         if strides.key is not None:
             entries = visible.mask + head.mask + j.to(tl.int64) * strides.key
         inside = exists

@@ -215,7 +215,8 @@ def _sum_over_queries(
         block, member = start, tl.full([], 0, tl.int32)  # member: index of the head in its group
     total = tl.zeros([k_side.local.shape[0]], tl.float32)
     # A single loop runs over the heads of the group and their blocks of queries, because nested
-    # loops need twice as many registers.
+    # loops need twice as many registers. Head and block are carried along, because a division per
+    # step would cost more.
     for step in range(steps):
         if blocks is not None:
             entry = tl.load(blocks + step // PARTS)

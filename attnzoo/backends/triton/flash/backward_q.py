@@ -268,7 +268,7 @@ def _mean_over_keys(low, high, q_side, do_side, i, sides, scoring, blocks, per_z
         product = times(q_side, Side(k_tile, sides.k, first, local), tile.D, tile)  # [BM, BN]
         product = capped(product, scoring.terms.inner, tile.PRECISION)
         s, seen = scores(product, i, j[None, :], scoring, rule, True, True)
-        phi, slope, _, _ = activate(s - tau, shape, seen, rule, True)
+        phi, slope, _, _ = activate(s - tau, shape, seen, rule, True)  # [BM, BN]
         dp = times(do_side, Side(v_tile, sides.v, first, local), tile.DV, tile)  # [BM, BN]
         change += tl.sum((slope if SLOPES else phi) * dp, 1)
         slope_sum += tl.sum(slope, 1)
