@@ -118,17 +118,18 @@ def distance() -> attnzoo.Distance:
 
 
 def plugin_activations(path: Path) -> list[str]:
-    """The names of the activations that the plugin defines.
+    """The names of the activations that only variants of the plugin use.
 
     Raises:
-        UsageError: no activation of the plugin has a Triton function.
+        UsageError: no variant of the plugin has such an activation with a Triton function.
     """
-    found = variant_forms(load_plugin(path).variants)
-    own = [
-        source.name
-        for source in found
-        if not str(source.form.activation.triton).startswith("attnzoo.")
-    ]
-    if not own:
-        raise UsageError(f"--plugin {path} must define an activation with a Triton function")
-    return list(dict.fromkeys(own))
+    variants = load_plugin(path).variants
+    others = variant_forms(name for name in attnzoo.list_variants() if name not in variants)
+    shipped = {source.form.activation.triton for source in others}
+    new = [x.name for x in variant_forms(variants) if x.form.activation.triton not in shipped]
+    if not new:
+        raise UsageError(
+            f"--plugin {path} must register a variant with an activation of its own that has a "
+            "Triton function"
+        )
+    return list(dict.fromkeys(new))

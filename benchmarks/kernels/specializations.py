@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from attnzoo.backends.triton.common.configurations import LINEAR_KERNELS, ROW_KERNELS
+from attnzoo.backends.triton.common.configurations import LINEAR_KERNELS
 from benchmarks.kernels.activations import kinds
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HEAD_DIMS = (48, 64, 96, 128, 192, 256)
 QUICK_DIMS = (64, 128)
 KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "segments", "linear", "decode", "rows")
+ROW_KERNELS = ("three-pass", "online", "two-pass")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
 # Terms of the form: a key bias with an offset, a softcap, and a gain and a bias by distance.

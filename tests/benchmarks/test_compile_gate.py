@@ -19,7 +19,8 @@ from attnzoo.backends.triton.common import configurations as configs
 from attnzoo.backends.triton.common.groups import mapped
 from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.flash import launch
-from benchmarks.kernels.activations import activations
+from attnzoo.core import registry
+from benchmarks.kernels.activations import activations, plugin_activations
 from benchmarks.kernels.compile import Compiled, selected
 from benchmarks.kernels.launches import arch_of, describe
 from benchmarks.kernels.specializations import (
@@ -123,6 +124,25 @@ def test_quick_with_a_plugin_is_an_error() -> None:
     )  # fmt: skip
     with pytest.raises(UsageError, match="--quick cannot be combined with --plugin"):
         selected(args)
+
+
+def test_a_plugin_compiles_the_activations_that_no_other_variant_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the library too."""
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+    file = tmp_path / "gate_plugin.py"
+    file.write_text("""
+from attnzoo import Activation, Pairwise, Variant, register_variant
+from attnzoo.core.activations import EXP, TRITON
+
+NEW = Activation("new", lambda s, shape: s, lambda s, phi, shape: s, triton=TRITON + "new")
+for name, activation in (("gate_exp", EXP), ("gate_new", NEW)):
+    forms = lambda call, activation=activation: (Pairwise(activation, "sum"),)
+    variant = Variant(name=name, formula="", paper="", weights=lambda q, k, call: q, forms=forms)
+    register_variant(variant)
+""")
+    assert plugin_activations(file) == ["new"]
 
 
 def test_every_configuration_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -388,12 +388,3 @@ def decode_config(arch: int, bits: int, head_dim: int, safe: bool) -> Config:
     if arch == 0:
         return Config(16, 32, 1, 1)
     return of_dim(DECODE[bits]["safe" if safe else ""], head_dim)
-
-
-# Kernels of softmax over rows: one row per program, block_n columns at a time.
-ROW_KERNELS = ("three-pass", "online", "two-pass")
-ROWS = Config(1, 2048, 8, 2)
-
-
-def row_config(arch: int) -> Config:
-    return Config(1, 64, 1, 1) if arch == 0 else ROWS

@@ -92,9 +92,12 @@ def walk(
         product = capped(product, terms.inner, tile.PRECISION)
         if rule.ONLINE:
             s, scaled = factored(product, factor, i, j[None, :], scoring, rule, EDGE, HIDES)
+            # [BM]. The factor multiplies a maximum instead of a tile; see `factor_out`.
             m_new = tl.maximum(m, tl.max(s, 1) * scaled)
             base = m_new
             if HIDES:
+                # −∞ − (−∞) would be NaN for a query that has not seen a key. Relative to 0, its p
+                # and decay are 2^−∞ = 0.
                 base = tl.where(m_new == float("-inf"), 0.0, m_new)
             p = tl.exp2(s * scaled[:, None] - base[:, None])  # [BM, BN]
             decay = tl.exp2(m - base)
@@ -102,6 +105,7 @@ def walk(
             acc *= decay[:, None]
             m = m_new
         else:
+            # [BM, BN]
             s, seen = scores(product, i, j[None, :], scoring, rule, EDGE, HIDES)
             s -= scoring.vectors.tau
             if rule.SHIFTED:
@@ -118,6 +122,7 @@ def walk(
             if rule.PEAKED:
                 p, acc, peak = relative(p, acc, peak, 1)
         v_tile = load_block(sides.v, first, local, sides.dv, tile.DV, EDGE)  # [BN, DV]
+        # Tensor cores take both operands in the dtype of the values, and add in fp32.
         acc = dot(p.to(v_tile.dtype), v_tile, acc, tile.PRECISION)  # [BM, DV]
     return acc, m, z, peak
 

@@ -223,6 +223,8 @@ def rule_of(form: Form, peaked: bool, **others: Any) -> Rule:
 def tile_of(config: Config, q: Tensor, v: Tensor | None = None, **others: Any) -> Tile:
     """The constants of a tile for queries, and for values in kernels that read them."""
     sizes = {} if v is None else {"DV": v.shape[3], "BLOCK_DV": padded(v.shape[3])}
+    # For fp32: a tf32 product has 11 bits, and "ieee" uses no tensor cores. "tf32x3" adds three
+    # products of the high and low parts of both operands, which keeps fp32 accuracy.
     return constants(
         Tile, D=q.shape[3], BLOCK_D=padded(q.shape[3]), BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, PART=config.part,

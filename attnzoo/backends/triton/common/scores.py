@@ -40,6 +40,7 @@ def load_vectors(
             tau = tl.where(tau == float("-inf"), 0.0, tau)
         tau *= rule.UNIT if rule.TAU_UNIT is None else rule.TAU_UNIT
     if vectors.shape is not None:
+        # With 1.5, every φ is finite for the queries that do not exist.
         shape = load_vector(vectors.shape, at, i, count, 1.5, EDGE)
     if terms.alibi is not None:
         slope = load_vector(terms.alibi, at, i, count, 0.0, EDGE) * rule.UNIT
@@ -115,7 +116,7 @@ def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr
     then give exactly 0 for the largest score.
     """
     vectors, terms, size = scoring.vectors, scoring.terms, scoring.size
-    s, seen = product * vectors.factor, j < size.keys
+    s, seen = product * vectors.factor, j < size.keys  # [BM, BN], [1, BN]
     MULTIPLE: tl.constexpr = (
         scoring.visible.mask is None and terms.alibi is None and rule.DISTANCE is None
     )
@@ -174,7 +175,7 @@ def hide(s, i, j, scoring, UNIT: tl.constexpr, EDGE: tl.constexpr):
         if size.left is not None:
             seen = seen & (j >= i + offset - size.left)
     if visible.mask is not None:
-        entries = visible.mask + head.mask + j
+        entries = visible.mask + head.mask + j  # pointers [1, BN], of a dense mask [BM, BN]
         if strides.key is not None:
             entries = visible.mask + head.mask + j.to(tl.int64) * strides.key
         inside = exists

@@ -33,7 +33,7 @@ def relative(x, acc, peak, AXIS: tl.constexpr):
 @triton.jit
 def load_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, EDGE: tl.constexpr):
     """Load the entries [rows, columns] of a matrix (count, DIM), 0 outside the matrix."""
-    pointers = base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    pointers = base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]  # [BM, DIM]
     if columns.shape[0] == DIM:
         if EDGE:
             return tl.load(pointers, mask=(rows < count)[:, None], other=0.0)
@@ -55,6 +55,7 @@ def load_block(matrix, first, local, columns, DIM: tl.constexpr, EDGE: tl.conste
         # TMA: a hardware unit computes the addresses, and writes 0 outside the tensor.
         at = [matrix.batch.to(tl.int32), matrix.head.to(tl.int32), first, 0]
         return matrix.descriptor.load(at).reshape([local.shape[0], columns.shape[0]])
+    # In 64 bits, because a tensor may have more than 2^31 entries.
     pointers = matrix.base + first.to(tl.int64) * matrix.stride
     pointers = pointers + (local.to(tl.int64)[:, None] * matrix.stride + columns[None, :])
     if columns.shape[0] == DIM:
@@ -123,6 +124,8 @@ def key_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N
     The queries are ``start`` to ``start`` + BLOCK_M − 1. Without a window, mask or segments they
     see all keys of the blocks below ``full``.
     """
+    # Positions among the keys: query i stands at key i + keys − queries. Under causality the last
+    # query sees most keys and sets ``high``, the first sees fewest and sets ``full``.
     first = start + keys - queries
     last = tl.minimum(start + BLOCK_M, queries) - 1 + keys - queries
     low, high, full = 0, tl.cdiv(keys, BLOCK_N), keys // BLOCK_N

@@ -145,6 +145,8 @@ def flash_dkdv(
         else:
             span, steps = Span(first, last, last, last), (last - first) * group
         if gradients.key_bias is not None:
+            # The second loop stores its sums in the second half of [2, B, H, Nk], because it would
+            # have to read those of the first.
             dkey_bias += tl.num_programs(0).to(tl.int64) // tiles * group * keys
         members = Group(
             b, h, members.at, head, members.size, keys, vectors, terms, visible, strides,
@@ -208,11 +210,13 @@ def _sum_over_queries(
     i = tl.expand_dims(local, 1 if tile.TURNED else 0)
     j = tl.expand_dims(k_side.local, 0 if tile.TURNED else 1)
     if blocks is None:
+        # The first block of a head; there may be none before the gap.
         start = tl.where(span.low == span.first, span.last, span.low)
         block, member = start, tl.full([], 0, tl.int32)  # member: index of the head in its group
     total = tl.zeros([k_side.local.shape[0]], tl.float32)
     # A single loop runs over the heads of the group and their blocks of queries, because nested
-    # loops need twice as many registers.
+    # loops need twice as many registers. Head and block are carried along, because a division per
+    # step would cost more.
     for step in range(steps):
         if blocks is not None:
             entry = tl.load(blocks + step // PARTS)

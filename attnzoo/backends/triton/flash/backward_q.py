@@ -92,7 +92,7 @@ def flash_dq(
     loaded = load_vectors(i, block.at, queries, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
-    b_now, h_now = b.to(tl.int32), hk.to(tl.int32)
+    b_now, h_now = b.to(tl.int32), hk.to(tl.int32)  # coordinates of TMA have 32 bits
     k_matrix = Matrix(k, k_n * tile.ALIGN, keys, k_descriptor, b_now, h_now)
     v_matrix = Matrix(v, v_n * tile.ALIGN, keys, v_descriptor, b_now, h_now)
     sides = KeySides(k_matrix, v_matrix, d, dv)
@@ -149,6 +149,7 @@ def flash_dq(
     )  # fmt: skip
     if rule.PEAKED:
         acc *= peak_ds[:, None]
+    # The scale multiplies the sum [BM, D] once, instead of dS [BM, BN] in each block.
     acc *= terms.scale if terms.inner is None else terms.scale * terms.inner
     if gradients.gain is not None:
         # dgain is computed before acc is multiplied by the gain: q·dq / gain would fail where the
@@ -315,6 +316,7 @@ def _sum_over_keys(
         j, k_tile, product, x, seen, phi, slope, mu_slope, dp = _weights(
             n, blocks, q_side, do_side, i, sides, scoring, rule, tile, EDGE, HIDES
         )
+        # ``row.per_z`` and the mean are [BM, 1], the tiles [BM, BN].
         if gradients.factor is not None:
             weight_sum += tl.sum(phi * dp, 1)
         dp *= row.per_z

@@ -72,6 +72,8 @@ def flash_forward(
         low = tl.minimum(low + split * span, high)
         high = tl.minimum(low + span, high)
         full = tl.minimum(tl.maximum(full, low), high)
+    # Two loops, because masks and bounds cost instructions for each score, and most blocks need
+    # none. The list of a block map is walked in one loop, with masks.
     if tile.SPLIT and maps.blocks is None:
         acc, m, z, peak = walk(
             acc, m, z, peak, low, full, q_side, factor, i, sides, scoring, None, rule, tile, False

@@ -27,7 +27,7 @@ def list_queries(
     edges, full, most = 0, 0, group * tiles_m
     blocks += map_row * most
     for low in range(0, most, CHUNK):
-        index = low + tl.arange(0, CHUNK)
+        index = low + tl.arange(0, CHUNK)  # [CHUNK], as all vectors here
         head, tile = index // tiles_m, index % tiles_m
         # The heads of a group are adjacent in ``live``, [B·H, tiles_m, tiles_n].
         flag = live + (bh * most + index) * tiles_n + column
@@ -35,6 +35,7 @@ def list_queries(
         entry, whole = head * TILES + tile, flag * 0
         if SPLIT:
             whole = flag * ((tile >= first) & (tile < last)).to(tl.int32)
+            # A running sum gives each entry its place: the order is fixed, without atomics.
             tl.store(blocks + most - full - tl.cumsum(whole, 0), entry, mask=whole > 0)
             full += tl.sum(whole, 0)
         edge = flag - whole

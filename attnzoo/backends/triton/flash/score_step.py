@@ -85,6 +85,7 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
         or terms.base is not None or rule.DISTANCE is not None
     )  # fmt: skip
     WINDOW: tl.constexpr = size.left is not None or size.right is not None
+    # ``row``: offset of the block in vectors [B, H, Nq]. ``count``: number of queries from it on.
     row, count = group.at + member.to(tl.int64) * size.queries + begin, size.queries - begin
     product = capped(product, terms.inner, tile.PRECISION)
     loaded = load_vectors(i, row, count, group.vectors, terms, rule, EDGE, HIDES)

@@ -33,11 +33,12 @@ def segment_ranges(
     tiles = tl.cdiv(own_count, BLOCK)
     b, start = row // tiles, row % tiles * BLOCK
     i = tl.minimum(start + tl.arange(0, BLOCK), own_count - 1)
-    ids = tl.load(own + b * own_count + i)
+    ids = tl.load(own + b * own_count + i)  # [BLOCK]
     lowest, highest = tl.min(ids, 0), tl.max(ids, 0)
     first, last = tl.zeros([], tl.int32) + other_count, tl.zeros([], tl.int32)
+    # All entries are read, because ids need not be sorted.
     for begin in range(0, other_count, CHUNK):
-        j = begin + tl.arange(0, CHUNK)
+        j = begin + tl.arange(0, CHUNK)  # [CHUNK]
         found = tl.load(other + b * other_count + j, mask=j < other_count, other=0)
         inside = (found >= lowest) & (found <= highest) & (j < other_count)
         first = tl.minimum(first, tl.min(tl.where(inside, j, other_count), 0))

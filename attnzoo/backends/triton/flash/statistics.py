@@ -86,7 +86,7 @@ def add_scores(m, z, t, s, factor, HIDES: tl.constexpr):
         # base is 0 for a query that has not seen a key yet: −∞ − (−∞) would be NaN.
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
     shift = tl.where(m == float("-inf"), 0.0, m - base)
-    x = s * factor[:, None] - base[:, None]
+    x = s * factor[:, None] - base[:, None]  # [BM, BN]
     if HIDES:
         # exp2(−200) is 0 in fp32. The clamp avoids x · p = −∞ · 0, which is NaN.
         x = tl.maximum(x, -200.0)

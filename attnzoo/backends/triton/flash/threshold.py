@@ -144,7 +144,7 @@ def threshold(
         first = tl.where(tl.reshape(factor, [tile.BLOCK_M]) < 0.0, -first, first)
     store_threshold(peak, tau, block.at + index, first, base, t, index < queries)
     tl.store(maps.counts + map_row, length)
-    tl.debug_barrier()
+    tl.debug_barrier()  # as above, for the last list
     for n in range(length):
         tl.store(live + tl.load(blocks + n), 1)
 
@@ -190,6 +190,7 @@ def add_weights(
     for n in range(low, high):
         block = tl.load(blocks + n)
         r = block_scores(block, q_side, i, k_matrix, scoring, rule, tile, EDGE)  # [BM, BN]
+        # [BM, BN]
         phi, slope = rule.ACT((r - top[:, None]) * late - t[:, None], scoring.vectors.shape)
         part = tl.sum(phi, 1)
         z += part
