@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnzoo.backends.triton.common.configurations import ROW_KERNELS, row_config
 from attnzoo.backends.triton.common.launch import run
+from attnzoo.backends.triton.common.tiles import ROW_KERNELS, row_config
 from attnzoo.backends.triton.rows import launch
 from helpers.row_softmax import assert_softmax, exact, special_rows
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.backends.triton.common.configurations import row_config
 from attnzoo.backends.triton.common.launch import Launch, align_of
+from attnzoo.backends.triton.common.tiles import row_config
 from attnzoo.backends.triton.rows import kernels
 
 KERNELS = {
