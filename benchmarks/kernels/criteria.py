@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.kernels.counts import LoopCount, Profile
+from benchmarks.kernels.sass import TENSOR_CORE
 
 COUNTED_WITH = "3.9.0"
-TENSOR_CORE = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 # Counts are rounded to this share of a unit before they are compared.
 ROUNDING = 0.005
 

@@ -19,6 +19,7 @@ from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common import launch, prepared
 from attnzoo.backends.triton.common.kernel_operands import Extras, Form
 from attnzoo.backends.triton.common.launch import Launch
+from attnzoo.backends.triton.common.tiles import tile_of_table
 from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.decode import operators as decode_ops
 from helpers.agreement import Inputs, make
@@ -222,7 +223,7 @@ def test_splits_use_all_processors_and_are_not_too_small(
         k = q.new_empty(batch, 8, keys, 128)
         left = None if window is None else window - 1
         layout = Layout(1.0, left, 0, None, None, None, None)
-        config = launch_decode.decode_config(90, 16, 128, "")
+        config = tile_of_table("decode", 90, 16, 128, False)
         return launch_decode._splits(q, k, layout, config, 132)
 
     assert splits(1, 2**18).number * 8 >= 264

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.activations import LN2
-from attnzoo.backends.triton.common.configurations import Config, decode_config
 from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, Tile, constants
 from attnzoo.backends.triton.common.kernel_operands import (
     Extras,
@@ -28,15 +27,16 @@ from attnzoo.backends.triton.common.launch import (
     Launch,
     align_of,
     common,
-    count_extras,
-    dense_mask,
+    is_safe,
     row_launch,
     rule_of,
     score_terms,
     strides,
     tile_of,
 )
+from attnzoo.backends.triton.common.measured import tile_of_kernel
 from attnzoo.backends.triton.common.merge import MOST_SPLITS, merge_launch, without_merge
+from attnzoo.backends.triton.common.tiles import Config
 from attnzoo.backends.triton.decode import kernels
 from attnzoo.backends.triton.flash.segments import ranges_of
 
@@ -87,20 +87,19 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: in
 
 
 def _arguments(
-    q: Tensor, k: Tensor, layout: Layout, extras: Extras, arch: int, processors: int,
-    *v_and_out: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form | None, vectors: Vectors,
+    extras: Extras, arch: int, processors: int,
 ) -> tuple[dict[str, Any], Config, Splits, list[Launch]]:  # fmt: skip
     """Return the arguments and configuration of kernels with a loop over keys, and the splits.
 
     The launches, if any, must run before.
     """
-    dim = max(x.shape[3] for x in (q, *v_and_out))
+    dim, bits = max(q.shape[3], v.shape[3]), 8 * q.element_size()
     block_m = max(16, triton.next_power_of_2(_rows(q, k)))
+    per_head = layout.mask is not None and layout.mask.shape[1] > 1
     many_rows = block_m * q.element_size() > 64
-    mask_per_head = layout.mask is not None and layout.mask.shape[1] > 1
-    several = mask_per_head or dense_mask(layout) or count_extras(layout, extras.key_bias) > 1
-    safe = many_rows or several or align_of(q, k, *v_and_out) == 1
-    config = decode_config(arch, 8 * q.element_size(), dim, safe)._replace(block_m=block_m)
+    safe = per_head or many_rows or is_safe(q, k, v, layout, form, vectors, extras)
+    config = tile_of_kernel("decode", arch, bits, dim, safe, q.device)._replace(block_m=block_m)
     splits = _splits(q, k, layout, config, processors)
     # One tile holds all queries.
     ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
@@ -131,7 +130,9 @@ def _products_pass(
 
     With one split, the last launch writes the ``statistics`` lse and entropy, if wanted.
     """
-    args, config, splits, before = _arguments(q, k, layout, extras, arch, processors)
+    args, config, splits, before = _arguments(
+        q, k, k, layout, None, Vectors(gain), extras, arch, processors
+    )
     align, products = align_of(q, k), new_products(q, k, layout)
     lse = entropy = None
     if statistics is not None and splits.number == 1:
@@ -194,7 +195,9 @@ def describe_decode(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out and lse."""
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
-    args, config, splits, before = _arguments(q, k, layout, extras, arch, processors, v, out)
+    args, config, splits, before = _arguments(
+        q, k, v, layout, form, vectors, extras, arch, processors
+    )
     online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")
     align = align_of(q, k, v, out)
     args |= {

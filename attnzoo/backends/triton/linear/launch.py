@@ -12,13 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from attnzoo.backends.triton.common.configurations import (
-    INTERPRETED_CHUNK,
-    LINEAR_CHUNK,
-    Config,
-    linear_config,
-)
 from attnzoo.backends.triton.common.launch import Launch, interpreted, padded
+from attnzoo.backends.triton.common.tiles import Config, linear_tile
 from attnzoo.backends.triton.linear import kernels
 from attnzoo.backends.triton.linear.state import width
 
@@ -35,7 +30,7 @@ class Upstream(NamedTuple):
 
 def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any], Config]:
     """Return arguments and configuration of a kernel over features x (B, H, N, F); dim is Dv."""
-    config = linear_config(kernel, arch, 8 * x.element_size())
+    config = linear_tile(kernel, arch, 8 * x.element_size())
     if arch == 0 and x.shape[3] > 512:
         config = config._replace(block_n=4096)  # fewer blocks for the interpreter
     args = {
@@ -48,7 +43,8 @@ def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any]
 
 def chunk_length(y: Tensor) -> int:
     """Tokens per chunk, independent of the GPU, because fake functions run without one."""
-    return INTERPRETED_CHUNK if interpreted() else LINEAR_CHUNK[8 * y.element_size()]
+    # Chunks are equally long on all GPUs.
+    return linear_tile("output", 0 if interpreted() else 80, 8 * y.element_size()).block_m
 
 
 def _blocks(x: Tensor, config: Config) -> tuple[int, int]:
