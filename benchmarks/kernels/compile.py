@@ -5,12 +5,12 @@ thread, spilled bytes, shared memory in bytes, and the tensor-core instruction f
 code. The exit status is 1 if a kernel
 
 - does not compile;
-- spills registers at all in a plain call (see `launch.is_safe`) in bf16 with head dimension 64 or
-  128, or more than 64 bytes in any other call or with Triton before 3.9 (512 bytes if operands are
-  unaligned, which is rare, and slow anyway: each entry is loaded alone);
+- spills registers at all with a plain tile (see `launch.is_safe`) in bf16 with head dimension 64 or
+  128, or more than 64 bytes otherwise or with Triton before 3.9. Calls with all masks and terms at
+  once, and operands or masks that allow no wide loads, are rare: they may spill 512 bytes;
 - needs more registers or shared memory than the architecture has; or
-- multiplies 16-bit matrices without tensor cores, or in such a plain call with those of an earlier
-  generation.
+- multiplies 16-bit matrices without tensor cores, or with such a plain tile without those of the
+  architecture's generation.
 
 ``python -m benchmarks profile --check`` checks that no work is done twice.
 """
@@ -39,7 +39,7 @@ from benchmarks.kernels.specializations import (
     HEAD_DIMS,
     KERNELS,
     QUICK_DIMS,
-    UNALIGNED,
+    RARE_EXTRAS,
     Specialization,
     quick_specializations,
     specializations,
@@ -51,8 +51,8 @@ from commandline.variants import load_plugin
 # Registers of a multiprocessor. A warp gets them for its 32 threads in units of 8 per thread.
 REGISTERS = 65_536
 
-# Bytes of registers that calls may spill, apart from those in which none may be
-SPILLED, SPILLED_UNALIGNED = 64, 512
+# Bytes of registers that kernels may spill, apart from those in which none may be
+SPILLED, SPILLED_RARELY = 64, 512
 # Before this version, Triton spills a few bytes with tiles that later ones compile without.
 SPARING = (3, 9)
 
@@ -100,8 +100,8 @@ def problem(spec: Specialization, row: Compiled) -> str | None:
     multiplies = spec.dtype != "fp32" and spec.family != "rows"
     tensor_core = sass.TENSOR_CORE[spec.arch] if common and spec.kernel in FLASH else ""
     most = 0 if common and not older else SPILLED
-    if UNALIGNED & set(spec.extra.split()):
-        most = SPILLED_UNALIGNED
+    if RARE_EXTRAS & set(spec.extra.split()):
+        most = SPILLED_RARELY
     return row.violation(SHARED[arch_of(spec)], most, tensor_core if multiplies else None)
 
 

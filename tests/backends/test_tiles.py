@@ -28,11 +28,11 @@ EXP = Form("attnzoo.backends.triton.common.activations:exp", 1.0, True, "online"
 
 def safe(
     layout: Layout = LAYOUT, form: Form = EXP, vectors: Vectors = Vectors(),  # noqa: B008
-    extras: Extras = Extras(), q: torch.Tensor | None = None,  # noqa: B008
+    extras: Extras = Extras(), q: torch.Tensor | None = None, kernel: str = "dq",  # noqa: B008
 ) -> bool:  # fmt: skip
     if q is None:
         q = torch.empty(1, 2, 64, 32, dtype=torch.float16)
-    return is_safe(q, q, q, layout, form, vectors, extras)
+    return is_safe(kernel, q, q, q, layout, form, vectors, extras)
 
 
 VECTOR = torch.ones(1, 2, 64)
@@ -43,14 +43,17 @@ SEGMENTS = torch.zeros(1, 64, dtype=torch.int64)
 @pytest.mark.parametrize(
     "term",
     [
-        {}, {"left": 8}, {"alibi": VECTOR}, {"mask": KEYS}, {"softcap": 50.0},
+        {"alibi": VECTOR}, {"mask": KEYS}, {"softcap": 50.0},
         {"q_segments": SEGMENTS, "k_segments": SEGMENTS},
     ],
 )  # fmt: skip
-def test_calls_with_at_most_one_term_are_plain(term: dict[str, Any]) -> None:
-    layout = LAYOUT._replace(**term)
-    assert not safe(layout)
-    assert safe(layout, extras=Extras(key_bias=VECTOR)) == bool(term)
+def test_calls_with_at_most_one_term_are_plain_and_dkdv_has_none(term: dict[str, Any]) -> None:
+    for left in (None, 8):
+        layout = LAYOUT._replace(**term, left=left)
+        assert not safe(layout)
+        assert safe(layout, extras=Extras(key_bias=VECTOR))
+        assert safe(layout, kernel="dkdv")
+        assert not safe(LAYOUT._replace(left=left), kernel="dkdv")
 
 
 def test_other_calls_are_safe() -> None:
@@ -62,7 +65,10 @@ def test_other_calls_are_safe() -> None:
     assert safe(form=EXP._replace(normalizer=True))
     for normalize, dtype in product(("none", "sum", "threshold"), (torch.float16, torch.bfloat16)):
         q = torch.empty(1, 2, 64, 32, dtype=dtype)
-        assert safe(form=EXP._replace(normalize=normalize), q=q) == (dtype == torch.float16)
+        form = EXP._replace(normalize=normalize)
+        assert safe(form=form, q=q) == (dtype == torch.float16)
+        mapped = normalize == "threshold"
+        assert safe(form=form, q=q, kernel="dkdv") == (mapped or dtype == torch.float16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -109,9 +109,11 @@ def test_fp32_kernels_need_no_tensor_cores_and_safe_ones_not_those_of_the_genera
         (Specialization("dq", "sm_90", "bf16", 64, "exp"), "3.6.0", 64),
         (Specialization("dq", "sm_90", "bf16", 256, "exp"), "3.9.0", 64),
         (Specialization("dq", "sm_90", "fp32", 64, "exp"), "3.9.0", 64),
-        (Specialization("dq", "sm_90", "bf16", 64, "exp", "all"), "3.9.0", 64),
-        (Specialization("decode", "sm_90", "bf16", 64, "exp", "all"), "3.9.0", 64),
+        (Specialization("dq", "sm_90", "bf16", 64, "exp", "mask"), "3.9.0", 64),
+        (Specialization("dkdv", "sm_90", "bf16", 64, "exp", "alibi"), "3.9.0", 64),
+        (Specialization("dq", "sm_90", "bf16", 64, "exp", "all"), "3.9.0", 512),
         (Specialization("dq", "sm_90", "bf16", 64, "exp", "offset"), "3.9.0", 512),
+        (Specialization("dq", "sm_90", "bf16", 64, "exp", "narrow mask"), "3.9.0", 512),
         (Specialization("linear dx", "sm_90", "bf16", 64), "3.9.0", 0),
     ],
 )
@@ -188,7 +190,7 @@ def test_every_tile_of_the_tables_is_compiled(monkeypatch: pytest.MonkeyPatch) -
     linear = {(c.dtype, c.kernel) for c in every if c.family == "linear"}
     assert linear == {(d, f"linear {x}") for d in ("bf16", "fp32") for x in tiles.LINEAR_KERNELS}
     rows = [*tiles.PLAIN.items(), *tiles.SAFE.items()]
-    rows += [((name, 16), row) for x in tiles.OVERRIDES.values() for name, row in x.items()]
+    rows += [((name, 16), row) for x in tiles.OVERRIDES.values() for (_, name), row in x.items()]
     assert used == {(*key, config) for key, row in rows for config in row.values()}
 
 

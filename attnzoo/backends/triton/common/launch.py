@@ -245,16 +245,20 @@ def dense_mask(layout: Layout) -> bool:
 
 
 def is_safe(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form | None,
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form | None,
     vectors: Vectors, extras: Extras,
 ) -> bool:  # fmt: skip
-    """Whether the kernels of a call may need many registers, and so have the tiles of SAFE."""
-    terms = (
-        layout.left, layout.alibi, layout.k_segments, layout.mask, layout.softcap, extras.key_bias,
-    )  # fmt: skip
-    several = sum(x is not None for x in terms) > 1 or dense_mask(layout)
+    """Whether a kernel may need many registers, and so has the tile of the table SAFE.
+
+    A window needs few. dK/dV accumulates two gradients, and has registers for no other term.
+    """
+    terms = layout.alibi, layout.k_segments, layout.mask, layout.softcap, extras.key_bias
+    number = sum(x is not None for x in terms)
+    if kernel == "dkdv" and form is not None and (number or form.normalize == "threshold"):
+        return True
     # An activation that varies with the query, or has several results per score
     varies = vectors.shape is not None or extras.factor is not None
     many_results = form is not None and (form.normalizer or is_peaked(form, v))
     unaligned = align_of(q, k, v) == 1
-    return several or extras.decay is not None or unaligned or varies or many_results
+    several = number > 1 or dense_mask(layout) or extras.decay is not None
+    return several or unaligned or varies or many_results

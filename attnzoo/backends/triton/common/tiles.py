@@ -5,8 +5,8 @@ for calls that may need many registers; `launch.is_safe` decides. Tiles that wer
 GPU (see `measured`) come before those of PLAIN. Nothing is tuned at run time.
 
 ``python -m benchmarks compile`` checks all tiles, and ``python -m benchmarks tune`` tries others.
-For another architecture, add its shared memory to SHARED, its number to `known`, and the tiles of
-PLAIN that differ from those of sm_80 to OVERRIDES.
+For another architecture, add its shared memory to SHARED, its number to `known`, and the tiles in
+which it differs from sm_90 to OVERRIDES.
 """
 
 from __future__ import annotations
@@ -39,60 +39,57 @@ SHARED = {80: 101_376, 90: 232_448, 100: 232_448}
 LIMITS = (64, 128, 256)
 # A tile per class. Classes that are left out have the tile of the next one.
 Row = dict[int, Config]
-# By kernel and bits of an element. A tf32x3 product keeps its left operand in registers twice, so
-# tiles of fp32 are small, and above a head dimension of 64 its products are computed in parts. The
-# block sizes of "threshold" are those of the block map, see `map_tile`.
+# By kernel and bits of an element. The block sizes of "threshold" are those of the block map, see
+# `map_tile`. A tf32x3 product keeps its left operand in registers twice, so tiles of fp32 are
+# small, and their products are computed in parts.
+SMALL, SMALLEST = full(16, 32, 8, 1, 32), full(16, 16, 8, 1, 16)
 PLAIN: dict[tuple[str, int], Row] = {
-    ("forward", 16): {
-        64: Config(128, 128, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(64, 64, 8, 1),
-    },
-    ("dq", 16): {64: Config(128, 64, 8, 2), 128: Config(64, 64, 8, 2), 256: Config(32, 64, 8, 1)},
-    ("dkdv", 16): {64: full(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: full(64, 16, 8, 2)},
+    ("forward", 16): {128: Config(128, 128, 8, 2), 256: Config(128, 64, 8, 2)},
+    ("dq", 16): {128: Config(128, 64, 8, 2), 256: Config(128, 32, 8, 1)},
+    ("dkdv", 16): {128: Config(64, 64, 4, 2), 256: transposed(128, 32, 8, 1)},
     ("stats", 16): {128: Config(128, 128, 8, 2), 256: Config(64, 64, 8, 2)},
-    ("threshold", 16): {128: full(128, 64, 8, 1), 256: full(128, 32, 8, 1)},
+    ("threshold", 16): {128: Config(128, 64, 8, 2), 256: full(128, 32, 8, 1)},
     ("decode", 16): {64: full(16, 128, 8, 3), 128: Config(16, 64, 4, 3), 256: Config(16, 32, 4, 3)},
-    ("forward", 32): {
-        64: Config(64, 32, 8, 2), 128: Config(64, 32, 8, 1, 32), 256: Config(32, 32, 8, 1, 32),
-    },
-    ("dq", 32): {128: Config(32, 32, 8, 1, 32), 256: full(16, 32, 8, 1, 32)},
-    ("dkdv", 32): {
-        64: Config(32, 32, 8, 2), 128: Config(32, 32, 8, 1, 32), 256: Config(16, 16, 8, 1, 16),
-    },
+    ("forward", 32): {64: Config(64, 32, 8, 2), 256: Config(32, 32, 8, 1, 32)},
+    ("dq", 32): {256: SMALL},
+    ("dkdv", 32): {128: Config(32, 32, 8, 1, 32), 256: SMALLEST},
     ("stats", 32): {256: full(64, 32, 8, 1, 32)},
-    ("threshold", 32): {
-        64: full(64, 32, 8, 1), 128: full(32, 32, 8, 1, 32), 256: full(16, 32, 8, 1, 32),
-    },
-    ("decode", 32): {
-        64: full(16, 64, 4, 2), 128: Config(16, 32, 4, 2), 256: full(16, 16, 4, 2, 32),
-    },
-}  # fmt: skip
-# Rows of plain calls in 16 bits that differ from those above, which are for sm_80
-OVERRIDES: dict[int, dict[str, Row]] = {
-    90: {
-        "forward": {128: Config(128, 128, 8, 2), 256: Config(128, 64, 8, 2)},
-        "dq": {128: Config(128, 64, 8, 2), 256: Config(128, 32, 8, 1)},
-        "dkdv": {128: Config(64, 64, 4, 2), 256: transposed(128, 32, 8, 1)},
-    },
-    100: {
-        "forward": {128: Config(128, 128, 8, 2), 256: Config(64, 64, 4, 2)},
-        "dq": {128: full(128, 64, 8, 2), 256: Config(64, 64, 8, 1)},
-        "dkdv": {128: full(64, 128, 8, 2), 256: Config(64, 64, 8, 1)},
-    },
+    ("threshold", 32): {64: full(64, 32, 8, 1), 128: full(32, 32, 8, 1, 32), 256: SMALL},
+    ("decode", 32): {128: Config(16, 32, 4, 2), 256: full(16, 16, 4, 2, 32)},
 }
-# Without a row, safe calls have the tiles of PLAIN.
+# A kernel without a row has its tiles of PLAIN.
 SAFE: dict[tuple[str, int], Row] = {
-    ("forward", 16): {64: full(64, 64, 8, 2), 128: full(64, 32, 8, 2), 256: full(16, 32, 4, 1)},
-    ("dq", 16): {64: full(32, 64, 8, 1), 128: full(16, 32, 8, 1), 256: full(16, 32, 8, 1, 32)},
-    ("dkdv", 16): {128: Config(32, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    ("forward", 16): {128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
+    ("dq", 16): {128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
+    ("dkdv", 16): {128: Config(32, 64, 4, 2), 256: full(64, 16, 8, 2)},
     ("stats", 16): {64: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
     ("threshold", 16): {128: full(128, 64, 8, 1, 64), 256: full(128, 32, 8, 1, 64)},
-    ("decode", 16): {
-        64: Config(64, 64, 8, 2), 128: full(64, 16, 8, 2), 256: full(64, 16, 8, 1, 32),
+    ("decode", 16): {128: full(64, 16, 8, 2), 256: full(64, 16, 8, 1, 32)},
+    ("forward", 32): {256: SMALL},
+    ("dq", 32): {128: SMALL, 256: SMALLEST},
+    ("dkdv", 32): {128: SMALL, 256: SMALLEST},
+    ("decode", 32): {256: full(32, 16, 8, 1, 32)},
+}
+# Tiles for 16 bits in which an architecture differs from sm_90, by table and kernel
+OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
+    80: {
+        ("plain", "forward"): {128: Config(128, 64, 8, 2), 256: Config(64, 64, 8, 1)},
+        ("plain", "dq"): {128: Config(64, 64, 8, 2), 256: Config(32, 64, 8, 1)},
+        ("plain", "dkdv"): {
+            64: full(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: full(64, 16, 8, 2),
+        },
+        ("safe", "forward"): {128: full(64, 32, 8, 2), 256: Config(32, 32, 4, 1)},
+        ("safe", "dq"): {
+            64: full(32, 64, 4, 2), 128: full(16, 64, 8, 1), 256: Config(16, 32, 4, 1),
+        },
     },
-    ("forward", 32): {256: full(16, 32, 8, 1, 32)},
-    ("dq", 32): {128: full(16, 32, 8, 1, 32), 256: full(16, 16, 8, 1, 16)},
-    ("dkdv", 32): {128: full(16, 32, 8, 1, 32), 256: full(16, 16, 8, 1, 16)},
-    ("decode", 32): {64: full(32, 32, 8, 1, 32), 256: full(32, 16, 8, 1, 32)},
+    100: {
+        ("plain", "forward"): {256: Config(64, 64, 4, 2)},
+        ("plain", "dq"): {256: Config(64, 64, 8, 1)},
+        ("plain", "dkdv"): {
+            64: full(64, 128, 8, 2), 128: full(64, 128, 8, 2), 256: Config(64, 64, 8, 1),
+        },
+    },
 }  # fmt: skip
 
 # For the interpreter: small blocks, so that a short sequence has several blocks
@@ -118,10 +115,10 @@ def tile_of_table(kernel: str, arch: int, bits: int, head_dim: int, safe: bool) 
         # Products in fp32 above D = 128 are computed in parts, and both forms of dK/dV are tested.
         part = 64 if bits == 32 and limit > 128 else None
         return INTERPRETED._replace(part=part, transposed=kernel == "dkdv" and bits == 32)
-    plain = PLAIN[kernel, bits]
-    if bits == 16:
-        plain = OVERRIDES.get(known(arch), {}).get(kernel, plain)
-    return of_class(SAFE.get((kernel, bits), plain) if safe else plain, limit)
+    table = "safe" if safe and (kernel, bits) in SAFE else "plain"
+    row = (SAFE if table == "safe" else PLAIN)[kernel, bits]
+    override = OVERRIDES.get(known(arch), {}).get((table, kernel), {}) if bits == 16 else {}
+    return override.get(limit) or of_class(row, limit)
 
 
 def of_class(row: Row, limit: int) -> Config:

@@ -98,7 +98,7 @@ def _arguments(
     block_m = max(16, triton.next_power_of_2(_rows(q, k)))
     per_head = layout.mask is not None and layout.mask.shape[1] > 1
     many_rows = block_m * q.element_size() > 64
-    safe = per_head or many_rows or is_safe(q, k, v, layout, form, vectors, extras)
+    safe = per_head or many_rows or is_safe("decode", q, k, v, layout, form, vectors, extras)
     config = tile_of_kernel("decode", arch, bits, dim, safe, q.device)._replace(block_m=block_m)
     splits = _splits(q, k, layout, config, processors)
     # One tile holds all queries.

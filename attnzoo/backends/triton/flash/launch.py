@@ -54,10 +54,12 @@ from attnzoo.core.forms import Statistics
 
 
 def config_of(
-    kernel: str, arch: int, q: Tensor, v: Tensor, safe: bool, map_size: tuple[int, int] | None
+    kernel: str, arch: int, q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form | None,
+    vectors: Vectors, extras: Extras, map_size: tuple[int, int] | None,
 ) -> Config:  # fmt: skip
     """Return the tile of a kernel. With a block map, blocks divide the tiles of the map."""
     dim, bits = max(q.shape[3], v.shape[3]), 8 * q.element_size()
+    safe = is_safe(kernel, q, k, v, layout, form, vectors, extras)
     config = tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
     if map_size is None:
         return config
@@ -120,9 +122,9 @@ def describe_forward(
     stat = None if form.normalize == "none" else new_vector(q)
     weight_sum = new_vector(q) if stands_apart(form, layout, vectors, extras, want_lse) else None
     lse = new_vector(q) if want_lse else None
-    align, safe = align_of(q, k, v, out), is_safe(q, k, v, layout, form, vectors, extras)
+    align = align_of(q, k, v, out)
     size = None if maps.blocks is None else map_size_of(q, v)
-    config = config_of("forward", arch, q, v, safe, size)
+    config = config_of("forward", arch, q, k, v, layout, form, vectors, extras, size)
     online = form.normalize == "online"
     late = _late(q, layout, vectors.gain, extras, arch) if online else None
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
@@ -146,9 +148,7 @@ def describe_stats(
     q: Tensor, k: Tensor, layout: Layout, arch: int
 ) -> tuple[list[Launch], Statistics]:
     align = align_of(q, k)
-    config = config_of(
-        "stats", arch, q, q, is_safe(q, k, k, layout, None, Vectors(), Extras()), None
-    )
+    config = config_of("stats", arch, q, k, q, layout, None, Vectors(), Extras(), None)
     lse, entropy = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)
     late = _late(q, layout, None, Extras(), arch)
@@ -180,8 +180,8 @@ def describe_threshold(
     Only gain and shape of ``vectors`` are read.
     """
     align = align_of(q, k)
-    safe = is_safe(q, k, k, layout, form, vectors, extras)
-    config = config_of("threshold", arch, q, v, safe, map_size_of(q, v))
+    operands = q, k, v, layout, form, vectors, extras
+    config = config_of("threshold", arch, *operands, map_size_of(q, v))
     maps = empty_maps(q, k, v)
     peak, tau = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)

@@ -27,7 +27,6 @@ from attnzoo.backends.triton.common.launch import (
     align_of,
     backward_rule,
     descriptors,
-    is_safe,
     strides,
 )
 from attnzoo.backends.triton.common.tiles import Config
@@ -63,7 +62,11 @@ def describe_backward(
         b, h, n = q.shape[0], q.shape[1], k.shape[2]
         grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
     align = align_of(q, k, v, out, do, *(grads[x] for x in "qkv"))
-    safe = is_safe(q, k, v, layout, form, vectors, extras)
+    size = None if maps.blocks is None else map_size_of(q, v)
+    of_dq, of_dkdv = (
+        config_of(kernel, arch, q, k, v, layout, form, vectors, extras, size)
+        for kernel in ("dq", "dkdv")
+    )
     z = stat
     if form.normalize == "online":
         vectors, z = vectors._replace(offset=stat), weight_sum
@@ -75,9 +78,11 @@ def describe_backward(
     )  # fmt: skip
     call = _Backward(
         do, q, k, v, out, layout, form, vectors, extras, maps, normalizers, grads,
-        safe, align,
+        size, align,
     )  # fmt: skip
-    launches = _describe_dq(call, arch) + _describe_dkdv(call, arch, processors)
+    launches = [
+        *_describe_dq(call, of_dq, arch), *_describe_dkdv(call, of_dkdv, arch, processors)
+    ]  # fmt: skip
     return launches, grads
 
 
@@ -96,12 +101,8 @@ class _Backward(NamedTuple):
     maps: Maps
     normalizers: Normalizers
     grads: dict[str, Tensor]
-    safe: bool
+    map_size: tuple[int, int] | None
     align: int
-
-    @property
-    def map_size(self) -> tuple[int, int] | None:
-        return None if self.maps.blocks is None else map_size_of(self.q, self.v)
 
     def rule(self, **others: Any) -> Rule:
         # The saved stat of a softmax is already multiplied by the unit.
@@ -109,9 +110,8 @@ class _Backward(NamedTuple):
         return backward_rule(self.form, is_peaked(self.form, self.v), unit, **others)
 
 
-def _describe_dq(call: _Backward, arch: int) -> list[Launch]:
-    do, q, k, v, out, layout, form, vectors, extras, maps, normalizers, grads, safe, align = call
-    config, size = config_of("dq", arch, q, v, safe, call.map_size), call.map_size
+def _describe_dq(call: _Backward, config: Config, arch: int) -> list[Launch]:
+    do, q, k, v, out, layout, form, vectors, extras, maps, normalizers, grads, size, align = call
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
     gradients = Gradients(
         grads.get("gain"), grads.get("offset", grads.get("base")),
@@ -133,10 +133,9 @@ def _describe_dq(call: _Backward, arch: int) -> list[Launch]:
     return [*before, Launch(flash_dq, programs_of(q, config.block_m), args, config)]
 
 
-def _describe_dkdv(call: _Backward, arch: int, processors: int) -> list[Launch]:
+def _describe_dkdv(call: _Backward, config: Config, arch: int, processors: int) -> list[Launch]:
     """Return the launches. If groups are split, replace the gradients of k and v."""
-    do, q, k, v, _, layout, _, vectors, extras, maps, normalizers, grads, safe, align = call
-    config, size = config_of("dkdv", arch, q, v, safe, call.map_size), call.map_size
+    do, q, k, v, _, layout, _, vectors, extras, maps, normalizers, grads, size, align = call
     ranges, before = (None, []) if size else ranges_of(layout, config.block_n, arch, of_keys=True)
     parts = parts_of_group(q, k, config.block_n, processors)
     if parts > 1:
