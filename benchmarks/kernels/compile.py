@@ -89,20 +89,30 @@ class Compiled:
         return None
 
 
-def problem(spec: Specialization, row: Compiled) -> str | None:
-    """The limit that a compiled kernel violates, if any; see the module docstring."""
+def is_common(spec: Specialization) -> bool:
+    """Whether the limits are strict: plain tiles in bf16 with common head dimensions."""
+    return spec.dtype == "bf16" and spec.head_dim in QUICK_DIMS and is_plain(spec)
+
+
+def most_spilled(spec: Specialization) -> int:
+    """The bytes of registers that a kernel may spill; see the module docstring."""
     import triton
 
+    if RARE_EXTRAS & set(spec.extra.split()):
+        return SPILLED_RARELY
+    older = tuple(map(int, triton.__version__.split(".")[:2])) < SPARING
+    return 0 if is_common(spec) and not older else SPILLED
+
+
+def problem(spec: Specialization, row: Compiled) -> str | None:
+    """The limit that a compiled kernel violates, if any; see the module docstring."""
     from attnzoo.backends.triton.common.tiles import SHARED
 
-    common = spec.dtype == "bf16" and spec.head_dim in QUICK_DIMS and is_plain(spec)
-    older = tuple(map(int, triton.__version__.split(".")[:2])) < SPARING
-    multiplies = spec.dtype != "fp32" and spec.family != "rows"
-    tensor_core = sass.TENSOR_CORE[spec.arch] if common and spec.kernel in FLASH else ""
-    most = 0 if common and not older else SPILLED
-    if RARE_EXTRAS & set(spec.extra.split()):
-        most = SPILLED_RARELY
-    return row.violation(SHARED[arch_of(spec)], most, tensor_core if multiplies else None)
+    tensor_core = None
+    if spec.dtype != "fp32" and spec.family != "rows":
+        strict = is_common(spec) and spec.kernel in FLASH
+        tensor_core = sass.TENSOR_CORE[spec.arch] if strict else ""
+    return row.violation(SHARED[arch_of(spec)], most_spilled(spec), tensor_core)
 
 
 _DIMS = ",".join(map(str, HEAD_DIMS))
