@@ -109,22 +109,31 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
     return Described(layout, form, vectors, terms, backend.alpha_of(use.form), lse)
 
 
+def is_plain(spec: Specialization) -> bool:
+    """Whether the kernel has the tile of the table PLAIN."""
+    from attnzoo.backends.triton.common.launch import is_safe
+
+    if spec.family in ("linear", "rows"):
+        return True
+    q = empty(spec, 1, 2, 1024)
+    layout, form, vectors, extras, *_ = described(spec, q, q.shape[2])
+    return not is_safe(spec.family, q, q, q, layout, form, vectors, extras)
+
+
 def describe_flash(spec: Specialization) -> Any:
     from attnzoo.backends.triton.common.kernel_operands import Maps, new_vector, stands_apart
     from attnzoo.backends.triton.flash import launch, launch_backward
 
     k = q = empty(spec, 1, 2, 1024)
     if spec.extra == SPLIT:
-        k = empty(spec, 1, 1, 2 * q.shape[2])
+        # Few queries for the forward, whose blocks may be of 16; many for parts of a group in dK/dV
+        q = empty(spec, 1, 2, 256) if spec.family == "forward" else q
+        k = empty(spec, 1, 1, 2048)
     do = out = q.new_empty(q.shape)
     vector, arch = new_vector(q), arch_of(spec)
     layout, form, vectors, extras, alpha, lse = described(spec, q, k.shape[2])
     normalize = form.normalize
-    maps = (
-        Maps(*launch.empty_maps(q, k, k, layout, vectors.shape, extras))
-        if normalize == "threshold"
-        else Maps()
-    )
+    maps = Maps(*launch.empty_maps(q, k, k)) if normalize == "threshold" else Maps()
     if spec.family in ("forward", "segments"):
         operands = q, k, k, layout, form, vectors, extras, maps, lse, arch, PROCESSORS
         launches, _ = launch.describe_forward(*operands)

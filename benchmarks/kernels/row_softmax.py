@@ -27,9 +27,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.backends.triton.common.activations import LN2
-from attnzoo.backends.triton.common.configurations import Config
 from attnzoo.backends.triton.common.launch import Launch, align_of
 from attnzoo.backends.triton.common.tile import INTERPRETED
+from attnzoo.backends.triton.common.tiles import Config
 
 LOG2E = tl.constexpr(1.4426950216293335)  # log2 e in fp32
 LOG2E_LOW = tl.constexpr(1.92596298909109e-08)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnzoo.backends.triton.common.configurations import LINEAR_KERNELS
+from attnzoo.backends.triton.common.tiles import LINEAR_KERNELS
 from benchmarks.kernels.activations import kinds
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -30,6 +30,8 @@ BARE = ("full", "no gain", "full no gain")
 MODELS = ("full keys no gain", "full bool no gain")
 # A padded batch of a model with a window or ALiBi
 PADDED = ("window keys", "alibi keys")
+# Words of extras that few calls have: all at once, or no wide loads of operands or of the mask
+RARE_EXTRAS = {"all", "offset", "unaligned", "narrow"}
 # Few programs: parts of a group of heads in dK/dV, splits of the keys in the forward
 SPLIT = "split"
 # Launches that do not depend on both the activation and the head dimension. The solver depends only

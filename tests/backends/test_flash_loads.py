@@ -12,6 +12,7 @@ import attnzoo
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common import launch, prepared
 from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
+from attnzoo.backends.triton.common.tiles import map_tile
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.backends.triton.flash.launch import (
     describe_forward,
@@ -81,7 +82,7 @@ def test_other_keys_and_values_are_loaded_by_pointers(case: str, k: Tensor) -> N
     assert args["k_descriptor"] is args["v_descriptor"] is None, case
     narrow = "36" in case or "apart" in case or "after" in case
     align = 1 if narrow else 16 // k.element_size()
-    assert args["tile"].ALIGN == align
+    assert align == args["tile"].ALIGN
 
 
 @pytest.mark.parametrize(
@@ -210,33 +211,27 @@ def test_a_gain_of_nan_gives_nan_and_an_infinite_product_times_zero_too() -> Non
     assert not nan[[0, 1, 2, 40, 60]].any()
 
 
-# ---- dense masks ------------------------------------------------------------------------------
+# ---- tiles ------------------------------------------------------------------------------------
 
 
-def bool_mask(kind: str) -> Tensor:
-    """A mask (1, 1, 256, 256) whose rows start at multiples of 16 bytes, or not."""
-    width = 257 if kind == "rows of 257 bytes" else 272
-    first = 1 if kind == "one byte after an aligned address" else 0
-    return torch.ones(1, 1, 256, width, dtype=torch.uint8)[..., first : first + 256]
-
-
-@pytest.mark.parametrize(
-    "kind", ["aligned", "rows of 257 bytes", "one byte after an aligned address"]
-)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_blocks_divide_the_tiles_of_the_block_map(arch: int, dim: int, kind: str) -> None:
-    """The tile depends on strides only, blocks on addresses too: a fake tensor has no address."""
-    mask = bool_mask(kind)
+def test_blocks_divide_the_tiles_of_the_block_map(
+    arch: int, dim: int, dtype: torch.dtype, masked: bool
+) -> None:
+    mask = torch.ones(1, 1, 256, 256, dtype=torch.uint8) if masked else None
     layout = CAUSAL._replace(mask=mask)
     form = EXP._replace(activation=EXP.activation.replace("exp", "entmax15"), normalize="threshold")
-    q = torch.ones(1, 2, 256, dim, dtype=torch.bfloat16)
+    q = torch.ones(1, 2, 256, dim, dtype=dtype)
     vectors = Vectors(offset=torch.ones(1, 2, 256))
-    (solver,), found = describe_threshold(q, q, q, layout, form, vectors, Extras(), 1.5, arch)
-    found = found[2:]  # without peak and τ
+    (solver,), results = describe_threshold(q, q, q, layout, form, vectors, Extras(), 1.5, arch)
+    maps = Maps(*results[2:])  # without peak and τ
     tile = tuple(sizes(solver)[:2])
-    assert found[0].shape[1:] == (256 // tile[0], 256 // tile[1])
-    maps = Maps(*found)
+    assert tile == map_tile(dim, 8 * dtype.itemsize)
+    assert maps.blocks is not None
+    assert maps.blocks.shape[1:] == (256 // tile[0], 256 // tile[1])
     (forward,), (out, stat, _, _) = describe_forward(
         q, q, q, layout, form, vectors, Extras(), maps, False, arch, 132
     )
@@ -249,9 +244,12 @@ def test_blocks_divide_the_tiles_of_the_block_map(arch: int, dim: int, kind: str
         block_m, block_n, *_ = sizes(launched)
         assert block_n == tile[1]
         assert tile[0] % block_m == 0
-    block_m, block_n, *map_tile = sizes(dkdv)
+    block_m, block_n, *map_size = sizes(dkdv)
     assert tile[0] % block_m == tile[1] % block_n == 0
-    assert tuple(map_tile) == tile
+    assert tuple(map_size) == tile
+
+
+# ---- dense masks ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

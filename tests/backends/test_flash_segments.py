@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo.backends.triton.common.configurations import Config
 from attnzoo.backends.triton.common.launch import Launch, run
+from attnzoo.backends.triton.common.tiles import Config
 from attnzoo.backends.triton.flash.segments import segment_ranges
 from helpers.cases import rand
 

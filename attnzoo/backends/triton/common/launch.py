@@ -15,11 +15,11 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnzoo.backends.shared_operands import Layout
-from attnzoo.backends.triton.common.configurations import ALL, Config
+from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.groups import Rule, ScoreTerms, Tile, Visible, constants
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, is_peaked
 from attnzoo.backends.triton.common.tile import load_tile
+from attnzoo.backends.triton.common.tiles import ALL, Config
 
 # Programs per multiprocessor, where a kernel's work can be split.
 PER_PROCESSOR = 2
@@ -236,7 +236,21 @@ def dense_mask(layout: Layout) -> bool:
     return layout.mask is not None and layout.mask.shape[2] > 1
 
 
-def count_extras(layout: Layout, key_bias: Tensor | None = None) -> int:
-    """Return how many of window, ALiBi, segments, mask, softcap and key bias the call has."""
-    extras = layout.left, layout.alibi, layout.k_segments, layout.mask, layout.softcap, key_bias
-    return sum(x is not None for x in extras)
+def is_safe(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form | None,
+    vectors: Vectors, extras: Extras,
+) -> bool:  # fmt: skip
+    """Whether a kernel may need many registers, and so has the tile of the table SAFE.
+
+    A window needs few. dK/dV accumulates two gradients, and has registers for no other term.
+    """
+    terms = layout.alibi, layout.k_segments, layout.mask, layout.softcap, extras.key_bias
+    number = sum(x is not None for x in terms)
+    if kernel == "dkdv" and form is not None and (number or form.normalize == "threshold"):
+        return True
+    # An activation that varies with the query, or has several results per score
+    varies = vectors.shape is not None or extras.factor is not None
+    many_results = form is not None and (form.normalizer or is_peaked(form, v))
+    unaligned = align_of(q, k, v) == 1
+    several = number > 1 or dense_mask(layout) or extras.decay is not None
+    return several or unaligned or varies or many_results

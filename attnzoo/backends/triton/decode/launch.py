@@ -14,7 +14,6 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.activations import LN2
-from attnzoo.backends.triton.common.configurations import Config, decode_config
 from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, Tile, constants
 from attnzoo.backends.triton.common.kernel_operands import (
     Extras,
@@ -28,14 +27,14 @@ from attnzoo.backends.triton.common.launch import (
     Launch,
     align_of,
     common,
-    count_extras,
-    dense_mask,
+    is_safe,
     row_launch,
     rule_of,
     score_terms,
     strides,
     tile_of,
 )
+from attnzoo.backends.triton.common.measured import tile_of_kernel
 from attnzoo.backends.triton.common.merge import MOST_SPLITS, merge_launch, without_merge
 from attnzoo.backends.triton.decode import kernels
 from attnzoo.backends.triton.flash.segments import ranges_of
@@ -79,26 +78,21 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, block_n: int, processors: int)
     return {"first": first, "last": last, "span": span, "splits": splits}
 
 
-def _config(
-    q: Tensor, k: Tensor, v: Tensor | None, layout: Layout, extras: Extras, align: int, arch: int
-) -> Config:
-    dim = max(q.shape[3], 0 if v is None else v.shape[3])
-    block_m = max(16, triton.next_power_of_2(_rows(q, k)))
-    many_rows = block_m * q.element_size() > 64
-    mask_per_head = layout.mask is not None and layout.mask.shape[1] > 1
-    several = mask_per_head or dense_mask(layout) or count_extras(layout, extras.key_bias) > 1
-    safe = many_rows or several or align == 1
-    return decode_config(arch, 8 * q.element_size(), dim, safe)._replace(block_m=block_m)
-
-
 def _walk(
     kernel: Any, q: Tensor, k: Tensor, v: Tensor | None, out: Tensor | None, layout: Layout,
-    extras: Extras, arch: int, processors: int, **operands: Any,
+    form: Form | None, vectors: Vectors, extras: Extras, arch: int, processors: int,
+    **operands: Any,
 ) -> list[Launch]:  # fmt: skip
     """Return launches of which the last is that of a kernel with a loop over keys."""
     tensors = {name: x for name, x in zip("qkvo", (q, k, v, out)) if x is not None}
-    align = align_of(*tensors.values())
-    config = _config(q, k, v, layout, extras, align, arch)
+    align, values = align_of(*tensors.values()), k if v is None else v
+    dim, bits = max(q.shape[3], values.shape[3]), 8 * q.element_size()
+    block_m = max(16, triton.next_power_of_2(_rows(q, k)))
+    per_head = layout.mask is not None and layout.mask.shape[1] > 1
+    many_rows = block_m * q.element_size() > 64
+    safe = is_safe("decode", q, k, values, layout, form, vectors, extras)
+    safe = safe or per_head or many_rows
+    config = tile_of_kernel("decode", arch, bits, dim, safe, q.device)._replace(block_m=block_m)
     splits = _splits(q, k, layout, config.block_n, processors)
     # One tile holds all queries.
     ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
@@ -106,7 +100,7 @@ def _walk(
         **common(q, k, layout, ranges, 1), **tensors, **strides(align, **tensors),
         "terms": score_terms(layout, extras), "tile": tile_of(config, q, v, ALIGN=align),
         **splits, "width": (splits["last"] - splits["first"]) * config.block_n,
-        "partials": Partials(), **operands,
+        "partials": Partials(), "vectors": vectors, **operands,
     }  # fmt: skip
     if layout.mask is not None and layout.mask.shape[1] == 1:
         args["mask_h"] = None
@@ -121,8 +115,8 @@ def _products_walk(
     """Return launches of which the last computes q kᵀ. Its other results are set by the caller."""
     products = new_products(q, k, layout)
     *before, walk = _walk(
-        kernels.decode_products, q, k, None, None, layout, extras, arch, processors,
-        products=products, lse=None, entropy=None, vectors=Vectors(gain), rule=rule,
+        kernels.decode_products, q, k, None, None, layout, None, Vectors(gain), extras, arch,
+        processors, products=products, lse=None, entropy=None, rule=rule,
     )  # fmt: skip
     # Products of keys in other segments are not computed, and stay 0.
     return [*before, walk._replace(zeroed=(products,) if before else ())]
@@ -188,8 +182,8 @@ def describe_decode(
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
     rule = rule_of(form, is_peaked(form, v))
     *before, walk = _walk(
-        kernels.decode, q, k, v, out, layout, extras, arch, processors, products=products,
-        vectors=vectors, saved=Saved(lse=lse), eps=form.eps or None, rule=rule,
+        kernels.decode, q, k, v, out, layout, form, vectors, extras, arch, processors,
+        products=products, saved=Saved(lse=lse), eps=form.eps or None, rule=rule,
     )  # fmt: skip
     launches += before
     if products is not None:

@@ -29,7 +29,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SUPPORTED = ("key_bias", "offset", "distance", "factor", "eps", "normalizer", "softcap")
 # With 16-bit inputs, the error of a capped logit is 1e-7 · softcap.
 MOST_SOFTCAP = 1000.0
-LARGEST = 256  # largest head dimension with an entry in `configurations`
+LARGEST = 256  # largest head dimension in the tables of `tiles`
 
 
 def unsupported(form: Form, call: Call) -> str | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.activations import LN2
-from attnzoo.backends.triton.common.configurations import Config, map_tile, pick
 from attnzoo.backends.triton.common.groups import (
     Partials,
     Rule,
@@ -28,23 +27,20 @@ from attnzoo.backends.triton.common.kernel_operands import (
     stands_apart,
 )
 from attnzoo.backends.triton.common.launch import (
-    TMA,
     Launch,
     align_of,
     common,
-    count_extras,
-    dense_mask,
     descriptors,
-    fits_tma,
+    is_safe,
     mask_align,
     outer_scale,
-    padded,
     rule_of,
     score_terms,
-    stride_align,
     strides,
     tile_of,
 )
+from attnzoo.backends.triton.common.measured import tile_of_kernel
+from attnzoo.backends.triton.common.tiles import Config, map_tile
 from attnzoo.backends.triton.flash.forward import flash_forward
 from attnzoo.backends.triton.flash.parts import (
     programs_of,
@@ -57,58 +53,20 @@ from attnzoo.backends.triton.flash.threshold import threshold
 from attnzoo.core.forms import Statistics
 
 
-class Features(NamedTuple):
-    """What the configuration of a kernel depends on besides its operands and layout.
-
-    tile: the tile of the block map, if there is one. heavy: the activation needs many registers.
-    rare: the call has a feature of "several" that its layout does not show. narrow: a dense mask
-    allows no wide loads. extras: those of the call.
-    """
-
-    align: int
-    tile: tuple[int, int] | None = None
-    heavy: bool = False
-    rare: bool = False
-    narrow: bool = False
-    extras: Extras = Extras()
-
-
 def config_of(
-    kernel: str, arch: int, q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features
-) -> Config:
-    """Return the configuration for the features of a call; see `configurations`."""
-    align, tile, heavy, rare, narrow, given = features
-    extras = count_extras(layout, given.key_bias)
-    dims, bits = (q.shape[3], v.shape[3]), 8 * q.element_size()
-    mapped = tile is not None
-    several = rare or dense_mask(layout) or extras > 1
-    narrow |= mapped and tile != map_tile(max(dims), bits, False)
-    pointers = kernel == "forward" and arch // 10 in TMA and not (fits_tma(k) and fits_tma(v))
-    if align == 1:
-        feature = "listed unaligned" if mapped else "unaligned"
-    elif narrow or (several and pointers):
-        feature = "narrow"
-    elif given.decay is not None:
-        alone = "listed distance" if mapped else "distance"
-        feature = "narrow" if several or heavy or pointers else alone
-    elif several:
-        feature = "listed several" if mapped or heavy else "several"
-    elif heavy:
-        feature = "heavy"
-    elif pointers:
-        feature = "filled"
-    elif mapped:
-        feature = "listed"
-    else:
-        filled = any(padded(dim) > dim for dim in dims)
-        feature = "one" if extras else "filled" if filled else ""
-    config = pick(kernel, arch, bits, max(dims), feature)
-    splits = layout.left is None and layout.k_segments is None
-    split = splits and align > 1 and feature != "narrow"
-    config = config._replace(split=split)
-    if tile is None:
+    kernel: str, arch: int, q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form | None,
+    vectors: Vectors, extras: Extras, map_size: tuple[int, int] | None,
+) -> Config:  # fmt: skip
+    """Return the tile of a kernel. With a block map, blocks divide the tiles of the map."""
+    dim, bits = max(q.shape[3], v.shape[3]), 8 * q.element_size()
+    safe = is_safe(kernel, q, k, v, layout, form, vectors, extras)
+    config = tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
+    if map_size is None:
         return config
-    map_m, map_n = tile
+    map_m, map_n = map_size
+    if kernel == "threshold":  # writes the map entries of its blocks
+        return config._replace(block_m=map_m, block_n=map_n)
+    # The lists of a map are of its tiles of keys.
     block_n = min(map_n, config.block_n) if kernel == "dkdv" else map_n
     return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
 
@@ -125,48 +83,15 @@ def arguments_of(
 def constants_of(
     config: Config, q: Tensor, v: Tensor | None, layout: Layout, align: int, **others: Any
 ) -> Tile:
+    # Few blocks are full in a window or a segment. Loads without wide copies need many registers.
+    split = layout.left is None and layout.k_segments is None and align > 1
     unit = mask_align(layout.mask)
-    return tile_of(config, q, v, SPLIT=config.split, ALIGN=align, MASK_ALIGN=unit, **others)
+    return tile_of(config, q, v, SPLIT=split, ALIGN=align, MASK_ALIGN=unit, **others)
 
 
-def _new_tile(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, shape: Tensor | None, extras: Extras
-) -> tuple[int, int]:  # fmt: skip
-    """The tile of a block map that is to be made.
-
-    It does not depend on addresses, because a fake tensor has none.
-    """
-    dim, bits, mask = max(q.shape[3], v.shape[3]), 8 * q.element_size(), layout.mask
-    several, distance = count_extras(layout, extras.key_bias) > 1, extras.decay is not None
-    small = stride_align(q, k, v) == 1
-    if bits == 32 or shape is not None:
-        small |= dense_mask(layout) or several or distance
-    elif distance:
-        small |= dense_mask(layout) or several
-    elif mask is not None and dense_mask(layout):
-        small |= several or mask_align(mask) == 1 or mask.element_size() > q.element_size()
-    return map_tile(dim, bits, small)
-
-
-def narrow_mask(layout: Layout) -> bool:
-    """Whether there is a dense mask whose strides or address allow no wide loads."""
-    mask = layout.mask
-    if mask is None or not dense_mask(layout):
-        return False
-    return mask_align(mask) == 1 or mask.data_ptr() % 16 != 0
-
-
-def map_tile_of(maps: Maps, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int] | None:
-    """The tile of a block map, from its shape; None if there is no map.
-
-    Strides do not determine the tile, because saved tensors may return with other strides. If both
-    tiles give the same shape, each covers the whole matrix in the dimensions where they differ.
-    """
-    if maps.blocks is None:
-        return None
-    dim, bits = max(q.shape[3], v.shape[3]), 8 * q.element_size()
-    large, small = map_tile(dim, bits, False), map_tile(dim, bits, True)
-    return large if _tiles(large, q, k) == maps.blocks.shape[1:] else small
+def map_size_of(q: Tensor, v: Tensor) -> tuple[int, int]:
+    """The numbers of queries and keys in a tile of the block map."""
+    return map_tile(max(q.shape[3], v.shape[3]), 8 * q.element_size())
 
 
 def _tiles(tile: tuple[int, int], q: Tensor, k: Tensor) -> tuple[int, int]:
@@ -198,26 +123,23 @@ def describe_forward(
     weight_sum = new_vector(q) if stands_apart(form, layout, vectors, extras, want_lse) else None
     lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
-    peaked = is_peaked(form, v)
-    tile = map_tile_of(maps, q, k, v)
-    heavy, narrow = vectors.shape is not None, narrow_mask(layout)
-    features = Features(align, tile, heavy, rare=peaked, narrow=narrow, extras=extras)
-    config = config_of("forward", arch, q, k, v, layout, features)
+    size = None if maps.blocks is None else map_size_of(q, v)
+    config = config_of("forward", arch, q, k, v, layout, form, vectors, extras, size)
     online = form.normalize == "online"
     late = _late(q, layout, vectors.gain, extras, arch) if online else None
-    ranges, before = (None, []) if tile else ranges_of(layout, config.block_m, arch)
+    ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
     args = {
         **arguments_of(q, k, layout, extras, vectors, ranges),
         **strides(align, q=q, k=k, v=v, o=out), "v": v, "o": out,
         **descriptors(config, arch, config.block_n, k=k, v=v),
         "maps": maps._replace(live=None), "saved": Saved(stat, weight_sum, lse),
         "partials": Partials(), "eps": form.eps or None, "splits": None,
-        "rule": rule_of(form, peaked, LATE=late),
-        "tile": constants_of(config, q, v, layout, align, MAP_M=tile and tile[0]),
+        "rule": rule_of(form, is_peaked(form, v), LATE=late),
+        "tile": constants_of(config, q, v, layout, align, MAP_M=size and size[0]),
     }  # fmt: skip
     launch = Launch(flash_forward, programs_of(q, config.block_m), args, config)
     # With a block map, most of the time is spent on the threshold, which is not split.
-    splits = 1 if tile else splits_of_keys(q, k, layout, config.block_m, processors)
+    splits = 1 if size else splits_of_keys(q, k, layout, config.block_m, processors)
     launches = [launch] if splits == 1 else split_keys(launch, q, v, splits)
     return [*before, *launches], (out, stat, weight_sum, lse)
 
@@ -226,7 +148,7 @@ def describe_stats(
     q: Tensor, k: Tensor, layout: Layout, arch: int
 ) -> tuple[list[Launch], Statistics]:
     align = align_of(q, k)
-    config = config_of("stats", arch, q, k, q, layout, Features(align, narrow=narrow_mask(layout)))
+    config = config_of("stats", arch, q, k, q, layout, None, Vectors(), Extras(), None)
     lse, entropy = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)
     late = _late(q, layout, None, Extras(), arch)
@@ -240,12 +162,10 @@ def describe_stats(
     return [*before, launch], Statistics(lse, entropy)
 
 
-def empty_maps(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, shape: Tensor | None, extras: Extras
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def empty_maps(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return new, uninitialized tensors for the fields of `Maps`."""
     heads = q.shape[0] * q.shape[1]
-    tiles = _tiles(_new_tile(q, k, v, layout, shape, extras), q, k)
+    tiles = _tiles(map_size_of(q, v), q, k)
     blocks = q.new_empty(heads, *tiles, dtype=torch.int32)
     counts = q.new_empty(heads, tiles[0], dtype=torch.int32)
     return blocks, counts, q.new_empty(heads, *tiles, dtype=torch.uint8)
@@ -260,14 +180,11 @@ def describe_threshold(
     Only gain and shape of ``vectors`` are read.
     """
     align = align_of(q, k)
-    tile = _new_tile(q, k, v, layout, vectors.shape, extras)
-    features = Features(stride_align(q, k), tile, extras=extras)
-    config = config_of("threshold", arch, q, k, v, layout, features)
-    maps = empty_maps(q, k, v, layout, vectors.shape, extras)
+    operands = q, k, v, layout, form, vectors, extras
+    config = config_of("threshold", arch, *operands, map_size_of(q, v))
+    maps = empty_maps(q, k, v)
     peak, tau = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)
-    # Each program writes the map entries of its blocks, so blocks must have the size of map tiles.
-    assert (config.block_m, config.block_n) == tile
     vectors = Vectors(vectors.gain, shape=vectors.shape)
     args = {
         **arguments_of(q, k, layout, extras._replace(factor=None, peak=None), vectors, ranges),

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.configurations import Config
 from attnzoo.backends.triton.common.groups import (
     Gradients,
     Normalizers,
@@ -30,15 +29,14 @@ from attnzoo.backends.triton.common.launch import (
     rule_of,
     strides,
 )
+from attnzoo.backends.triton.common.tiles import Config
 from attnzoo.backends.triton.flash.backward_kv import flash_dkdv
 from attnzoo.backends.triton.flash.backward_q import flash_dq
 from attnzoo.backends.triton.flash.launch import (
-    Features,
     arguments_of,
     config_of,
     constants_of,
-    map_tile_of,
-    narrow_mask,
+    map_size_of,
 )
 from attnzoo.backends.triton.flash.parts import (
     parts_of_group,
@@ -63,13 +61,12 @@ def describe_backward(
     if "key_bias" in wanted:
         b, h, n = q.shape[0], q.shape[1], k.shape[2]
         grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
-    learned_power = "shape" in grads and form.normalize != "threshold"
-    peaked, align = is_peaked(form, v), align_of(q, k, v, out, do, *(grads[x] for x in "qkv"))
-    heavy = vectors.shape is not None or peaked or form.normalizer or extras.factor is not None
-    tile = map_tile_of(maps, q, k, v)
-    terms = extras.key_bias is not None or layout.softcap is not None
-    rare = dlse is not None or (tile is not None and terms)
-    features = Features(align, tile, heavy, rare, learned_power or narrow_mask(layout), extras)
+    align = align_of(q, k, v, out, do, *(grads[x] for x in "qkv"))
+    size = None if maps.blocks is None else map_size_of(q, v)
+    of_dq, of_dkdv = (
+        config_of(kernel, arch, q, k, v, layout, form, vectors, extras, size)
+        for kernel in ("dq", "dkdv")
+    )
     z = stat
     if form.normalize == "online":
         vectors, z = vectors._replace(offset=stat), weight_sum
@@ -79,10 +76,13 @@ def describe_backward(
         z, per_z=None if z is None else new_vector(q),
         delta=None if form.normalize == "none" else new_vector(q), dlse=dlse,
     )  # fmt: skip
-    calls = _Backward(do, q, k, v, out, layout, form, vectors, extras, maps, normalizers, grads)
-    launches = _describe_dq(calls, features, arch) + _describe_dkdv(
-        calls, features, arch, processors
-    )
+    call = _Backward(
+        do, q, k, v, out, layout, form, vectors, extras, maps, normalizers, grads,
+        size, align,
+    )  # fmt: skip
+    launches = [
+        *_describe_dq(call, of_dq, arch), *_describe_dkdv(call, of_dkdv, arch, processors)
+    ]  # fmt: skip
     return launches, grads
 
 
@@ -101,6 +101,8 @@ class _Backward(NamedTuple):
     maps: Maps
     normalizers: Normalizers
     grads: dict[str, Tensor]
+    map_size: tuple[int, int] | None
+    align: int
 
     def rule(self, **others: Any) -> Rule:
         # The saved stat of a softmax is already multiplied by the unit.
@@ -108,14 +110,9 @@ class _Backward(NamedTuple):
         return rule_of(self.form, is_peaked(self.form, self.v), TAU_UNIT=unit, **others)
 
 
-def _describe_dq(call: _Backward, features: Features, arch: int) -> list[Launch]:
-    do, q, k, v, out, layout, form, vectors, extras, maps, normalizers, grads = call
-    mean = _mean_source(form, q)
-    # Two loops over the keys
-    features = features._replace(heavy=features.heavy or mean == "weights")
-    config = config_of("dq", arch, q, k, v, layout, features)
-    tile, align = features.tile, features.align
-    ranges, before = (None, []) if tile else ranges_of(layout, config.block_m, arch)
+def _describe_dq(call: _Backward, config: Config, arch: int) -> list[Launch]:
+    do, q, k, v, out, layout, form, vectors, extras, maps, normalizers, grads, size, align = call
+    ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
     gradients = Gradients(
         grads.get("gain"), grads.get("offset", grads.get("base")),
         *(grads.get(name) for name in "shape sink alibi factor decay".split()),
@@ -129,19 +126,17 @@ def _describe_dq(call: _Backward, features: Features, arch: int) -> list[Launch]
         "rule": call.rule(
             SHAPE_SLOPE=form.shape_act if "shape" in grads else None,
             DISTANCE_SLOPE=form.distance_slope_act if "decay" in grads else None,
-            MEAN=mean, PLAIN_DELTA="key_bias" in grads,
+            MEAN=_mean_source(form, q), PLAIN_DELTA="key_bias" in grads,
         ),
-        "tile": constants_of(config, q, v, layout, align, MAP_M=tile and tile[0]),
+        "tile": constants_of(config, q, v, layout, align, MAP_M=size and size[0]),
     }  # fmt: skip
     return [*before, Launch(flash_dq, programs_of(q, config.block_m), args, config)]
 
 
-def _describe_dkdv(call: _Backward, features: Features, arch: int, processors: int) -> list[Launch]:
+def _describe_dkdv(call: _Backward, config: Config, arch: int, processors: int) -> list[Launch]:
     """Return the launches. If groups are split, replace the gradients of k and v."""
-    do, q, k, v, _, layout, _, vectors, extras, maps, normalizers, grads = call
-    config = config_of("dkdv", arch, q, k, v, layout, features)
-    tile, align = features.tile, features.align
-    ranges, before = (None, []) if tile else ranges_of(layout, config.block_n, arch, of_keys=True)
+    do, q, k, v, _, layout, _, vectors, extras, maps, normalizers, grads, size, align = call
+    ranges, before = (None, []) if size else ranges_of(layout, config.block_n, arch, of_keys=True)
     parts = parts_of_group(q, k, config.block_n, processors)
     if parts > 1:
         for name, x in (("k", k), ("v", v)):
@@ -159,8 +154,8 @@ def _describe_dkdv(call: _Backward, features: Features, arch: int, processors: i
         "v": v, "do": do, "dk": grads["k"], "dv": grads["v"], "normalizers": normalizers,
         "gradients": Gradients(key_bias=grads.get("key_bias")), "rule": call.rule(),
         "tile": constants_of(
-            config, q, v, layout, align, MAP_M=tile and tile[0], MAP_N=tile and tile[1],
-            TURNED=config.turned,
+            config, q, v, layout, align, MAP_M=size and size[0], MAP_N=size and size[1],
+            TURNED=config.transposed,
         ),
         "parts": parts if parts > 1 else None,
     }  # fmt: skip

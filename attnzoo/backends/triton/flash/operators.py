@@ -77,10 +77,8 @@ def flash_threshold(
 
 
 @flash_threshold.fake
-def _(
-    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, layout: Layout
-) -> Threshold:
-    maps = _modules().flash.empty_maps(q, k, v, layout, vectors.shape, extras)
+def _(*, q: Tensor, k: Tensor, v: Tensor) -> Threshold:
+    maps = _modules().flash.empty_maps(q, k, v)
     return Threshold(new_vector(q), new_vector(q), *maps)
 
 

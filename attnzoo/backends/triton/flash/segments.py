@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout
-from attnzoo.backends.triton.common.configurations import Config
 from attnzoo.backends.triton.common.launch import Launch
 from attnzoo.backends.triton.common.tile import key_blocks
+from attnzoo.backends.triton.common.tiles import Config
 
 
 @triton.jit(do_not_specialize=["own_count", "other_count"])

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.backends import linear
 from attnzoo.backends.base import Backend
 from attnzoo.backends.transforms import reject_transforms
-from attnzoo.backends.triton.common.configurations import LINEAR_WIDEST
+from attnzoo.backends.triton.common.tiles import LINEAR_WIDEST
 from attnzoo.backends.triton.flash import backend as flash
 from attnzoo.backends.triton.linear import operators as ops
 from attnzoo.backends.triton.linear.state import pack, unpack

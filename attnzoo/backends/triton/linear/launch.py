@@ -17,14 +17,9 @@ from torch import Tensor
 
 from attnzoo.backends.triton.common import launch as common
 from attnzoo.backends.triton.common import prepared
-from attnzoo.backends.triton.common.configurations import (
-    INTERPRETED_CHUNK,
-    LINEAR_CHUNK,
-    Config,
-    linear_config,
-)
 from attnzoo.backends.triton.common.groups import constants
 from attnzoo.backends.triton.common.launch import Launch, interpreted, padded
+from attnzoo.backends.triton.common.tiles import Config, linear_tile
 from attnzoo.backends.triton.linear import kernels
 from attnzoo.backends.triton.linear.state import StateLayout, layout
 
@@ -39,14 +34,15 @@ def run(describe: Callable[..., Any], x: Tensor, *operands: Any) -> Any:
 
 def chunk_length(y: Tensor) -> int:
     """Tokens per chunk, independent of the GPU, because fake functions run without one."""
-    return INTERPRETED_CHUNK if interpreted() else LINEAR_CHUNK[8 * y.element_size()]
+    # Chunks are equally long on all GPUs.
+    return linear_tile("output", 0 if interpreted() else 80, 8 * y.element_size()).block_m
 
 
 def _constants(
     kernel: str, x: Tensor, value_dim: int, group: int, arch: int
 ) -> tuple[dict[str, Any], Config]:
     """Return the constants and the configuration of a kernel over the tokens of x."""
-    config = linear_config(kernel, arch, 8 * x.element_size())
+    config = linear_tile(kernel, arch, 8 * x.element_size())
     if arch == 0 and x.shape[3] > 512:
         config = config._replace(block_n=4096)  # fewer blocks for the interpreter
     sizes = constants(

@@ -1,0 +1,113 @@
+"""Tiles that were measured on the GPU, as ``python -m benchmarks tune --device cuda`` writes them.
+
+A file holds the tiles for one name of a GPU and one version of Triton. It is looked up in the
+user's cache folder, $XDG_CACHE_HOME/attnzoo or ~/.cache/attnzoo, then in the folder ``measured``
+beside this file. A file for another GPU or another Triton is not used. Files are read once per
+process, when a kernel first needs a tile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnzoo.backends.triton.common.tiles import ALL, LIMITS, Config, limit_of, tile_of_table
+
+KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "decode")
+SHIPPED = Path(__file__).parent / "measured"
+# (kernel, bits of an element, largest head dimension of the class) -> tile of plain calls
+Tiles = dict[tuple[str, int, int], Config]
+
+
+def tile_of_kernel(
+    kernel: str, arch: int, bits: int, head_dim: int, safe: bool, device: torch.device
+) -> Config:
+    """The tile of a kernel: measured, or of the tables."""
+    if arch and device.type == "cuda" and not safe:
+        tiles = read(torch.cuda.get_device_name(device))[1]
+        if (tile := tiles.get((kernel, bits, limit_of(head_dim)))) is not None:
+            return tile
+    return tile_of_table(kernel, arch, bits, head_dim, safe)
+
+
+def triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+def folder() -> Path:
+    """The user's folder of measured files."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnzoo"
+
+
+def place(device: str) -> Path:
+    """The file of a GPU that `tune` writes and that is read first."""
+    return folder() / file_name(device)
+
+
+def file_name(device: str) -> str:
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return f"{slug}.triton-{triton_version()}.json"
+
+
+@cache
+def read(device: str) -> tuple[Path | None, Tiles]:
+    """The file with the tiles of a GPU, and the tiles; None and no tiles if there is no file.
+
+    Raises:
+        ValueError: a file is malformed.
+    """
+    for file in (place(device), SHIPPED / file_name(device)):
+        tiles = parsed(file, device) if file.is_file() else None
+        if tiles is not None:
+            return file, tiles
+    return None, {}
+
+
+def parsed(file: Path, device: str) -> Tiles | None:
+    """The tiles in a file, or None if it is for another GPU or another Triton."""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        if (document["device"], document["triton"]) != (device, triton_version()):
+            return None
+        return dict(_entry(**row) for row in document["tiles"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{file} must hold tiles as `python -m benchmarks tune --device cuda` writes them, got "
+            f"{type(error).__name__}: {error}. Write it again or delete it"
+        ) from error
+
+
+def _entry(
+    kernel: str, bits: int, head_dim: int, **tile: Any
+) -> tuple[tuple[str, int, int], Config]:
+    config = Config(**tile)
+    blocks = config.block_m, config.block_n, config.part or 16
+    valid = (
+        kernel in KERNELS and bits in (16, 32) and head_dim in LIMITS
+        and all(n in (16, 32, 64, 128, 256) for n in blocks) and config.warps in (1, 2, 4, 8, 16)
+        and config.stages in range(1, 9) and config.registers in (None, ALL)
+        and config.transposed in (False, True)
+    )  # fmt: skip
+    if not valid:
+        raise ValueError(f"a tile of {kernel!r}, {bits} bits, head dimension {head_dim}: {tile}")
+    return (kernel, bits, head_dim), config
+
+
+def write(file: Path, device: str, tiles: Tiles) -> None:
+    rows = [
+        {"kernel": kernel, "bits": bits, "head_dim": limit, **config._asdict()}
+        for (kernel, bits, limit), config in sorted(tiles.items())
+    ]
+    document = {"device": device, "triton": triton_version(), "tiles": rows}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(file)
