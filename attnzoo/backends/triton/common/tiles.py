@@ -62,7 +62,7 @@ SAFE: dict[tuple[str, int], Row] = {
     ("forward", 16): {128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
     ("dq", 16): {128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
     ("dkdv", 16): {128: Config(32, 64, 4, 2), 256: full(64, 16, 8, 2)},
-    ("stats", 16): {256: Config(32, 32, 8, 1)},
+    ("stats", 16): {64: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
     ("threshold", 16): {128: full(128, 64, 8, 1, 64), 256: full(128, 32, 8, 1, 64)},
     ("decode", 16): {128: full(64, 16, 8, 2), 256: full(64, 16, 8, 1, 32)},
     ("forward", 32): {256: SMALL},
@@ -162,4 +162,4 @@ ROWS = Config(1, 2048, 8, 2)
 
 
 def row_config(arch: int) -> Config:
-    return Config(1, 64, 1, 1) if arch == 0 else ROWS
+    return ROWS._replace(block_n=64) if arch == 0 else ROWS
