@@ -68,7 +68,7 @@ SAFE: dict[tuple[str, int], Row] = {
     ("forward", 32): {256: SMALL},
     ("dq", 32): {128: SMALL, 256: SMALLEST},
     ("dkdv", 32): {128: SMALL, 256: SMALLEST},
-    ("decode", 32): {256: full(32, 16, 8, 1, 32)},
+    ("decode", 32): {64: SMALL, 256: SMALLEST},
 }
 # Tiles for 16 bits in which an architecture differs from sm_90, by table and kernel
 OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
@@ -79,6 +79,7 @@ OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
             64: full(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: full(64, 16, 8, 2),
         },
         ("safe", "forward"): {128: full(64, 32, 8, 2), 256: Config(32, 32, 4, 1)},
+        ("safe", "dkdv"): {64: Config(32, 64, 4, 1)},
         ("safe", "dq"): {
             64: full(32, 64, 4, 2), 128: full(16, 64, 8, 1), 256: Config(16, 32, 4, 1),
         },
