@@ -48,7 +48,7 @@ PLAIN: dict[tuple[str, int], Row] = {
     ("dq", 16): {128: Config(128, 64, 8, 2), 256: Config(128, 32, 8, 1)},
     ("dkdv", 16): {128: Config(64, 64, 4, 2), 256: transposed(128, 32, 8, 1)},
     ("stats", 16): {128: Config(128, 128, 8, 2), 256: Config(64, 64, 8, 2)},
-    ("threshold", 16): {128: Config(128, 64, 8, 2), 256: full(128, 32, 8, 1)},
+    ("threshold", 16): {128: full(128, 64, 8, 1), 256: full(128, 32, 8, 1)},
     ("decode", 16): {64: full(16, 128, 8, 3), 128: Config(16, 64, 4, 3), 256: Config(16, 32, 4, 3)},
     ("forward", 32): {64: Config(64, 32, 8, 2), 256: Config(32, 32, 8, 1, 32)},
     ("dq", 32): {256: SMALL},
@@ -68,7 +68,7 @@ SAFE: dict[tuple[str, int], Row] = {
     ("forward", 32): {256: SMALL},
     ("dq", 32): {128: SMALL, 256: SMALLEST},
     ("dkdv", 32): {128: SMALL, 256: SMALLEST},
-    ("decode", 32): {256: full(32, 16, 8, 1, 32)},
+    ("decode", 32): {64: SMALL, 256: SMALLEST},
 }
 # Tiles for 16 bits in which an architecture differs from sm_90, by table and kernel
 OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
@@ -79,6 +79,7 @@ OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
             64: full(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: full(64, 16, 8, 2),
         },
         ("safe", "forward"): {128: full(64, 32, 8, 2), 256: Config(32, 32, 4, 1)},
+        ("safe", "dkdv"): {64: Config(32, 64, 4, 1)},
         ("safe", "dq"): {
             64: full(32, 64, 4, 2), 128: full(16, 64, 8, 1), 256: Config(16, 32, 4, 1),
         },
@@ -87,13 +88,13 @@ OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
         ("plain", "forward"): {256: Config(64, 64, 4, 2)},
         ("plain", "dq"): {256: Config(64, 64, 8, 1)},
         ("plain", "dkdv"): {
-            64: full(64, 128, 8, 2), 128: full(64, 128, 8, 2), 256: Config(64, 64, 8, 1),
+            **dict.fromkeys((64, 128), full(64, 128, 8, 2)), 256: Config(64, 64, 8, 1),
         },
     },
 }  # fmt: skip
 
 # For the interpreter: small blocks, so that a short sequence has several blocks
-INTERPRETED = Config(32, 64, 1, 1)
+TALL, WIDE = Config(64, 32, 1, 1), Config(32, 64, 1, 1)
 
 
 def known(arch: int) -> int:
@@ -114,7 +115,9 @@ def tile_of_table(kernel: str, arch: int, bits: int, head_dim: int, safe: bool) 
     if arch == 0:
         # Products in fp32 above D = 128 are computed in parts, and both forms of dK/dV are tested.
         part = 64 if bits == 32 and limit > 128 else None
-        return INTERPRETED._replace(part=part, transposed=kernel == "dkdv" and bits == 32)
+        is_transposed = kernel == "dkdv" and bits == 32
+        config = TALL if is_transposed or kernel in ("forward", "decode") else WIDE
+        return config._replace(part=part, transposed=is_transposed)
     table = "safe" if safe and (kernel, bits) in SAFE else "plain"
     row = (SAFE if table == "safe" else PLAIN)[kernel, bits]
     override = OVERRIDES.get(known(arch), {}).get((table, kernel), {}) if bits == 16 else {}
