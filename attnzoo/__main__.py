@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -21,9 +22,12 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"measured tiles: {measured.folder()}, not read without a GPU and Triton")
         return
     for device in dict.fromkeys(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))):
-        file, tiles = measured.read(device)
-        source = f"no file {measured.place(device)}" if file is None else f"{len(tiles)} of {file}"
-        print(f"measured tiles of {device}: {source}")
+        try:
+            files, tiles = measured.read(device)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        names = " and ".join(map(str, files)) or f"no file {measured.place(device)}"
+        print(f"measured tiles of {device}: {len(tiles)}, from {names}")
 
 
 if __name__ == "__main__":

@@ -111,13 +111,13 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
 
 def is_plain(spec: Specialization) -> bool:
     """Whether the kernel has the tile of the table PLAIN."""
-    from attnzoo.backends.triton.common.launch import is_safe
+    from attnzoo.backends.triton.common.launch import align_of, is_safe
 
     if spec.family in ("linear", "rows"):
         return True
     q = empty(spec, 1, 2, 1024)
     layout, form, vectors, extras, *_ = described(spec, q, q.shape[2])
-    return not is_safe(spec.family, q, q, q, layout, form, vectors, extras)
+    return not is_safe(spec.family, q, align_of(q), layout, form, vectors, extras)
 
 
 def describe_flash(spec: Specialization) -> Any:

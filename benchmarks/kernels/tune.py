@@ -28,6 +28,7 @@ from benchmarks.harness.bench import first_line
 from benchmarks.harness.grid import TOKENS
 from benchmarks.harness.journal import append
 from benchmarks.harness.options import positive
+from benchmarks.harness.report import check_target
 from benchmarks.harness.timing import CudaEvents, Spread, Timer, ratio
 from benchmarks.kernels.activations import VariantForm, activations, variant_forms
 from benchmarks.kernels.compile import (
@@ -122,6 +123,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     specs = selected(args)
     require_compiler("tune")
+    if args.device == "cuda":
+        check_output(args.output)
     ranked = [tuned(args, spec) for spec in specs]
     if args.device == "cpu":
         print("not timed: that requires --device cuda")
@@ -143,9 +146,34 @@ def tuned(args: argparse.Namespace, spec: Specialization) -> bool:
         print(text)
     if not clean:
         print("no tile is within the limits")
-    if is_plain(spec) and (best := faster(timed)) is not None:
+    if is_stored(spec) and (best := faster(timed)) is not None:
         print(f"written to {store(spec, best, torch.cuda.get_device_name(), args.output)}")
     return bool(clean)
+
+
+def check_output(output: Path | None) -> None:
+    """Refuse a file that measured tiles cannot be added to, before anything is timed."""
+    from attnzoo.backends.triton.common import measured
+
+    device = torch.cuda.get_device_name()
+    file = output or measured.place(device)
+    check_target("--output", str(file))
+    try:
+        foreign = file.exists() and measured.parsed(file, device) is None
+    except ValueError as error:
+        raise UsageError(f"--output: {error}") from None
+    if foreign:
+        raise UsageError(
+            f"--output must be a new file or one for {device} and Triton "
+            f"{measured.triton_version()}, got {file}"
+        )
+
+
+def is_stored(spec: Specialization) -> bool:
+    """Whether a tile that was measured for the kernel is used for all plain calls of its class."""
+    activation = "entmax15" if spec.kernel == "threshold" else "exp"
+    largest = spec.head_dim in (64, 128, 256) and spec.dtype in ("bf16", "fp32")
+    return largest and spec.activation == activation and not spec.extra and is_plain(spec)
 
 
 def faster(timed: dict[Any, Timed]) -> Any:
@@ -161,7 +189,7 @@ def store(spec: Specialization, config: Any, device: str, file: Path | None = No
     from attnzoo.backends.triton.common.tiles import limit_of
 
     file, key = file or measured.place(device), (spec.kernel, 8 * DTYPES[spec.dtype].itemsize)
-    tiles = (measured.parsed(file, device) if file.is_file() else None) or {}
+    tiles = measured.parsed(file, device) or {}
     measured.write(file, device, {**tiles, (*key, limit_of(spec.head_dim)): config})
     measured.read.cache_clear()
     return file

@@ -14,8 +14,9 @@ import torch
 from attnzoo import __main__ as command
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common import measured, tiles
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form
-from attnzoo.backends.triton.common.launch import is_safe
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
+from attnzoo.backends.triton.common.launch import align_of, is_safe
+from attnzoo.backends.triton.flash.launch import config_of, describe_forward
 
 GPU = "NVIDIA H100 80GB HBM3"
 CONFIG = tiles.Config(64, 32, 4, 3)
@@ -32,7 +33,7 @@ def safe(
 ) -> bool:  # fmt: skip
     if q is None:
         q = torch.empty(1, 2, 64, 32, dtype=torch.float16)
-    return is_safe(kernel, q, q, q, layout, form, vectors, extras)
+    return is_safe(kernel, q, align_of(q), layout, form, vectors, extras)
 
 
 VECTOR = torch.ones(1, 2, 64)
@@ -77,6 +78,16 @@ def test_calls_with_unaligned_operands_are_safe(dtype: torch.dtype) -> None:
     assert not safe(q=wide[..., 8:40])
     assert safe(q=wide[..., 1:33]), "address"
     assert safe(q=torch.empty(1, 2, 64, 33, dtype=dtype)[..., :32]), "strides"
+
+
+def test_a_call_whose_result_is_unaligned_is_safe() -> None:
+    wide = torch.empty(1, 2, 256, 64, dtype=torch.bfloat16)
+    q = wide[..., :60]  # strides of 64, and those of the output are 60
+    assert align_of(q) == 8
+    call = LAYOUT, EXP, Vectors(), Extras(), Maps(), False, 90, 132
+    tile = describe_forward(q, q, q, *call)[0][-1].config
+    assert tile == tiles.tile_of_table("forward", 90, 16, 60, True)
+    assert tile != tiles.tile_of_table("forward", 90, 16, 60, False)
 
 
 # ---- the tables ---------------------------------------------------------------------------------
@@ -145,7 +156,32 @@ def test_files_are_read_once_and_the_user_s_before_the_shipped_one(
         assert tile() == before, "files are read once"
         measured.read.cache_clear()
         assert tile().stages == stages
-        assert measured.read(GPU)[0] == file
+        assert measured.read(GPU)[0][-1] == file
+    measured.write(own, GPU, {("dkdv", 16, 128): CONFIG})
+    measured.read.cache_clear()
+    assert (tile().stages, tile("dkdv")) == (3, CONFIG)
+
+
+def test_a_user_without_a_readable_folder_has_the_tiles_of_the_tables(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tiles.tile_of_table("dq", 90, 16, 96, False)
+    folder.write_text("a file")  # stands for any error of the system
+    assert tile() == expected
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("pwd.getpwuid", dict[int, Any]().__getitem__)  # no home folder
+    measured.read.cache_clear()
+    assert tile() == expected
+
+
+def test_measured_tiles_are_not_used_with_a_block_map(folder: Path) -> None:
+    """Blocks of the map may be larger than those that were measured, and not fit in memory."""
+    measured.write(measured.place(GPU), GPU, {("dq", 16, 128): CONFIG, ("dq", 16, 64): CONFIG})
+    q = torch.empty(1, 2, 64, 96, dtype=torch.bfloat16, device="meta")
+    call = q, q, 8, LAYOUT, EXP._replace(normalize="threshold"), Vectors(), Extras()
+    table = tiles.tile_of_table("dq", 90, 16, 96, False)
+    assert config_of("dq", 90, *call, (128, 64)).stages == table.stages != CONFIG.stages
 
 
 @pytest.mark.parametrize("name", ["device", "triton"])
@@ -161,7 +197,8 @@ def test_a_file_for_another_gpu_or_triton_is_not_used(folder: Path, name: str) -
     "wrong",
     [
         {"kernel": "encode"}, {"bits": 8}, {"head_dim": 96}, {"block_m": 48}, {"block_n": "64"},
-        {"warps": 3}, {"stages": 0}, {"registers": 300}, {"part": 8}, {"transposed": "no"},
+        {"warps": 3}, {"warps": 4.0}, {"stages": 0}, {"kernel": "decode", "block_n": 256},
+        {"registers": 300}, {"part": 8}, {"transposed": "no"},
         {"speed": 1},
     ],
     ids=str,
@@ -193,8 +230,8 @@ def test_the_command_prints_where_measured_tiles_are_looked_up(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     command.main([])
     file = measured.place(GPU)
-    assert f"measured tiles of {GPU}: no file {file}\n" in capsys.readouterr().out
+    assert f"measured tiles of {GPU}: 0, from no file {file}\n" in capsys.readouterr().out
     measured.write(file, GPU, {("dq", 16, 128): CONFIG})
     measured.read.cache_clear()
     command.main([])
-    assert f"measured tiles of {GPU}: 1 of {file}\n" in capsys.readouterr().out
+    assert f"measured tiles of {GPU}: 1, from {file}\n" in capsys.readouterr().out

@@ -14,7 +14,18 @@ from attnzoo.backends.triton.flash import launch
 from benchmarks.harness.timing import Calls, Spread, WallClock, interleave
 from benchmarks.kernels.compile import Compiled
 from benchmarks.kernels.specializations import Specialization
-from benchmarks.kernels.tune import Timed, candidates, faster, store, table, timings, with_tile
+from benchmarks.kernels.tune import (
+    Timed,
+    candidates,
+    check_output,
+    faster,
+    is_stored,
+    store,
+    table,
+    timings,
+    with_tile,
+)
+from commandline.errors import UsageError
 from helpers.commands import benchmarks, error_of
 from helpers.processes import output_of
 
@@ -91,12 +102,35 @@ def test_stored_tiles_are_read_by_later_calls(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured.read.cache_clear()
-    assert measured.read("GPU") == (None, {})
+    assert measured.read("GPU") == ([], {})
     dq = Specialization("dq", "sm_90", "bf16", 96, "exp")
     for spec, config in ((dq, WIDE), (dq._replace(dtype="fp32"), SMALL), (dq, SMALL)):
         file = store(spec, config, "GPU")
-    assert measured.read("GPU") == (file, {("dq", 16, 128): SMALL, ("dq", 32, 128): SMALL})
+    assert measured.read("GPU") == ([file], {("dq", 16, 128): SMALL, ("dq", 32, 128): SMALL})
     measured.read.cache_clear()
+
+
+@pytest.mark.parametrize("document", ["[]", '{"device": "other", "triton": "3.6.0"}'])
+def test_a_file_that_tiles_cannot_be_added_to_is_refused_before_timing(
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "GPU")
+    file = tmp_path / "tiles.json"
+    check_output(file)
+    file.write_text(document)
+    with pytest.raises(UsageError, match=r"--output.*tiles\.json"):
+        check_output(file)
+    assert file.read_text() == document
+
+
+def test_a_tile_is_stored_only_from_the_call_whose_class_it_serves() -> None:
+    spec = Specialization("dq", "sm_90", "bf16", 128, "exp")
+    assert is_stored(spec)
+    assert is_stored(spec._replace(kernel="threshold", activation="entmax15"))
+    for other in (
+        {"head_dim": 96}, {"dtype": "fp16"}, {"activation": "relu"}, {"extra": "window"},
+    ):  # fmt: skip
+        assert not is_stored(spec._replace(**other)), other
 
 
 class OneRound(WallClock):

@@ -237,12 +237,13 @@ def dense_mask(layout: Layout) -> bool:
 
 
 def is_safe(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form | None,
-    vectors: Vectors, extras: Extras,
+    kernel: str, v: Tensor, align: int, layout: Layout, form: Form | None, vectors: Vectors,
+    extras: Extras,
 ) -> bool:  # fmt: skip
     """Whether a kernel may need many registers, and so has the tile of the table SAFE.
 
-    A window needs few. dK/dV accumulates two gradients, and has registers for no other term.
+    ``align``: 1 if an operand or a result allows no wide loads, see `align_of`. A window needs few
+    registers. dK/dV accumulates two gradients, and has registers for no other term.
     """
     terms = layout.alibi, layout.k_segments, layout.mask, layout.softcap, extras.key_bias
     number = sum(x is not None for x in terms)
@@ -251,6 +252,5 @@ def is_safe(
     # An activation that varies with the query, or has several results per score
     varies = vectors.shape is not None or extras.factor is not None
     many_results = form is not None and (form.normalizer or is_peaked(form, v))
-    unaligned = align_of(q, k, v) == 1
-    several = number > 1 or dense_mask(layout) or extras.decay is not None
-    return several or unaligned or varies or many_results
+    many_terms = number > 1 or dense_mask(layout) or extras.decay is not None
+    return many_terms or align == 1 or varies or many_results

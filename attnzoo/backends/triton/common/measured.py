@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ def triton_version() -> str:
 
 def folder() -> Path:
     """The user's folder of measured files."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnzoo"
+    # `Path.home` raises for a user without a home folder, and `expanduser` does not.
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "attnzoo"
 
 
 def place(device: str) -> Path:
@@ -58,23 +60,28 @@ def file_name(device: str) -> str:
 
 
 @cache
-def read(device: str) -> tuple[Path | None, Tiles]:
-    """The file with the tiles of a GPU, and the tiles; None and no tiles if there is no file.
+def read(device: str) -> tuple[list[Path], Tiles]:
+    """The files with tiles of a GPU, and their tiles. The user's tiles replace the shipped ones.
 
     Raises:
         ValueError: a file is malformed.
     """
-    for file in (place(device), SHIPPED / file_name(device)):
-        tiles = parsed(file, device) if file.is_file() else None
-        if tiles is not None:
-            return file, tiles
-    return None, {}
+    files, tiles = [], {}
+    for file in (SHIPPED / file_name(device), place(device)):
+        if (of_file := parsed(file, device)) is not None:
+            files.append(file)
+            tiles |= of_file
+    return files, tiles
 
 
 def parsed(file: Path, device: str) -> Tiles | None:
-    """The tiles in a file, or None if it is for another GPU or another Triton."""
+    """The tiles in a file; None if it cannot be read, or is for another GPU or another Triton."""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_bytes()
+    except OSError:  # most users have no file, and some have no folder that they may read
+        return None
+    try:
+        document = json.loads(text)
         if (document["device"], document["triton"]) != (device, triton_version()):
             return None
         return dict(_entry(**row) for row in document["tiles"])
@@ -90,11 +97,15 @@ def _entry(
 ) -> tuple[tuple[str, int, int], Config]:
     config = Config(**tile)
     blocks = config.block_m, config.block_n, config.part or 16
+    numbers = (*blocks, config.warps, config.stages)
+    # The keys of a decode call are split in units of 128.
+    largest = 128 if kernel == "decode" else 256
     valid = (
         kernel in KERNELS and bits in (16, 32) and head_dim in LIMITS
+        and all(type(n) is int for n in numbers) and config.block_n <= largest
         and all(n in (16, 32, 64, 128, 256) for n in blocks) and config.warps in (1, 2, 4, 8, 16)
         and config.stages in range(1, 9) and config.registers in (None, ALL)
-        and config.transposed in (False, True)
+        and isinstance(config.transposed, bool)
     )  # fmt: skip
     if not valid:
         raise ValueError(f"a tile of {kernel!r}, {bits} bits, head dimension {head_dim}: {tile}")
@@ -108,6 +119,6 @@ def write(file: Path, device: str, tiles: Tiles) -> None:
     ]
     document = {"device": device, "triton": triton_version(), "tiles": rows}
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(file)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as out:
+        out.write(json.dumps(document, indent=1) + "\n")
+    Path(out.name).replace(file)

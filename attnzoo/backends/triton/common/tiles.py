@@ -70,7 +70,8 @@ SAFE: dict[tuple[str, int], Row] = {
     ("dkdv", 32): {128: SMALL, 256: SMALLEST},
     ("decode", 32): {64: SMALL, 256: SMALLEST},
 }
-# Tiles for 16 bits in which an architecture differs from sm_90, by table and kernel
+# Tiles for 16 bits in which an architecture differs from sm_90, by table and kernel. Classes that
+# are left out here have the tile of the tables above.
 OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
     80: {
         ("plain", "forward"): {128: Config(128, 64, 8, 2), 256: Config(64, 64, 8, 1)},

@@ -90,8 +90,8 @@ def _walk(
     block_m = max(16, triton.next_power_of_2(_rows(q, k)))
     per_head = layout.mask is not None and layout.mask.shape[1] > 1
     many_rows = block_m * q.element_size() > 64
-    safe = is_safe("decode", q, k, values, layout, form, vectors, extras)
-    safe = safe or per_head or many_rows
+    safe = per_head or many_rows
+    safe |= is_safe("decode", values, align, layout, form, vectors, extras)
     config = tile_of_kernel("decode", arch, bits, dim, safe, q.device)._replace(block_m=block_m)
     splits = _splits(q, k, layout, config.block_n, processors)
     # One tile holds all queries.

@@ -40,7 +40,7 @@ from attnzoo.backends.triton.common.launch import (
     tile_of,
 )
 from attnzoo.backends.triton.common.measured import tile_of_kernel
-from attnzoo.backends.triton.common.tiles import Config, map_tile
+from attnzoo.backends.triton.common.tiles import Config, map_tile, tile_of_table
 from attnzoo.backends.triton.flash.forward import flash_forward
 from attnzoo.backends.triton.flash.parts import (
     programs_of,
@@ -54,19 +54,21 @@ from attnzoo.core.forms import Statistics
 
 
 def config_of(
-    kernel: str, arch: int, q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form | None,
+    kernel: str, arch: int, q: Tensor, v: Tensor, align: int, layout: Layout, form: Form | None,
     vectors: Vectors, extras: Extras, map_size: tuple[int, int] | None,
 ) -> Config:  # fmt: skip
     """Return the tile of a kernel. With a block map, blocks divide the tiles of the map."""
     dim, bits = max(q.shape[3], v.shape[3]), 8 * q.element_size()
-    safe = is_safe(kernel, q, k, v, layout, form, vectors, extras)
-    config = tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
+    safe = is_safe(kernel, v, align, layout, form, vectors, extras)
     if map_size is None:
-        return config
+        return tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
     map_m, map_n = map_size
     if kernel == "threshold":  # writes the map entries of its blocks
+        config = tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
         return config._replace(block_m=map_m, block_n=map_n)
-    # The lists of a map are of its tiles of keys.
+    # The lists of a map are of its tiles of keys. A measured tile with smaller blocks may not fit
+    # in shared memory with these.
+    config = tile_of_table(kernel, arch, bits, dim, safe)
     block_n = min(map_n, config.block_n) if kernel == "dkdv" else map_n
     return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
 
@@ -124,7 +126,7 @@ def describe_forward(
     lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
     size = None if maps.blocks is None else map_size_of(q, v)
-    config = config_of("forward", arch, q, k, v, layout, form, vectors, extras, size)
+    config = config_of("forward", arch, q, v, align, layout, form, vectors, extras, size)
     online = form.normalize == "online"
     late = _late(q, layout, vectors.gain, extras, arch) if online else None
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
@@ -148,7 +150,7 @@ def describe_stats(
     q: Tensor, k: Tensor, layout: Layout, arch: int
 ) -> tuple[list[Launch], Statistics]:
     align = align_of(q, k)
-    config = config_of("stats", arch, q, k, q, layout, None, Vectors(), Extras(), None)
+    config = config_of("stats", arch, q, q, align, layout, None, Vectors(), Extras(), None)
     lse, entropy = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)
     late = _late(q, layout, None, Extras(), arch)
@@ -180,8 +182,8 @@ def describe_threshold(
     Only gain and shape of ``vectors`` are read.
     """
     align = align_of(q, k)
-    operands = q, k, v, layout, form, vectors, extras
-    config = config_of("threshold", arch, *operands, map_size_of(q, v))
+    call = layout, form, vectors, extras
+    config = config_of("threshold", arch, q, v, align, *call, map_size_of(q, v))
     maps = empty_maps(q, k, v)
     peak, tau = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)

@@ -64,7 +64,7 @@ def describe_backward(
     align = align_of(q, k, v, out, do, *(grads[x] for x in "qkv"))
     size = None if maps.blocks is None else map_size_of(q, v)
     of_dq, of_dkdv = (
-        config_of(kernel, arch, q, k, v, layout, form, vectors, extras, size)
+        config_of(kernel, arch, q, v, align, layout, form, vectors, extras, size)
         for kernel in ("dq", "dkdv")
     )
     z = stat
