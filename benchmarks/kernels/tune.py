@@ -28,7 +28,6 @@ from benchmarks.harness.bench import first_line
 from benchmarks.harness.grid import TOKENS
 from benchmarks.harness.journal import append
 from benchmarks.harness.options import positive
-from benchmarks.harness.report import check_target
 from benchmarks.harness.timing import CudaEvents, Spread, Timer, ratio
 from benchmarks.kernels.activations import VariantForm, activations, variant_forms
 from benchmarks.kernels.compile import (
@@ -38,8 +37,9 @@ from benchmarks.kernels.compile import (
     processes,
     require_compiler,
 )
-from benchmarks.kernels.launches import extras_of, few_queries, is_plain
+from benchmarks.kernels.launches import extras_of, few_queries
 from benchmarks.kernels.specializations import ARCHITECTURES, DTYPES, EXTRAS, Specialization
+from benchmarks.kernels.stored_tiles import check_output, is_stored, store
 from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 
@@ -151,48 +151,11 @@ def tuned(args: argparse.Namespace, spec: Specialization) -> bool:
     return bool(clean)
 
 
-def check_output(output: Path | None) -> None:
-    """Refuse a file that measured tiles cannot be added to, before anything is timed."""
-    from attnzoo.backends.triton.common import measured
-
-    device = torch.cuda.get_device_name()
-    file = output or measured.place(device)
-    check_target("--output", str(file))
-    try:
-        foreign = file.exists() and measured.parsed(file, device) is None
-    except ValueError as error:
-        raise UsageError(f"--output: {error}") from None
-    if foreign:
-        raise UsageError(
-            f"--output must be a new file or one for {device} and Triton "
-            f"{measured.triton_version()}, got {file}"
-        )
-
-
-def is_stored(spec: Specialization) -> bool:
-    """Whether a tile that was measured for the kernel is used for all plain calls of its class."""
-    activation = "entmax15" if spec.kernel == "threshold" else "exp"
-    largest = spec.head_dim in (64, 128, 256) and spec.dtype in ("bf16", "fp32")
-    return largest and spec.activation == activation and not spec.extra and is_plain(spec)
-
-
 def faster(timed: dict[Any, Timed]) -> Any:
     """The fastest tile, or None if the current one is as fast within the quartiles."""
     right = {config: t for config, t in timed.items() if t.difference <= TOLERANCE}
     best = min(right, key=lambda config: right[config].milliseconds.median, default=None)
     return best if best is not None and right[best].ratio.upper < 1.0 else None
-
-
-def store(spec: Specialization, config: Any, device: str, file: Path | None = None) -> Path:
-    """Add a tile to the measured ones of a GPU, and return their file."""
-    from attnzoo.backends.triton.common import measured
-    from attnzoo.backends.triton.common.tiles import limit_of
-
-    file, key = file or measured.place(device), (spec.kernel, 8 * DTYPES[spec.dtype].itemsize)
-    tiles = measured.parsed(file, device) or {}
-    measured.write(file, device, {**tiles, (*key, limit_of(spec.head_dim)): config})
-    measured.read.cache_clear()
-    return file
 
 
 def record(spec: Specialization, config: Any, timed: Timed) -> dict[str, Any]:

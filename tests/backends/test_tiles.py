@@ -116,6 +116,13 @@ def test_the_solver_has_the_tile_of_the_block_map_on_all_architectures() -> None
         assert tile[:2] == tiles.map_tile(dim, bits)
 
 
+@pytest.mark.parametrize("bits", [16, 32])
+def test_chunks_of_linear_forms_are_equally_long_on_all_architectures(bits: int) -> None:
+    """Fake functions compute the number of chunks without a GPU."""
+    every = product(tiles.LINEAR_KERNELS, (80, 86, 90, 100, 120))
+    assert len({tiles.linear_tile(kernel, arch, bits).block_m for kernel, arch in every}) == 1
+
+
 # ---- measured tiles -----------------------------------------------------------------------------
 
 

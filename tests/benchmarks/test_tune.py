@@ -14,13 +14,11 @@ from attnzoo.backends.triton.flash import launch
 from benchmarks.harness.timing import Calls, Spread, WallClock, interleave
 from benchmarks.kernels.compile import Compiled
 from benchmarks.kernels.specializations import Specialization
+from benchmarks.kernels.stored_tiles import check_output, is_stored, store
 from benchmarks.kernels.tune import (
     Timed,
     candidates,
-    check_output,
     faster,
-    is_stored,
-    store,
     table,
     timings,
     with_tile,

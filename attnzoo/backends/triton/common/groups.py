@@ -140,7 +140,7 @@ class Tile(NamedTuple):
     SPLIT: bool | None = None  # full blocks have a loop of their own, without masks
     MAP_M: int | None = None  # tiles of a block map
     MAP_N: int | None = None
-    TURNED: bool | None = None  # see `flash.backward_kv`
+    TRANSPOSED: bool | None = None  # see `flash.backward_kv`
     ALIGN: int | None = None  # the unit of strides, in elements
     MASK_ALIGN: int | None = None  # the unit of the mask's strides, in entries
     PRECISION: str | None = None  # of products of fp32 matrices

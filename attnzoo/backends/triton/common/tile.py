@@ -53,6 +53,7 @@ def load_block(matrix, first, local, columns, DIM: tl.constexpr, EDGE: tl.conste
     """
     if matrix.descriptor is not None:
         # TMA: a hardware unit computes the addresses, and writes 0 outside the tensor.
+        # Its coordinates have 32 bits.
         at = [matrix.batch.to(tl.int32), matrix.head.to(tl.int32), first, 0]
         return matrix.descriptor.load(at).reshape([local.shape[0], columns.shape[0]])
     # In 64 bits, because a tensor may have more than 2^31 entries.

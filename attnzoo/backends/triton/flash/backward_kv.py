@@ -6,10 +6,10 @@ group. With ``parts``, there is one program per part of the group, and the parts
 summed after the kernel. The tiles have one of two orientations:
 
 - rows are keys: scores k qᵀ [BN, BM], and dV += p dO [BN, DV];
-- TURNED, rows are queries: scores q kᵀ [BM, BN], and dVᵀ += dOᵀ p [DV, BN].
+- TRANSPOSED, rows are queries: scores q kᵀ [BM, BN], and dVᵀ += dOᵀ p [DV, BN].
 
-Tensor cores multiply 16 rows per warp, and on sm_90 and newer 64 rows per four warps. A block of
-few keys is TURNED there, because q and dOᵀ have enough rows.
+Tensor cores multiply 16 rows per warp, and on sm_90 and newer 64 rows per four warps. There, a tile
+of few keys may be TRANSPOSED, because q and dOᵀ have enough rows.
 """
 
 from typing import Any, NamedTuple
@@ -159,7 +159,7 @@ def flash_dkdv(
     dk += (b * dk_b + hk * dk_h) * tile.ALIGN
     dv += (b * dv_b + hk * dv_h) * tile.ALIGN
     acc_k, acc_v = sums.k, sums.v
-    if tile.TURNED:
+    if tile.TRANSPOSED:
         acc_k, acc_v = tl.trans(acc_k), tl.trans(acc_v)
     if rule.PEAKED:
         acc_k *= sums.peak_ds[:, None]
@@ -181,7 +181,7 @@ def _first_head(b, h, heads, start, bias_at, visible, strides, size):
 
 @triton.jit
 def _no_sums(tile):
-    turned: tl.constexpr = tile.TURNED
+    turned: tl.constexpr = tile.TRANSPOSED
     acc_k = tl.zeros(
         [tile.BLOCK_D, tile.BLOCK_N] if turned else [tile.BLOCK_N, tile.BLOCK_D], tl.float32
     )
@@ -207,8 +207,8 @@ def _sum_over_queries(
     acc_k, acc_v, peak_ds, peak_p = sums.k, sums.v, sums.peak_ds, sums.peak_p
     local = tl.arange(0, tile.BLOCK_M)
     # Indices in `scores` are relative to the first query and the first key of the block.
-    i = tl.expand_dims(local, 1 if tile.TURNED else 0)
-    j = tl.expand_dims(k_side.local, 0 if tile.TURNED else 1)
+    i = tl.expand_dims(local, 1 if tile.TRANSPOSED else 0)
+    j = tl.expand_dims(k_side.local, 0 if tile.TRANSPOSED else 1)
     if blocks is None:
         # The first block of a head; there may be none before the gap.
         start = tl.where(span.low == span.first, span.last, span.low)
@@ -224,20 +224,20 @@ def _sum_over_queries(
             part = step % tl.full([], PARTS, tl.int32)
             member, block = entry // TILES, entry % TILES * PARTS + part
         begin = block * tile.BLOCK_M
-        b_now, h_now = b.to(tl.int32), (group.head + member).to(tl.int32)
+        h = group.head + member
         q_matrix = Matrix(
             q_heads.base + member.to(tl.int64) * q_heads.head_stride, q_heads.stride, queries,
-            q_heads.descriptor, b_now, h_now,
+            q_heads.descriptor, b, h,
         )  # fmt: skip
         do_matrix = Matrix(
             do_heads.base + member.to(tl.int64) * do_heads.head_stride, do_heads.stride, queries,
-            do_heads.descriptor, b_now, h_now,
+            do_heads.descriptor, b, h,
         )  # fmt: skip
         q_tile = load_block(q_matrix, begin, local, q_heads.columns, tile.D, EDGE)  # [BM, D]
         do_tile = load_block(do_matrix, begin, local, do_heads.columns, tile.DV, EDGE)  # [BM, DV]
         q_side = Side(q_tile, q_matrix, begin, local)
         do_side = Side(do_tile, do_matrix, begin, local)
-        if tile.TURNED:
+        if tile.TRANSPOSED:
             product = times(q_side, k_side, tile.D, tile)  # [BM, BN]
             dp = times(do_side, v_side, tile.DV, tile)
         else:
@@ -245,10 +245,10 @@ def _sum_over_queries(
             dp = times(v_side, do_side, tile.DV, tile)
         p, ds, total = score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE)
         if rule.PEAKED:
-            p, acc_v, peak_p = relative(p, acc_v, peak_p, 0 if tile.TURNED else 1)
-            ds, acc_k, peak_ds = relative(ds, acc_k, peak_ds, 0 if tile.TURNED else 1)
+            p, acc_v, peak_p = relative(p, acc_v, peak_p, 0 if tile.TRANSPOSED else 1)
+            ds, acc_k, peak_ds = relative(ds, acc_k, peak_ds, 0 if tile.TRANSPOSED else 1)
         p, ds = p.to(do_tile.dtype), ds.to(q_tile.dtype)
-        if tile.TURNED:
+        if tile.TRANSPOSED:
             acc_v = dot(tl.trans(do_tile), p, acc_v, tile.PRECISION)  # [DV, BN]
             acc_k = dot(tl.trans(q_tile), ds, acc_k, tile.PRECISION)  # [D, BN]
         else:

@@ -92,9 +92,8 @@ def flash_dq(
     loaded = load_vectors(i, block.at, queries, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
-    b_now, h_now = b.to(tl.int32), hk.to(tl.int32)  # coordinates of TMA have 32 bits
-    k_matrix = Matrix(k, k_n * tile.ALIGN, keys, k_descriptor, b_now, h_now)
-    v_matrix = Matrix(v, v_n * tile.ALIGN, keys, v_descriptor, b_now, h_now)
+    k_matrix = Matrix(k, k_n * tile.ALIGN, keys, k_descriptor, b, hk)
+    v_matrix = Matrix(v, v_n * tile.ALIGN, keys, v_descriptor, b, hk)
     sides = KeySides(k_matrix, v_matrix, d, dv)
     row = _load_normalizers(i, block.at, queries, loaded.tau, vectors, normalizers, terms, rule)
 

@@ -155,7 +155,7 @@ def _describe_dkdv(call: _Backward, config: Config, arch: int, processors: int) 
         "gradients": Gradients(key_bias=grads.get("key_bias")), "rule": call.rule(),
         "tile": constants_of(
             config, q, v, layout, align, MAP_M=size and size[0], MAP_N=size and size[1],
-            TURNED=config.transposed,
+            TRANSPOSED=config.transposed,
         ),
         "parts": parts if parts > 1 else None,
     }  # fmt: skip

@@ -41,17 +41,17 @@ class Group(NamedTuple):
 
 
 @triton.jit
-def _limited(seen, i, j, offset, left, right, TURNED: tl.constexpr):
+def _limited(seen, i, j, offset, left, right, TRANSPOSED: tl.constexpr):
     """Return the keys in ``seen`` that causality and window allow.
 
     Query index + offset is the index of the key at the same position. One limit per row needs fewer
     registers than one per column.
     """
     if right is not None:
-        inside = (j <= i + (offset + right)) if TURNED else (j - (offset + right) <= i)
+        inside = (j <= i + (offset + right)) if TRANSPOSED else (j - (offset + right) <= i)
         seen = seen & inside
     if left is not None:
-        inside = (j >= i + (offset - left)) if TURNED else (j - (offset - left) >= i)
+        inside = (j >= i + (offset - left)) if TRANSPOSED else (j - (offset - left) >= i)
         seen = seen & inside
     return seen
 
@@ -75,7 +75,7 @@ def _head_now(group, member, begin, i, count):
 def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE: tl.constexpr):
     """Return the weights, dS times the gain, and ``total`` [BN], to which Σ_i dS_ij is added.
 
-    dS is [BN, BM], or [BM, BN] with TURNED, as the ``product`` q·k and ``dp`` dO·v.
+    dS is [BN, BM], or [BM, BN] with TRANSPOSED, as the ``product`` q·k and ``dp`` dO·v.
     """
     visible, terms, normalizers, size = group.visible, group.terms, group.normalizers, group.size
     MASKED: tl.constexpr = visible.mask is not None or visible.k_segments is not None
@@ -98,7 +98,7 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
         # ∞ · 0 is NaN; φ of 0 may be the running maximum. Keys that do not exist need no
         # comparison: their results are not stored.
         seen = _limited(
-            seen & (i < count), i, j, size.keys - count, size.left, size.right, tile.TURNED
+            seen & (i < count), i, j, size.keys - count, size.left, size.right, tile.TRANSPOSED
         )
         # Otherwise `activate` sets the weights of hidden keys to 0.
         if rule.VANISHES and (ADDED or rule.PEAKED or WINDOW):
@@ -115,7 +115,7 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
         delta = load_vector(normalizers.delta, row, i, count, 0.0, EDGE)
     ds = score_gradients(dp * factor, delta, slope, mu_slope, rule)
     if group.dkey_bias is not None:
-        total += tl.sum(ds, 0 if tile.TURNED else 1)
+        total += tl.sum(ds, 0 if tile.TRANSPOSED else 1)
         ds *= loaded.gain
     if rule.DISTANCE is not None:
         a, _ = by_distance(rule.DISTANCE, i, j, size_now, head.decay)

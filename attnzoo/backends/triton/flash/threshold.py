@@ -86,15 +86,9 @@ def threshold(
                 q_tile = (q_tile.to(tl.float32) * sign).to(q.dtype.element_ty)
                 sign = tl.full([tile.BLOCK_M, 1], 1.0, tl.float32)
         loaded = QueryVectors(
-            loaded.gain,
-            sign,
-            loaded.tau,
-            loaded.shape,
-            loaded.slope,
-            loaded.base,
-            loaded.peak,
+            loaded.gain, sign, loaded.tau, loaded.shape, loaded.slope, loaded.base, loaded.peak,
             loaded.threshold,
-        )
+        )  # fmt: skip
     q_side = Side(q_tile, q_matrix, block.first, block.local)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
 
