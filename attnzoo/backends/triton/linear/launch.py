@@ -28,9 +28,9 @@ class Upstream(NamedTuple):
     delta: Tensor
 
 
-def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any], Config]:
-    """Return arguments and configuration of a kernel over features x (B, H, N, F); dim is Dv."""
-    config = linear_tile(kernel, arch, 8 * x.element_size())
+def _common(x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any], Config]:
+    """Return arguments and tile of a kernel over features x (B, H, N, F); dim is Dv."""
+    config = linear_tile(arch, 8 * x.element_size())
     if arch == 0 and x.shape[3] > 512:
         config = config._replace(block_n=4096)  # fewer blocks for the interpreter
     args = {
@@ -44,7 +44,7 @@ def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any]
 def chunk_length(y: Tensor) -> int:
     """Tokens per chunk, independent of the GPU, because fake functions run without one."""
     # Chunks are equally long on all GPUs.
-    return linear_tile("output", 0 if interpreted() else 80, 8 * y.element_size()).block_m
+    return linear_tile(0 if interpreted() else 80, 8 * y.element_size()).block_m
 
 
 def _blocks(x: Tensor, config: Config) -> tuple[int, int]:
@@ -63,7 +63,7 @@ def describe_states(
     up to the final state.
     With ``delta`` the states are R of the backward, summed from the last chunk to the first.
     """
-    args, config = _common("states" if delta is None else "states back", x, y.shape[3], arch)
+    args, config = _common(x, y.shape[3], arch)
     (chunks, features), batch = _blocks(x, config), x.shape[0]
     span = chunks if keep or first is not None else SPAN
     spans = max(1, triton.cdiv(chunks, max(1, span)))
@@ -88,7 +88,7 @@ def describe_output(
     batch, heads, length, _ = x.shape
     out = x.new_empty(batch, heads, length, dim, dtype=dtype)
     z = x.new_empty(batch, heads, length, dtype=torch.float32)
-    args, config = _common("output", x, dim, arch)
+    args, config = _common(x, dim, arch)
     args |= {
         "x": x, "y": y, "v": v, "states": kept, "out": out, "z": z, "chunks": kept.shape[2],
         "GROUP": heads // kept.shape[1], "CAUSAL": y is not None,
@@ -101,7 +101,7 @@ def describe_dx(
     x: Tensor, y: Tensor | None, v: Tensor | None, upstream: Upstream, kept: Tensor, arch: int,
 ) -> tuple[Launch, Tensor]:  # fmt: skip
     dx = torch.empty_like(x)
-    args, config = _common("dx", x, upstream.g.shape[3], arch)
+    args, config = _common(x, upstream.g.shape[3], arch)
     args |= {
         "y": y, "v": v, "g": upstream.g, "states": kept, "delta": upstream.delta, "dx": dx,
         "chunks": kept.shape[2], "GROUP": x.shape[1] // kept.shape[1], "CAUSAL": y is not None,
@@ -122,11 +122,11 @@ def describe_dy_dv(
         "x": x, "g": upstream and upstream.g, "states": kept, "chunks": kept.shape[2],
         "GROUP": 1 if x is None else x.shape[1] // y.shape[1], "CAUSAL": x is not None,
     }  # fmt: skip
-    args, config = _common("dv", y, v.shape[3], arch)
+    args, config = _common(y, v.shape[3], arch)
     chunks, _ = _blocks(y, config)
     programs = y.shape[0] * y.shape[1] * chunks
     of_v = Launch(kernels.linear_dv, programs, {**args, **given, "y": y, "dv": dv}, config)
-    args, config = _common("dy", y, v.shape[3], arch)
+    args, config = _common(y, v.shape[3], arch)
     given |= {"v": v, "dy": dy, "delta": upstream and upstream.delta}
     programs *= _blocks(y, config)[1]
     of_y = Launch(kernels.linear_dy, programs, {**args, **given}, config)
