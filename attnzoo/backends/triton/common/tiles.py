@@ -55,12 +55,12 @@ PLAIN: dict[tuple[str, int], Row] = {
     ("dkdv", 32): {128: Config(32, 32, 8, 1, 32), 256: SMALLEST},
     ("stats", 32): {256: full(64, 32, 8, 1, 32)},
     ("threshold", 32): {64: full(64, 32, 8, 1), 128: full(32, 32, 8, 1, 32), 256: SMALL},
-    ("decode", 32): {128: Config(16, 32, 4, 2), 256: full(16, 16, 4, 2, 32)},
+    ("decode", 32): {128: Config(16, 32, 4, 2), 256: SMALLEST},
 }
 # A kernel without a row has its tiles of PLAIN.
 SAFE: dict[tuple[str, int], Row] = {
     ("forward", 16): {128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
-    ("dq", 16): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: Config(64, 32, 4, 1)},
+    ("dq", 16): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: Config(64, 32, 8, 2)},
     ("dkdv", 16): {128: Config(32, 64, 4, 2), 256: full(64, 16, 8, 2)},
     ("stats", 16): {64: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
     ("threshold", 16): {128: full(128, 64, 8, 1, 64), 256: full(128, 32, 8, 1, 64)},
@@ -85,7 +85,7 @@ OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
         },
     },
     100: {
-        ("plain", "forward"): {256: Config(64, 64, 4, 2)},
+        ("plain", "forward"): {64: full(128, 64, 8, 2), 256: Config(64, 64, 4, 2)},
         ("plain", "dq"): {256: Config(64, 64, 8, 1)},
         ("plain", "dkdv"): {
             **dict.fromkeys((64, 128), full(64, 128, 8, 2)), 256: Config(64, 64, 8, 1),
