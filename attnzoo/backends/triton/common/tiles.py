@@ -60,7 +60,7 @@ PLAIN: dict[tuple[str, int], Row] = {
 # A kernel without a row has its tiles of PLAIN.
 SAFE: dict[tuple[str, int], Row] = {
     ("forward", 16): {128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
-    ("dq", 16): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: Config(64, 32, 8, 2)},
+    ("dq", 16): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: full(64, 16, 8, 2)},
     ("dkdv", 16): {128: Config(32, 64, 4, 2), 256: full(64, 16, 8, 2)},
     ("stats", 16): {64: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
     ("threshold", 16): {128: full(128, 64, 8, 1, 64), 256: full(128, 32, 8, 1, 64)},
