@@ -6,8 +6,8 @@ code. The exit status is 1 if a kernel
 
 - does not compile;
 - spills registers at all with a plain tile (see `launch.is_safe`) in bf16 with head dimension 64 or
-  128, or more than 64 bytes otherwise or with Triton before 3.9. Calls with all masks and terms at
-  once, and operands or masks that allow no wide loads, are rare: they may spill 512 bytes;
+  128, or more than 64 bytes otherwise, or 128 with Triton before 3.9. Calls with all masks and
+  terms at once, and operands or masks that allow no wide loads, are rare: they may spill 512 bytes;
 - needs more registers or shared memory than the architecture has; or
 - multiplies 16-bit matrices without tensor cores, or with such a plain tile without those of the
   architecture's generation.
@@ -53,8 +53,8 @@ REGISTERS = 65_536
 
 # Bytes of registers that kernels may spill, apart from those in which none may be
 SPILLED, SPILLED_RARELY = 64, 512
-# Before this version, Triton spills a few bytes with tiles that later ones compile without.
-SPARING = (3, 9)
+# Before this version, Triton spills more with the same tiles.
+SPARING, SPILLED_BEFORE = (3, 9), 128
 
 # The kernels that are compiled for the activations of a plugin.
 OF_ACTIVATIONS = ("forward", "dq", "dkdv", "decode")
@@ -100,8 +100,9 @@ def most_spilled(spec: Specialization) -> int:
 
     if RARE_EXTRAS & set(spec.extra.split()):
         return SPILLED_RARELY
-    older = tuple(map(int, triton.__version__.split(".")[:2])) < SPARING
-    return 0 if is_common(spec) and not older else SPILLED
+    if tuple(map(int, triton.__version__.split(".")[:2])) < SPARING:
+        return SPILLED_BEFORE
+    return 0 if is_common(spec) else SPILLED
 
 
 def problem(spec: Specialization, row: Compiled) -> str | None:

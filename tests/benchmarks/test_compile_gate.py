@@ -106,7 +106,7 @@ def test_fp32_kernels_need_no_tensor_cores_and_safe_ones_not_those_of_the_genera
     [
         (Specialization("dq", "sm_90", "bf16", 64, "exp"), "3.9.0", 0),
         (Specialization("dq", "sm_90", "bf16", 128, "exp", "alibi"), "4.0", 0),
-        (Specialization("dq", "sm_90", "bf16", 64, "exp"), "3.6.0", 64),
+        (Specialization("dq", "sm_90", "bf16", 64, "exp"), "3.6.0", 128),
         (Specialization("dq", "sm_90", "bf16", 256, "exp"), "3.9.0", 64),
         (Specialization("dq", "sm_90", "fp32", 64, "exp"), "3.9.0", 64),
         (Specialization("dq", "sm_90", "bf16", 64, "exp", "mask"), "3.9.0", 64),

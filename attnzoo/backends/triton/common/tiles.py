@@ -55,12 +55,12 @@ PLAIN: dict[tuple[str, int], Row] = {
     ("dkdv", 32): {128: Config(32, 32, 8, 1, 32), 256: SMALLEST},
     ("stats", 32): {256: full(64, 32, 8, 1, 32)},
     ("threshold", 32): {64: full(64, 32, 8, 1), 128: full(32, 32, 8, 1, 32), 256: SMALL},
-    ("decode", 32): {128: Config(16, 32, 4, 2), 256: full(16, 16, 4, 2, 32)},
+    ("decode", 32): {128: Config(16, 32, 4, 2), 256: SMALLEST},
 }
 # A kernel without a row has its tiles of PLAIN.
 SAFE: dict[tuple[str, int], Row] = {
     ("forward", 16): {128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
-    ("dq", 16): {128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
+    ("dq", 16): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: full(64, 16, 8, 2)},
     ("dkdv", 16): {128: Config(32, 64, 4, 2), 256: full(64, 16, 8, 2)},
     ("stats", 16): {64: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
     ("threshold", 16): {128: full(128, 64, 8, 1, 64), 256: full(128, 32, 8, 1, 64)},
@@ -75,18 +75,18 @@ SAFE: dict[tuple[str, int], Row] = {
 OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
     80: {
         ("plain", "forward"): {128: Config(128, 64, 8, 2), 256: Config(64, 64, 8, 1)},
-        ("plain", "dq"): {128: Config(64, 64, 8, 2), 256: Config(32, 64, 8, 1)},
+        ("plain", "dq"): {128: full(32, 64, 8, 1), 256: Config(32, 64, 8, 1)},
         ("plain", "dkdv"): {
             64: full(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: full(64, 16, 8, 2),
         },
         ("safe", "forward"): {128: full(64, 32, 8, 2), 256: Config(32, 32, 4, 1)},
-        ("safe", "dkdv"): {64: Config(32, 64, 4, 1)},
+        ("safe", "dkdv"): {64: Config(32, 64, 4, 1), 128: Config(64, 32, 8, 2)},
         ("safe", "dq"): {
             64: full(32, 64, 4, 2), 128: full(16, 64, 8, 1), 256: Config(16, 32, 4, 1),
         },
     },
     100: {
-        ("plain", "forward"): {256: Config(64, 64, 4, 2)},
+        ("plain", "forward"): {64: full(128, 64, 8, 2), 256: Config(64, 64, 4, 2)},
         ("plain", "dq"): {256: Config(64, 64, 8, 1)},
         ("plain", "dkdv"): {
             **dict.fromkeys((64, 128), full(64, 128, 8, 2)), 256: Config(64, 64, 8, 1),
@@ -144,15 +144,13 @@ def map_tile(head_dim: int, bits: int) -> tuple[int, int]:
 # which is most of the memory traffic. Chunks of fp32 are shorter: the weights of a longer chunk do
 # not fit in registers.
 LINEAR_KERNELS = ("states", "states back", "output", "dx", "dy", "dv")
-LINEAR = {16: full(128, 64, 8, 2), 32: full(32, 32, 8, 1)}
-LINEAR_NARROW = {16: full(128, 16, 8, 2), 32: Config(32, 16, 8, 1)}
+LINEAR = {16: full(128, 64, 8, 2), 32: full(32, 16, 8, 1)}
+LINEAR_SM_80 = {16: full(128, 16, 8, 2), 32: LINEAR[32]}
 # Largest number of columns of values per pass. Each pass recomputes the denominators.
 LINEAR_WIDEST = {16: 128, 32: 64}
-INTERPRETED_LINEAR = Config(32, 16, 1, 1)
 
 
-def linear_tile(kernel: str, arch: int, bits: int) -> Config:
+def linear_tile(arch: int, bits: int) -> Config:
     if arch == 0:
-        return INTERPRETED_LINEAR
-    narrow = kernel in ("output", "dx", "dy") if bits == 32 else known(arch) == 80
-    return (LINEAR_NARROW if narrow else LINEAR)[bits]
+        return WIDE._replace(block_n=16)
+    return (LINEAR_SM_80 if known(arch) == 80 else LINEAR)[bits]

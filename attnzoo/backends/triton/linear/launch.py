@@ -35,14 +35,12 @@ def run(describe: Callable[..., Any], x: Tensor, *operands: Any) -> Any:
 def chunk_length(y: Tensor) -> int:
     """Tokens per chunk, independent of the GPU, because fake functions run without one."""
     # Chunks are equally long on all GPUs.
-    return linear_tile("output", 0 if interpreted() else 80, 8 * y.element_size()).block_m
+    return linear_tile(0 if interpreted() else 80, 8 * y.element_size()).block_m
 
 
-def _constants(
-    kernel: str, x: Tensor, value_dim: int, group: int, arch: int
-) -> tuple[dict[str, Any], Config]:
-    """Return the constants and the configuration of a kernel over the tokens of x."""
-    config = linear_tile(kernel, arch, 8 * x.element_size())
+def _constants(x: Tensor, value_dim: int, group: int, arch: int) -> tuple[dict[str, Any], Config]:
+    """Return the constants and the tile of a kernel over the tokens of x."""
+    config = linear_tile(arch, 8 * x.element_size())
     if arch == 0 and x.shape[3] > 512:
         config = config._replace(block_n=4096)  # fewer blocks for the interpreter
     sizes = constants(
@@ -59,8 +57,7 @@ def _of_chunks(
     **operands: Tensor | None,
 ) -> Launch:  # fmt: skip
     """Return a launch with one program per (batch, head, chunk) of features (B, H, N, F)."""
-    name = kernel.__name__.removeprefix("linear_")
-    args, config = _constants(name, tokens, value_dim, group, arch)
+    args, config = _constants(tokens, value_dim, group, arch)
     programs = tokens.shape[0] * tokens.shape[1] * triton.cdiv(tokens.shape[2], config.block_m)
     args |= {**operands, "states": states, "chunks": states.shape[2]}
     return Launch(kernel, programs, args, config)
@@ -77,8 +74,7 @@ def describe_states(
     summed from the last chunk to the first.
     """
     (batch, heads, length, size), value_dim = x.shape, values.shape[3]
-    name = "states" if delta is None else "states back"
-    args, config = _constants(name, x, value_dim, heads // kv_heads, arch)
+    args, config = _constants(x, value_dim, heads // kv_heads, arch)
     chunks = triton.cdiv(length, config.block_m)
     span = chunks if keep else SPAN
     spans = max(1, triton.cdiv(chunks, max(1, span)))
