@@ -87,7 +87,7 @@ OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
     },
     100: {
         ("plain", "forward"): {64: full(128, 64, 8, 2), 256: Config(64, 64, 4, 2)},
-        ("plain", "dq"): {256: Config(64, 64, 8, 1)},
+        ("plain", "dq"): {128: full(128, 64, 8, 2), 256: Config(64, 64, 8, 1)},
         ("plain", "dkdv"): {
             **dict.fromkeys((64, 128), full(64, 128, 8, 2)), 256: Config(64, 64, 8, 1),
         },
