@@ -123,7 +123,7 @@ def flash_dq(
     if normalizers.dlse is not None:
         mean -= row.dlse
     if rule.MEAN is not None:
-        # `flash_dkdv` multiplies the whole of dS by the gain.
+        # `flash_dkdv` multiplies dS, with δ in it, by the gain.
         gained = mean if rule.PLAIN_DELTA else mean * loaded.gain
         tl.store(normalizers.delta + block.at + i, gained, mask=i < queries)
     # dgain is q·Σ dS k, but a wide q does not fit in registers after the loop, and with a softcap
@@ -211,7 +211,7 @@ def _store_sums(sums, at, index, count, gradients, rule):
 def _output_products(total, do_side, o_matrix, tile):
     """Add dO_i·o_i to the total [BM, 1].
 
-    In slices of the columns, because two whole tiles of 256 columns do not fit in registers.
+    In slices of the columns, because two tiles of 256 columns do not fit in registers.
     """
     SLICE: tl.constexpr = min(tile.BLOCK_DV, 64)
     for column in range(0, tile.DV, SLICE):
@@ -234,7 +234,6 @@ def _row_products(q_side, x, first, D: tl.constexpr):
         halves = tl.permute(tl.reshape(x, [x.shape[0], 2, WIDTH // 2]), [0, 2, 1])
         low, high = tl.split(halves)
         product = _row_products(q_side, low, first, D)
-        tl.debug_barrier()
         product += _row_products(q_side, high, first + WIDTH // 2, D)
     else:
         columns = first + tl.arange(0, WIDTH)

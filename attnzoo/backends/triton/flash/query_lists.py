@@ -34,13 +34,13 @@ def list_queries(
         # The heads of a group are adjacent in ``live``, [B·H, tiles_m, tiles_n].
         flag = live + (bh * most + index) * tiles_n + column
         flag = tl.load(flag, mask=index < most, other=0).to(tl.int32)
-        entry, whole = head * TILES + tile, flag * 0
+        entry, is_full = head * TILES + tile, flag * 0
         if SPLIT:
-            whole = flag * ((tile >= first) & (tile < last)).to(tl.int32)
-            # A running sum gives each entry its place: the order is fixed, without atomics.
-            tl.store(blocks + most - full - tl.cumsum(whole, 0), entry, mask=whole > 0)
-            full += tl.sum(whole, 0)
-        edge = flag - whole
+            is_full = flag * ((tile >= first) & (tile < last)).to(tl.int32)
+            # A running sum gives each entry its position: the order is fixed, without atomics.
+            tl.store(blocks + most - full - tl.cumsum(is_full, 0), entry, mask=is_full > 0)
+            full += tl.sum(is_full, 0)
+        edge = flag - is_full
         tl.store(blocks + edges + tl.cumsum(edge, 0) - 1, entry, mask=edge > 0)
         edges += tl.sum(edge, 0)
     tl.store(counts + 2 * map_row, edges)
