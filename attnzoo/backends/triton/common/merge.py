@@ -79,7 +79,7 @@ def merge_splits(
 
 def new_partial(q: Tensor, groups: int, splits: int, *dim: int) -> Tensor:
     """Return an empty tensor for a field of `Partials`, for ``groups`` groups of heads."""
-    rows = q.shape[1] // max(1, groups) * q.shape[2]
+    rows = q.shape[1] * q.shape[2] // max(1, groups)
     return q.new_empty(q.shape[0], groups, splits, rows, *dim, dtype=torch.float32)
 
 

@@ -208,12 +208,11 @@ def decode_threshold(
     column = tl.arange(0, BLOCK)[None, :]
     length, has_nan, largest = 0, 0, tl.full([1], float("-inf"), tl.float32)
     for n in range(0, width, BLOCK):
-        inside = n + column < width  # [1, BLOCK], as product and s
-        product = tl.load(products + n + column, mask=inside, other=0.0)
+        # [1, BLOCK]. Beyond the width there are no keys, so the scores are −∞.
+        product = tl.load(products + n + column, mask=n + column < width, other=0.0)
         product = capped(product, terms.inner, tile.PRECISION)
         j = first * tile.BLOCK_N + n + column
         s, _ = scores(product, i, j, scoring, rule, True, True)
-        s = tl.where(inside, s, float("-inf"))
         alive = (s - top[:, None] > -1.0 / a).to(tl.int32)
         tl.store(candidates + length + tl.cumsum(alive, 1) - 1, s - base[:, None], mask=alive > 0)
         length += tl.sum(alive)
@@ -242,4 +241,4 @@ def decode_threshold(
         largest = tl.where(largest == float("-inf"), 0.0, largest)
         peak_score = tl.where(tl.reshape(loaded.factor, [1]) < 0.0, -largest, largest)
     at = row + tl.arange(0, 1)
-    store_threshold(peak, tau, at, peak_score, base, t, at >= 0)
+    store_threshold(peak, tau, at, peak_score, base, t, tl.arange(0, 1) == 0)

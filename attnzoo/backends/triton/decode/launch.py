@@ -34,9 +34,9 @@ SCORES = 2048
 
 
 def run(describe: Callable[..., Any], q: Tensor, *operands: Any) -> Any:
-    """Run the launches that ``describe`` returns for the device of q, and return its results."""
-    device = launch.architecture(q.device), launch.processors(q.device)
-    return prepared.launch(describe, q, *operands, *device)
+    """Run the launches that ``describe`` returns, and return its results."""
+    machine = launch.architecture(q.device), launch.processors(q.device)
+    return prepared.launch(describe, q, *operands, *machine)
 
 
 def key_range(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
@@ -49,12 +49,9 @@ def key_range(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
 def new_products(q: Tensor, k: Tensor, layout: Layout) -> Tensor:
     """Return an empty tensor for q kᵀ: fp32 (B, Hkv, queries × group, keys in `key_range`)."""
     first, last = key_range(q, k, layout)
-    shape = q.shape[0], k.shape[1], _rows(q, k), (last - first) * KEYS
+    rows = q.shape[1] * q.shape[2] // max(1, k.shape[1])
+    shape = q.shape[0], k.shape[1], rows, (last - first) * KEYS
     return q.new_empty(shape, dtype=torch.float32)
-
-
-def _rows(q: Tensor, k: Tensor) -> int:
-    return q.shape[1] // max(1, k.shape[1]) * q.shape[2]
 
 
 def _splits(q: Tensor, k: Tensor, layout: Layout, block_n: int, processors: int) -> dict[str, int]:
@@ -65,10 +62,8 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, block_n: int, processors: int)
     wanted = triton.cdiv(launch.PER_PROCESSOR * processors, max(1, q.shape[0] * k.shape[1]))
     wanted = max(1, min(wanted, MOST_SPLITS.value, keys // LEAST_KEYS))
     span = max(1, triton.cdiv(blocks, wanted))
-    splits = max(1, triton.cdiv(blocks, span))
-    return {
-        "first": first, "last": last, "span": span, "splits": splits, "width": blocks * block_n
-    }  # fmt: skip
+    splits, width = max(1, triton.cdiv(blocks, span)), blocks * block_n
+    return {"first": first, "last": last, "span": span, "splits": splits, "width": width}
 
 
 def _walk(
@@ -80,25 +75,26 @@ def _walk(
     ``operands``: the other arguments of the kernel, with v and o if it reads values.
     """
     tensors = {"q": q, "k": k, **{name: operands[name] for name in "vo" if name in operands}}
-    v, align = operands.get("v"), launch.align_of(*tensors.values())
-    values = k if v is None else v
-    block_m = max(16, triton.next_power_of_2(_rows(q, k)))
+    align, v = launch.align_of(*tensors.values()), operands.get("v")
+    # One tile holds all queries.
+    ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
+    args = {
+        **launch.common(q, k, layout, ranges, 1), **launch.strides(align, **tensors),
+        "terms": launch.score_terms(layout, extras), "vectors": vectors, "partials": Partials(),
+        **operands,
+    }  # fmt: skip
+    block_m = max(16, triton.next_power_of_2(args["group"] * args["queries"]))
     shared_mask = layout.mask is None or layout.mask.shape[1] == 1
+    if shared_mask:
+        args["mask_h"] = None
+    values = k if v is None else v
     safe = not shared_mask or block_m * q.element_size() > 64
     safe |= launch.is_safe("decode", values, align, layout, form, vectors, extras)
     dim, bits = max(q.shape[3], values.shape[3]), 8 * q.element_size()
     config = tile_of_kernel("decode", arch, bits, dim, safe, q.device)._replace(block_m=block_m)
-    splits = _splits(q, k, layout, config.block_n, processors)
-    # One tile holds all queries.
-    ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
-    args = {
-        **launch.common(q, k, layout, ranges, 1), **launch.strides(align, **tensors), **splits,
-        "terms": launch.score_terms(layout, extras), "vectors": vectors, "partials": Partials(),
-        "tile": launch.tile_of(config, q, v, ALIGN=align), **operands,
-    }  # fmt: skip
-    if shared_mask:
-        args["mask_h"] = None
-    programs = q.shape[0] * k.shape[1] * splits["splits"] if q.numel() else 0
+    args.update(_splits(q, k, layout, config.block_n, processors))
+    args["tile"] = launch.tile_of(config, q, v, ALIGN=align)
+    programs = q.shape[0] * k.shape[1] * args["splits"] if q.numel() else 0
     # Products of keys in other segments are not computed, and stay 0.
     zeroed = (args["products"],) if before and v is None else ()
     return [*before, Launch(kernel, programs, args, config, zeroed)]
@@ -125,26 +121,27 @@ def describe_statistics(
 def _describe_threshold(
     q: Tensor, k: Tensor, layout: Layout, form: Form, alpha: float | None, vectors: Vectors,
     extras: Extras, arch: int, processors: int,
-) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Return the launches and their results: products, τ and the peak that it is relative to."""
+) -> tuple[list[Launch], Tensor, Vectors, Extras]:  # fmt: skip
+    """Return the launches, the products, and vectors and extras with τ and its peak."""
     products, tau, peak = new_products(q, k, layout), new_vector(q), new_vector(q)
-    rule = constants(Rule, UNIT=1.0, DISTANCE=form.distance_act)
-    extras = extras._replace(factor=None, peak=None)
+    terms = extras._replace(factor=None, peak=None)
+    scores = {"UNIT": 1.0, "DISTANCE": form.distance_act}
     launches = _walk(
-        kernels.decode_products, q, k, layout, None, extras, arch, processors,
-        vectors=Vectors(vectors.gain), rule=rule, products=products, lse=None, entropy=None,
+        kernels.decode_products, q, k, layout, None, terms, arch, processors,
+        vectors=Vectors(vectors.gain), rule=constants(Rule, **scores), products=products, lse=None,
+        entropy=None,
     )  # fmt: skip
     args = launches[-1].args
     args["partials"] = Partials(m=new_partial(q, k.shape[1], args["splits"]))
     solver = {
         **args, "candidates": torch.empty_like(products), "peak": peak, "tau": tau,
         "vectors": Vectors(vectors.gain, shape=vectors.shape),
-        "rule": constants(Rule, ACT=form.act, UNIT=1.0, DISTANCE=form.distance_act, ALPHA=alpha),
+        "rule": constants(Rule, ACT=form.act, ALPHA=alpha, **scores),
         "tile": Tile(BLOCK_N=args["tile"].BLOCK_N, PRECISION=args["tile"].PRECISION),
         "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
     launches.append(launch.row_launch(kernels.decode_threshold, solver, q))
-    return launches, (products, tau, peak)
+    return launches, products, vectors._replace(offset=tau), extras._replace(peak=peak)
 
 
 def describe_decode(
@@ -155,10 +152,9 @@ def describe_decode(
     """Return the launches and their results: out and lse."""
     launches: list[Launch] = []
     if form.normalize == "threshold":
-        launches, (products, tau, peak) = _describe_threshold(
+        launches, products, vectors, extras = _describe_threshold(
             q, k, layout, form, alpha, vectors, extras, arch, processors
         )
-        vectors, extras = vectors._replace(offset=tau), extras._replace(peak=peak)
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
     *before, walk = _walk(
         kernels.decode, q, k, layout, form, extras, arch, processors, vectors=vectors, v=v, o=out,

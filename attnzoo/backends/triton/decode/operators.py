@@ -57,8 +57,8 @@ def decode_forward(
 ) -> Attended:  # fmt: skip
     """Compute out and lse, and before them the threshold of a form that has one.
 
-    ``products``: q kᵀ of `decode_statistics`, if it ran. They are read instead of q and k, except
-    by the threshold, which computes its own.
+    ``products``: q kᵀ from `decode_statistics`, or None. They are read instead of q and k, except
+    for a threshold, which is solved from new products.
     """
     launches = _launches()
     operands = products, layout, form, alpha, vectors, extras, want_lse
