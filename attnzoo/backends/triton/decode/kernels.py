@@ -39,7 +39,7 @@ class Rows(NamedTuple):
     batch: Any
     kv_head: Any
     at: Any  # offset of the group in vectors [B, H, Nq]
-    split: Any  # offset of the split in `Partials`
+    partial: Any  # offset of the split in `Partials`
     count: Any
     lane: Any  # [BM]: 0 … BM − 1
     row: Any  # [BM, 1], as head and query
@@ -56,8 +56,8 @@ def rows_of_program(heads, group, queries, splits, q_h, q_n, tile):
     row = tl.minimum(lane, count - 1)[:, None]
     head, query = hk * group + row // queries, row % queries
     entry = tl.reshape((head * q_h + query.to(tl.int64) * q_n) * tile.ALIGN, [tile.BLOCK_M])
-    part = (bh * splits + split) * count
-    return Rows(b, hk, bh * count, part, count, lane, row, head, query, entry)
+    partial = (bh * splits + split) * count
+    return Rows(b, hk, bh * count, partial, count, lane, row, head, query, entry)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def decode_products(
         at = rows.at + rows.lane
         store_statistics(m, z, t, lse + at, entropy + at, exists)
     else:
-        at = rows.split + rows.lane
+        at = rows.partial + rows.lane
         tl.store(partials.m + at, m, mask=exists)
         if partials.z is not None:
             tl.store(partials.z + at, z, mask=exists)
@@ -159,7 +159,7 @@ def decode(
         o += (b * o_b + rows.head * o_h + i.to(tl.int64) * o_n) * tile.ALIGN  # [BM, 1]
         store_tile(o, lane, 0, rows.count, dv, tile.DV, acc)
     else:
-        store_split(partials, rows.split, lane, rows.count, dv, acc, m, z, rule, tile)
+        store_split(partials, rows.partial, lane, rows.count, dv, acc, m, z, rule, tile)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
