@@ -1,12 +1,10 @@
 """Partial results of splits of the keys: stored by the programs of each split, then merged.
 
-For the partial results (m, Z, o) of a form, see `fold`. m and Z are fp32 [B·Hkv, splits, rows], and
-o is fp32 [B·Hkv, splits, rows, DV]. Row r belongs to the group's head r // queries and to query
-r % queries. `flash` has groups of one head.
+For the partial results (m, Z, o) of a form, see `fold`; for their shapes, see `Partials`. Row r
+belongs to the group's head r // queries and to query r % queries. `flash` has groups of one head.
 """
 
-from typing import Any
-
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,8 +39,8 @@ def splits_of_row(row, rows, splits):
 @triton.jit
 def load_peaks(partials, start, at, exists):
     """Return m of each split, their maximum, and the maximum as a finite base: 0 if it is −∞."""
-    m = tl.load(partials.m + start + at, mask=exists, other=float("-inf"))
-    top = tl.max(m, 1)
+    m = tl.load(partials.m + start + at, mask=exists, other=float("-inf"))  # [1, MOST_SPLITS]
+    top = tl.max(m, 1)  # [1]
     return m, top, tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -51,64 +49,63 @@ def merge_splits(
     partials, o, vectors, terms, saved, o_b, o_h, o_n, eps, heads, group, queries, splits,
     rule, tile, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of all splits into the output of one query.
-
-    Grid: one program per (batch, head, query).
-    """
-    row = tl.program_id(0).to(tl.int64)
-    rows_here = group * queries
+    """Merge the partial results of all splits. Grid: one program per (batch, head, query)."""
+    row, rows = tl.program_id(0).to(tl.int64), group * queries
     b, h, i = row // (heads * queries), row // queries % heads, row % queries
-    one = tl.zeros([1], tl.int32)
-    loaded = load_vectors(one[:, None], row, 1, vectors, terms, rule)
-    start, at, exists = splits_of_row(row, rows_here, splits)
-    total, base = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
-    top = total
+    first, dv = tl.zeros([1], tl.int32), tl.arange(0, tile.BLOCK_DV)
+    loaded = load_vectors(first[:, None], row, 1, vectors, terms, rule)
+    start, at, exists = splits_of_row(row, rows, splits)
+    m, z, base = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     if rule.ONLINE or rule.SHIFTED:
-        peaks, top, base = load_peaks(partials, start, at, exists)
-        sums = tl.load(partials.z + start + at, mask=exists, other=0.0)
-        total = tl.sum(sums * tl.exp2(peaks - base[:, None]), 1)
-    elif rule.SUM:
-        total = tl.sum(tl.load(partials.z + start + at, mask=exists, other=0.0), 1)
+        peaks, m, base = load_peaks(partials, start, at, exists)
+    if rule.ONLINE or rule.SUM:
+        sums = tl.load(partials.z + start + at, mask=exists, other=0.0)  # [1, MOST_SPLITS]
+        if rule.ONLINE or rule.SHIFTED:
+            sums *= tl.exp2(peaks - base[:, None])
+        z = tl.sum(sums, 1)
     acc = tl.zeros([1, tile.BLOCK_DV], tl.float32)
-    dv = tl.arange(0, tile.BLOCK_DV)
     for low in range(0, splits, CHUNK):
         s = low + tl.arange(0, CHUNK)
-        # [CHUNK, DV]
-        outs = load_tile(
-            partials.o + start * tile.DV, s, rows_here * tile.DV, splits, dv, tile.DV, True
+        outs = load_tile(  # [CHUNK, DV]
+            partials.o + start * tile.DV, s, rows * tile.DV, splits, dv, tile.DV, True
         )
         if rule.ONLINE or rule.SHIFTED:
-            peak = tl.load(partials.m + start + s * rows_here, mask=s < splits, other=float("-inf"))
+            peak = tl.load(partials.m + start + s * rows, mask=s < splits, other=float("-inf"))
             outs *= tl.exp2(peak - base)[:, None]
         acc += tl.sum(outs, 0)[None, :]
-    acc = finish(acc, top, total, row, one, 1, loaded, vectors, terms, saved, eps, rule)
-    store_tile(o + b * o_b + h * o_h + i * o_n, one, 0, 1, dv, tile.DV, acc)
+    acc = finish(acc, m, z, row, first, 1, loaded, vectors, terms, saved, eps, rule)
+    store_tile(o + b * o_b + h * o_h + i * o_n, first, 0, 1, dv, tile.DV, acc)
 
 
-def merge_launch(
-    walk: dict[str, Any], partials: Partials, q: Tensor, splits: int, group: int
-) -> Launch:
-    """Return the launch of `merge_splits`.
+def new_partial(q: Tensor, groups: int, splits: int, *dim: int) -> Tensor:
+    """Return an empty tensor for a field of `Partials`, for ``groups`` groups of heads."""
+    rows = q.shape[1] * q.shape[2] // max(1, groups)
+    return q.new_empty(q.shape[0], groups, splits, rows, *dim, dtype=torch.float32)
 
-    ``walk``: the arguments of a launch that would write the output without splits.
+
+def split_keys(launch: Launch, q: Tensor, v: Tensor, splits: int, groups: int) -> list[Launch]:
+    """Return the launches of all splits and of their merge.
+
+    ``launch``: as for one split, but with the number of programs of all splits.
     """
-    terms, rule, tile = walk["terms"], walk["rule"], walk["tile"]
+    args, size = {**launch.args, "splits": splits}, (q, groups, splits)
+    vectors, terms, rule, tile = (args[name] for name in ("vectors", "terms", "rule", "tile"))
+    partials = Partials(
+        o=new_partial(*size, v.shape[3]),
+        m=new_partial(*size) if rule.ONLINE or rule.SHIFTED else None,
+        z=new_partial(*size) if rule.ONLINE or rule.SUM else None,
+    )
+    # Neither kernel is compiled for what only the other one reads.
+    walk = {
+        **args, "o": None, "saved": Saved(), "partials": partials, "eps": None,
+        "vectors": vectors._replace(sink=None), "terms": terms._replace(factor=None),
+    }  # fmt: skip
     names = "ACT UNIT ONLINE SUM NORMALIZER SHIFTED".split()
-    args = {
-        **walk, **strides(1, o=walk["o"]), "partials": partials, "splits": splits, "group": group,
-        # The merge is not compiled for what only the walk reads.
-        "vectors": walk["vectors"]._replace(gain=None),
+    merge = {
+        **args, **strides(1, o=args["o"]), "partials": partials,
+        "group": q.shape[1] // max(1, groups), "vectors": vectors._replace(gain=None),
         "terms": ScoreTerms(1.0, factor=terms.factor),
         "rule": Rule(**{name: getattr(rule, name) for name in names}),
         "tile": Tile(DV=tile.DV, BLOCK_DV=tile.BLOCK_DV), "CHUNK": PARTIALS,
     }  # fmt: skip
-    return row_launch(merge_splits, args, q)
-
-
-def without_merge(args: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a kernel that walks over a split, without those that only the merge uses."""
-    vectors, terms = args["vectors"], args["terms"]
-    return {
-        **args, "vectors": vectors._replace(sink=None), "terms": terms._replace(factor=None),
-        "saved": Saved(), "eps": None,
-    }  # fmt: skip
+    return [launch._replace(args=walk), row_launch(merge_splits, merge, q)]

@@ -1,8 +1,4 @@
-"""Runs pairwise forms of few queries in Triton kernels, without gradients.
-
-Many keys are split among programs. Each program reads its keys once for all queries and heads of a
-group. This backend is for decoding, with one or a few new tokens; `flash` is for many queries.
-"""
+"""Runs pairwise forms of few queries, as in decoding, in Triton kernels, without gradients."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ def unsupported(form: Form, call: Call) -> str | None:
     if uses_transforms():
         return "does not support torch.func transforms (sdpa does for softmax, eager for all)"
     rows = call.queries * (call.heads // max(1, call.kv_heads))
-    most = MOST_ROWS[call.input_dtype.itemsize]
-    if rows > most:
+    if rows > (most := MOST_ROWS[call.input_dtype.itemsize]):
         return (
             f"does not support more than {most} queries × query heads per key/value head, got "
             f"{rows} (flash does)"

@@ -2,10 +2,8 @@
 
 `decode` and `decode_products` have one program per (batch, key/value head, split of the keys). A
 program reads the queries of all heads of the group as one tile, reads each of its keys and values
-once, and writes partial results. Row r of the tile belongs to the group's head r // queries and to
-query r % queries, as in a (B, H, Nq) vector. The other kernels have one program per (batch, head,
-query), which reads the partial results of all splits. With one split, `decode` and
-`decode_products` write the final results, and `merge_splits` and `decode_stats` are not launched.
+once, and writes a partial result, see `merge`, or with one split the final result. The other
+kernels have one program per (batch, head, query).
 
 If scores are needed before the weights (for a threshold, or a gain from statistics),
 `decode_products` first writes the products q kᵀ, 4 bytes per row and key. The following kernels
@@ -17,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnzoo.backends.triton.common.fold import finish, walk
+from attnzoo.backends.triton.common.fold import factored, finish, walk
 from attnzoo.backends.triton.common.groups import KeySides, MaskStrides, Matrix, Scoring, Side, Size
 from attnzoo.backends.triton.common.merge import load_peaks, splits_of_row, store_split
 from attnzoo.backends.triton.common.scores import capped, load_head, load_vectors, scores
@@ -35,81 +33,68 @@ RUNTIME = (
 class Rows(NamedTuple):
     """The rows of a program: the queries of all heads of a group.
 
-    Lanes beyond the last row repeat the last row.
+    Lanes beyond the last row repeat the last row, so that loads need no mask.
     """
 
-    split: Any
     batch: Any
     kv_head: Any
-    group: Any  # batch · Hkv + key/value head
-    at: Any  # its offset in vectors [B, H, Nq]
+    at: Any  # offset of the group in vectors [B, H, Nq]
+    partial: Any  # offset of the split in `Partials`
     count: Any
     lane: Any  # [BM]: 0 … BM − 1
-    row: Any  # [BM, 1]
-    head: Any  # [BM, 1]
-    query: Any  # [BM, 1]
+    row: Any  # [BM, 1], as head and query
+    head: Any
+    query: Any
+    entry: Any  # [BM], offset in the queries of the batch
 
 
 @triton.jit
-def rows_of_program(heads, group, queries, splits, tile):
+def rows_of_program(heads, group, queries, splits, q_h, q_n, tile):
     count, split = group * queries, tl.program_id(0) % splits
     bh = (tl.program_id(0) // splits).to(tl.int64)
-    kv_heads, lane = heads // group, tl.arange(0, tile.BLOCK_M)
+    b, hk, lane = bh // (heads // group), bh % (heads // group), tl.arange(0, tile.BLOCK_M)
     row = tl.minimum(lane, count - 1)[:, None]
-    kv_head = bh % kv_heads
-    head, b = kv_head * group + row // queries, bh // kv_heads
-    return Rows(split, b, kv_head, bh, bh * count, count, lane, row, head, row % queries)
+    head, query = hk * group + row // queries, row % queries
+    entry = tl.reshape((head * q_h + query.to(tl.int64) * q_n) * tile.ALIGN, [tile.BLOCK_M])
+    partial = (bh * splits + split) * count
+    return Rows(b, hk, bh * count, partial, count, lane, row, head, query, entry)
 
 
 @triton.jit
-def blocks_of_split(rows, first, last, span, splits, ranges, tile):
-    """Return the blocks of keys [low, high) of this split.
-
-    With ``ranges``, see `flash.segments`, the splits share the range of the batch.
-    """
+def blocks_of_split(batch, first, last, span, splits, ranges, tile):
+    """Return the blocks of keys [low, high). The splits share ``ranges``, see `flash.segments`."""
     if ranges is not None:
-        first, last = narrowed(first, last, ranges, rows.batch, tile.BLOCK_N)
+        first, last = narrowed(first, last, ranges, batch, tile.BLOCK_N)
         span = tl.cdiv(last - first, splits)
-    low = first + rows.split * span
+    low = first + tl.program_id(0) % splits * span
     return low, tl.minimum(low + span, last)
-
-
-@triton.jit
-def query_offsets(rows, q_h, q_n, tile):
-    """Return the offset of each row in the queries of the batch: [BM]."""
-    at = (rows.head * q_h + rows.query.to(tl.int64) * q_n) * tile.ALIGN
-    return tl.reshape(at, [tile.BLOCK_M])
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def decode_products(
     q, k, products,  # fp32 [B·Hkv, rows, width], q kᵀ
     partials,  # m, and for statistics z and t
-    lse, entropy,  # vectors, for statistics with one split, without partials; else None
+    lse, entropy,  # for statistics with one split, instead of the partials; else None
     vectors, terms, visible, q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     heads, group, queries, keys, left, right, first, last, span, splits, width, rule, tile,
 ):  # fmt: skip
-    """Write q kᵀ and, per split, the maximum m of each row; for statistics, also Z and T.
-
-    For statistics with one split, write lse and entropy instead of m, Z and T.
-    """
+    """Write q kᵀ and the maximum m of each row; for statistics also Z and T, or lse and entropy."""
     size, strides = Size(queries, keys, left, right), MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
-    rows = rows_of_program(heads, group, queries, splits, tile)
-    b, i, lane, exists = rows.batch, rows.query, rows.lane, rows.lane < rows.count
-    d, local = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_N)
-    q_at = query_offsets(rows, q_h, q_n, tile)
-    q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)  # rows of one entry
-    q_side = Side(load_block(q_matrix, b * 0, q_at, d, tile.D, False), q_matrix, b * 0, q_at)
-    k += (b * k_b + rows.kv_head * k_h) * tile.ALIGN
-    k_matrix = Matrix(k, k_n * tile.ALIGN, keys, None, b, rows.kv_head)
+    rows = rows_of_program(heads, group, queries, splits, q_h, q_n, tile)
+    b, hk, i, exists = rows.batch, rows.kv_head, rows.query, rows.lane < rows.count
     loaded = load_vectors(rows.row, rows.at, rows.count, vectors, terms, rule)
     head = load_head(b, rows.head, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
+    d, local = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_N)
+    q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)  # rows of one entry
+    q_tile = load_block(q_matrix, b * 0, rows.entry, d, tile.D, False)  # [BM, D]
+    q_side = Side(q_tile, q_matrix, b * 0, rows.entry)
+    k_matrix = Matrix(k + (b * k_b + hk * k_h) * tile.ALIGN, k_n * tile.ALIGN, keys, None, b, hk)
     # [BM, 1]. products + j points to the products with key j.
     products += (rows.at + rows.row) * width - first * tile.BLOCK_N
     m = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
     z, t = tl.zeros([tile.BLOCK_M], tl.float32), tl.zeros([tile.BLOCK_M], tl.float32)
-    low, high = blocks_of_split(rows, first, last, span, splits, visible.ranges, tile)
+    low, high = blocks_of_split(b, first, last, span, splits, visible.ranges, tile)
     for n in range(low, high):
         start = n * tile.BLOCK_N
         j = (start + local)[None, :]  # [1, BN]
@@ -117,17 +102,16 @@ def decode_products(
         product = times(q_side, Side(k_tile, k_matrix, start, local), tile.D, tile)  # [BM, BN]
         tl.store(products + j, product, mask=exists[:, None])
         product = capped(product, terms.inner, tile.PRECISION)
-        s, _ = scores(product, i, j, scoring, rule, True, True)
+        s, one = factored(product, None, i, j, scoring, rule, True, True)  # [BM, BN], [BM]
         if partials.z is None and entropy is None:
             m = tl.maximum(m, tl.max(s, 1))
         else:
-            one = tl.full([tile.BLOCK_M], 1.0, tl.float32)
             m, z, t = add_scores(m, z, t, s, one, True)
     if entropy is not None:
-        at = rows.at + lane
+        at = rows.at + rows.lane
         store_statistics(m, z, t, lse + at, entropy + at, exists)
     else:
-        at = (rows.group * splits + rows.split) * rows.count + lane
+        at = rows.partial + rows.lane
         tl.store(partials.m + at, m, mask=exists)
         if partials.z is not None:
             tl.store(partials.z + at, z, mask=exists)
@@ -144,28 +128,27 @@ def decode(
 ):  # fmt: skip
     """Write the partial result of this program's split, or the output of the only split."""
     size, strides = Size(queries, keys, left, right), MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
-    rows = rows_of_program(heads, group, queries, splits, tile)
+    rows = rows_of_program(heads, group, queries, splits, q_h, q_n, tile)
     b, hk, i, lane = rows.batch, rows.kv_head, rows.query, rows.lane
     loaded = load_vectors(rows.row, rows.at, rows.count, vectors, terms, rule)
     head = load_head(b, rows.head, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
-    v += (b * v_b + hk * v_h) * tile.ALIGN
     d, dv = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_DV)
-    v_matrix = Matrix(v, v_n * tile.ALIGN, keys, None, b, hk)
+    v_matrix = Matrix(v + (b * v_b + hk * v_h) * tile.ALIGN, v_n * tile.ALIGN, keys, None, b, hk)
     if k is None:
         # Pointers [BM, 1] to the products with key 0
         q_side = products + (rows.at + rows.row) * width - first * tile.BLOCK_N
         sides = KeySides(None, v_matrix, None, dv)
     else:
-        k += (b * k_b + hk * k_h) * tile.ALIGN
-        q_at = query_offsets(rows, q_h, q_n, tile)
         q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)  # rows of one entry
-        q_side = Side(load_block(q_matrix, b * 0, q_at, d, tile.D, False), q_matrix, b * 0, q_at)
+        q_tile = load_block(q_matrix, b * 0, rows.entry, d, tile.D, False)  # [BM, D]
+        q_side = Side(q_tile, q_matrix, b * 0, rows.entry)
+        k += (b * k_b + hk * k_h) * tile.ALIGN
         sides = KeySides(Matrix(k, k_n * tile.ALIGN, keys, None, b, hk), v_matrix, d, dv)
     m = tl.full([tile.BLOCK_M], float("-inf") if rule.ONLINE else 0.0, tl.float32)
     z, peak = tl.zeros([tile.BLOCK_M], tl.float32), tl.full([tile.BLOCK_M], SMALLEST, tl.float32)
     acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_DV], tl.float32)
-    low, high = blocks_of_split(rows, first, last, span, splits, visible.ranges, tile)
+    low, high = blocks_of_split(b, first, last, span, splits, visible.ranges, tile)
     acc, m, z, peak = walk(
         acc, m, z, peak, low, high, q_side, None, i, sides, scoring, None, rule, tile, True
     )
@@ -173,11 +156,10 @@ def decode(
         acc *= peak[:, None]
     if partials.o is None:
         acc = finish(acc, m, z, rows.at, lane, rows.count, loaded, vectors, terms, saved, eps, rule)
-        o += (b * o_b + rows.head * o_h + i.to(tl.int64) * o_n) * tile.ALIGN
+        o += (b * o_b + rows.head * o_h + i.to(tl.int64) * o_n) * tile.ALIGN  # [BM, 1]
         store_tile(o, lane, 0, rows.count, dv, tile.DV, acc)
     else:
-        part = (rows.group * splits + rows.split) * rows.count
-        store_split(partials, part, lane, rows.count, dv, acc, m, z, rule, tile)
+        store_split(partials, rows.partial, lane, rows.count, dv, acc, m, z, rule, tile)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -187,13 +169,12 @@ def decode_stats(partials, lse, entropy, group, queries, splits):
     start, at, exists = splits_of_row(row, group * queries, splits)
     m, top, base = load_peaks(partials, start, at, exists)
     # A split without keys has m = −∞ and Z = T = 0. Its shift must be finite: −∞ · 0 is NaN.
-    shift = tl.maximum(m - base[:, None], -200.0)
+    shift = tl.maximum(m - base[:, None], -200.0)  # [1, MOST_SPLITS]
     z = tl.load(partials.z + start + at, mask=exists, other=0.0)
     t = tl.load(partials.t + start + at, mask=exists, other=0.0)
-    total = tl.sum(tl.exp2(shift) * z, 1)
-    entropy_sum = tl.sum(tl.exp2(shift) * (t + shift * z), 1)
-    at = row + tl.zeros([1], tl.int32)
-    store_statistics(top, total, entropy_sum, lse + at, entropy + at, at >= 0)
+    z, t = tl.sum(tl.exp2(shift) * z, 1), tl.sum(tl.exp2(shift) * (t + shift * z), 1)
+    at = row + tl.arange(0, 1)
+    store_statistics(top, z, t, lse + at, entropy + at, at >= 0)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -208,11 +189,11 @@ def decode_threshold(
     copied to ``candidates``: of 32768 standard Gaussian scores 0.1 % at α = 2, 2 % at α = 1.5, and
     all as α → 1. Each step of the solver reads only the copies.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row, zero = tl.program_id(0).to(tl.int64), tl.zeros([1, 1], tl.int32)
     b, h = row // (heads * queries), row // queries % heads
-    i = tl.zeros([1, 1], tl.int32) + (row % queries).to(tl.int32)
+    i = zero + (row % queries).to(tl.int32)
     size, strides = Size(queries, keys, left, right), MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
-    loaded = load_vectors(tl.zeros([1, 1], tl.int32), row, 1, vectors, terms, rule)
+    loaded = load_vectors(zero, row, 1, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, terms, visible, strides, size)
     MULTIPLE: tl.constexpr = visible.mask is None and terms.alibi is None and rule.DISTANCE is None
@@ -227,12 +208,11 @@ def decode_threshold(
     column = tl.arange(0, BLOCK)[None, :]
     length, has_nan, largest = 0, 0, tl.full([1], float("-inf"), tl.float32)
     for n in range(0, width, BLOCK):
-        inside = n + column < width
-        product = tl.load(products + n + column, mask=inside, other=0.0)
-        j = first * tile.BLOCK_N + n + column
+        # [1, BLOCK]. Beyond the width there are no keys, so the scores are −∞.
+        product = tl.load(products + n + column, mask=n + column < width, other=0.0)
         product = capped(product, terms.inner, tile.PRECISION)
+        j = first * tile.BLOCK_N + n + column
         s, _ = scores(product, i, j, scoring, rule, True, True)
-        s = tl.where(inside, s, float("-inf"))
         alive = (s - top[:, None] > -1.0 / a).to(tl.int32)
         tl.store(candidates + length + tl.cumsum(alive, 1) - 1, s - base[:, None], mask=alive > 0)
         length += tl.sum(alive)
@@ -256,9 +236,9 @@ def decode_threshold(
         unsolved = (tl.max(is_unsolved.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
     # tl.max ignores NaN, so τ is set to NaN for queries with NaN among their scores.
     t = tl.where(has_nan > 0, float("nan"), t)
-    peak_here = base
-    if PLAIN:
-        peak_here = tl.where(largest == float("-inf"), 0.0, largest)
-        peak_here = tl.where(tl.reshape(loaded.factor, [1]) < 0.0, -peak_here, peak_here)
+    peak_score = base
+    if PLAIN:  # a product, see `scores`
+        largest = tl.where(largest == float("-inf"), 0.0, largest)
+        peak_score = tl.where(tl.reshape(loaded.factor, [1]) < 0.0, -largest, largest)
     at = row + tl.arange(0, 1)
-    store_threshold(peak, tau, at, peak_here, base, t, tl.arange(0, 1) == 0)
+    store_threshold(peak, tau, at, peak_score, base, t, tl.arange(0, 1) == 0)

@@ -6,6 +6,7 @@ multiprocessor has work. The number of splits affects only the order of summatio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,29 +14,13 @@ import triton
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.triton.common import launch, prepared
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, Tile, constants
-from attnzoo.backends.triton.common.kernel_operands import (
-    Extras,
-    Form,
-    is_peaked,
-    like,
-    new_vector,
-)
-from attnzoo.backends.triton.common.launch import (
-    PER_PROCESSOR,
-    Launch,
-    align_of,
-    common,
-    is_safe,
-    row_launch,
-    rule_of,
-    score_terms,
-    strides,
-    tile_of,
-)
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, is_peaked, like, new_vector
+from attnzoo.backends.triton.common.launch import Launch
 from attnzoo.backends.triton.common.measured import tile_of_kernel
-from attnzoo.backends.triton.common.merge import MOST_SPLITS, merge_launch, without_merge
+from attnzoo.backends.triton.common.merge import MOST_SPLITS, new_partial, split_keys
 from attnzoo.backends.triton.decode import kernels
 from attnzoo.backends.triton.flash.segments import ranges_of
 
@@ -48,6 +33,12 @@ KEYS = 128
 SCORES = 2048
 
 
+def run(describe: Callable[..., Any], q: Tensor, *operands: Any) -> Any:
+    """Run the launches that ``describe`` returns, and return its results."""
+    machine = launch.architecture(q.device), launch.processors(q.device)
+    return prepared.launch(describe, q, *operands, *machine)
+
+
 def key_range(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
     """Return the range [first, last) of keys that any query may see, in units of KEYS keys."""
     queries, keys = q.shape[2], k.shape[2]
@@ -58,12 +49,9 @@ def key_range(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
 def new_products(q: Tensor, k: Tensor, layout: Layout) -> Tensor:
     """Return an empty tensor for q kᵀ: fp32 (B, Hkv, queries × group, keys in `key_range`)."""
     first, last = key_range(q, k, layout)
-    shape = q.shape[0], k.shape[1], _rows(q, k), (last - first) * KEYS
+    rows = q.shape[1] * q.shape[2] // max(1, k.shape[1])
+    shape = q.shape[0], k.shape[1], rows, (last - first) * KEYS
     return q.new_empty(shape, dtype=torch.float32)
-
-
-def _rows(q: Tensor, k: Tensor) -> int:
-    return q.shape[1] // max(1, k.shape[1]) * q.shape[2]
 
 
 def _splits(q: Tensor, k: Tensor, layout: Layout, block_n: int, processors: int) -> dict[str, int]:
@@ -71,100 +59,89 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, block_n: int, processors: int)
     unit = KEYS // block_n
     first, last = (unit * x for x in key_range(q, k, layout))
     blocks, keys = last - first, k.shape[2] - first * block_n
-    wanted = triton.cdiv(PER_PROCESSOR * processors, max(1, q.shape[0] * k.shape[1]))
+    wanted = triton.cdiv(launch.PER_PROCESSOR * processors, max(1, q.shape[0] * k.shape[1]))
     wanted = max(1, min(wanted, MOST_SPLITS.value, keys // LEAST_KEYS))
     span = max(1, triton.cdiv(blocks, wanted))
-    splits = max(1, triton.cdiv(blocks, span))
-    return {"first": first, "last": last, "span": span, "splits": splits}
+    splits, width = max(1, triton.cdiv(blocks, span)), blocks * block_n
+    return {"first": first, "last": last, "span": span, "splits": splits, "width": width}
 
 
 def _walk(
-    kernel: Any, q: Tensor, k: Tensor, v: Tensor | None, out: Tensor | None, layout: Layout,
-    form: Form | None, vectors: Vectors, extras: Extras, arch: int, processors: int,
-    **operands: Any,
+    kernel: Any, q: Tensor, k: Tensor, layout: Layout, form: Form | None, extras: Extras,
+    arch: int, processors: int, *, vectors: Vectors, **operands: Any,
 ) -> list[Launch]:  # fmt: skip
-    """Return launches of which the last is that of a kernel with a loop over keys."""
-    tensors = {name: x for name, x in zip("qkvo", (q, k, v, out)) if x is not None}
-    align, values = align_of(*tensors.values()), k if v is None else v
-    dim, bits = max(q.shape[3], values.shape[3]), 8 * q.element_size()
-    block_m = max(16, triton.next_power_of_2(_rows(q, k)))
-    per_head = layout.mask is not None and layout.mask.shape[1] > 1
-    many_rows = block_m * q.element_size() > 64
-    safe = per_head or many_rows
-    safe |= is_safe("decode", values, align, layout, form, vectors, extras)
-    config = tile_of_kernel("decode", arch, bits, dim, safe, q.device)._replace(block_m=block_m)
-    splits = _splits(q, k, layout, config.block_n, processors)
+    """Return launches of which the last is that of a kernel with a loop over keys.
+
+    ``operands``: the other arguments of the kernel, with v and o if it reads values.
+    """
+    tensors = {"q": q, "k": k, **{name: operands[name] for name in "vo" if name in operands}}
+    align, v = launch.align_of(*tensors.values()), operands.get("v")
     # One tile holds all queries.
     ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
     args = {
-        **common(q, k, layout, ranges, 1), **tensors, **strides(align, **tensors),
-        "terms": score_terms(layout, extras), "tile": tile_of(config, q, v, ALIGN=align),
-        **splits, "width": (splits["last"] - splits["first"]) * config.block_n,
-        "partials": Partials(), "vectors": vectors, **operands,
+        **launch.common(q, k, layout, ranges, 1), **launch.strides(align, **tensors),
+        "terms": launch.score_terms(layout, extras), "vectors": vectors, "partials": Partials(),
+        **operands,
     }  # fmt: skip
-    if layout.mask is not None and layout.mask.shape[1] == 1:
+    block_m = max(16, triton.next_power_of_2(args["group"] * args["queries"]))
+    shared_mask = layout.mask is None or layout.mask.shape[1] == 1
+    if shared_mask:
         args["mask_h"] = None
-    programs = q.shape[0] * k.shape[1] * splits["splits"] if q.numel() else 0
-    return [*before, Launch(kernel, programs, args, config)]
-
-
-def _products_walk(
-    q: Tensor, k: Tensor, layout: Layout, extras: Extras, arch: int, processors: int,
-    gain: Tensor | None, rule: Rule,
-) -> list[Launch]:  # fmt: skip
-    """Return launches of which the last computes q kᵀ. Its other results are set by the caller."""
-    products = new_products(q, k, layout)
-    *before, walk = _walk(
-        kernels.decode_products, q, k, None, None, layout, None, Vectors(gain), extras, arch,
-        processors, products=products, lse=None, entropy=None, rule=rule,
-    )  # fmt: skip
+    values = k if v is None else v
+    safe = not shared_mask or block_m * q.element_size() > 64
+    safe |= launch.is_safe("decode", values, align, layout, form, vectors, extras)
+    dim, bits = max(q.shape[3], values.shape[3]), 8 * q.element_size()
+    config = tile_of_kernel("decode", arch, bits, dim, safe, q.device)._replace(block_m=block_m)
+    args.update(_splits(q, k, layout, config.block_n, processors))
+    args["tile"] = launch.tile_of(config, q, v, ALIGN=align)
+    programs = q.shape[0] * k.shape[1] * args["splits"] if q.numel() else 0
     # Products of keys in other segments are not computed, and stay 0.
-    return [*before, walk._replace(zeroed=(products,) if before else ())]
-
-
-def _partial(q: Tensor, k: Tensor, walk: Launch, *dim: int) -> Tensor:
-    """Return an empty tensor for a field of `Partials`."""
-    shape = q.shape[0], k.shape[1], walk.args["splits"], _rows(q, k), *dim
-    return q.new_empty(shape, dtype=torch.float32)
+    zeroed = (args["products"],) if before and v is None else ()
+    return [*before, Launch(kernel, programs, args, config, zeroed)]
 
 
 def describe_statistics(
     q: Tensor, k: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """Return the launches and their results: products, lse and entropy of the logits."""
-    rule, lse, entropy = constants(Rule, UNIT=1 / LN2.value), new_vector(q), new_vector(q)
-    *launches, walk = _products_walk(q, k, layout, Extras(), arch, processors, None, rule)
-    args = {**walk.args, "lse": lse, "entropy": entropy}
-    if args["splits"] == 1:
-        launches.append(walk._replace(args=args))
-    else:
-        m, z, t = (_partial(q, k, walk) for _ in range(3))
-        partials = Partials(None, m, z, t)
-        launches.append(walk._replace(args={**walk.args, "partials": partials}))
-        launches.append(row_launch(kernels.decode_stats, {**args, "partials": partials}, q))
-    return launches, (args["products"], lse, entropy)
+    products, lse, entropy = new_products(q, k, layout), new_vector(q), new_vector(q)
+    launches = _walk(
+        kernels.decode_products, q, k, layout, None, Extras(), arch, processors, vectors=Vectors(),
+        rule=constants(Rule, UNIT=1 / LN2.value), products=products, lse=lse, entropy=entropy,
+    )  # fmt: skip
+    args = launches[-1].args
+    if (splits := args["splits"]) > 1:
+        m, z, t = (new_partial(q, k.shape[1], splits) for _ in range(3))
+        args["partials"] = Partials(None, m, z, t)
+        launches.append(launch.row_launch(kernels.decode_stats, dict(args), q))
+        args.update(lse=None, entropy=None)
+    return launches, (products, lse, entropy)
 
 
 def _describe_threshold(
     q: Tensor, k: Tensor, layout: Layout, form: Form, alpha: float | None, vectors: Vectors,
     extras: Extras, arch: int, processors: int,
-) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Return the launches and their results: products, τ and the peak that it is relative to."""
-    rule = constants(Rule, UNIT=1.0, DISTANCE=form.distance_act)
-    extras = extras._replace(factor=None, peak=None)
-    *before, walk = _products_walk(q, k, layout, extras, arch, processors, vectors.gain, rule)
-    walk.args["partials"] = Partials(m=_partial(q, k, walk))
-    products, tau, peak = walk.args["products"], new_vector(q), new_vector(q)
-    tile = walk.args["tile"]
-    args = {
-        **walk.args, "candidates": torch.empty_like(products), "peak": peak, "tau": tau,
+) -> tuple[list[Launch], Tensor, Vectors, Extras]:  # fmt: skip
+    """Return the launches, the products, and vectors and extras with τ and its peak."""
+    products, tau, peak = new_products(q, k, layout), new_vector(q), new_vector(q)
+    terms = extras._replace(factor=None, peak=None)
+    scores = {"UNIT": 1.0, "DISTANCE": form.distance_act}
+    launches = _walk(
+        kernels.decode_products, q, k, layout, None, terms, arch, processors,
+        vectors=Vectors(vectors.gain), rule=constants(Rule, **scores), products=products, lse=None,
+        entropy=None,
+    )  # fmt: skip
+    args = launches[-1].args
+    args["partials"] = Partials(m=new_partial(q, k.shape[1], args["splits"]))
+    solver = {
+        **args, "candidates": torch.empty_like(products), "peak": peak, "tau": tau,
         "vectors": Vectors(vectors.gain, shape=vectors.shape),
-        "rule": constants(Rule, ACT=form.act, UNIT=1.0, DISTANCE=form.distance_act, ALPHA=alpha),
-        "tile": Tile(BLOCK_N=tile.BLOCK_N, PRECISION=tile.PRECISION),
+        "rule": constants(Rule, ACT=form.act, ALPHA=alpha, **scores),
+        "tile": Tile(BLOCK_N=args["tile"].BLOCK_N, PRECISION=args["tile"].PRECISION),
         "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
-    solver = row_launch(kernels.decode_threshold, args, q)
-    return [*before, walk, solver], (products, tau, peak)
+    launches.append(launch.row_launch(kernels.decode_threshold, solver, q))
+    return launches, products, vectors._replace(offset=tau), extras._replace(peak=peak)
 
 
 def describe_decode(
@@ -175,27 +152,17 @@ def describe_decode(
     """Return the launches and their results: out and lse."""
     launches: list[Launch] = []
     if form.normalize == "threshold":
-        launches, (products, tau, peak) = _describe_threshold(
+        launches, products, vectors, extras = _describe_threshold(
             q, k, layout, form, alpha, vectors, extras, arch, processors
         )
-        vectors, extras = vectors._replace(offset=tau), extras._replace(peak=peak)
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
-    rule = rule_of(form, is_peaked(form, v))
     *before, walk = _walk(
-        kernels.decode, q, k, v, out, layout, form, vectors, extras, arch, processors,
-        products=products, saved=Saved(lse=lse), eps=form.eps or None, rule=rule,
+        kernels.decode, q, k, layout, form, extras, arch, processors, vectors=vectors, v=v, o=out,
+        products=products, saved=Saved(lse=lse), eps=form.eps or None,
+        rule=launch.rule_of(form, is_peaked(form, v)),
     )  # fmt: skip
-    launches += before
     if products is not None:
         walk.args.update(q=None, k=None)
-    if walk.args["splits"] == 1:
-        return [*launches, walk], (out, lse)
-    online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")
-    partials = Partials(
-        _partial(q, k, walk, v.shape[3]),
-        _partial(q, k, walk) if online or form.shifted else None,
-        _partial(q, k, walk) if online or sums else None,
-    )
-    merge = merge_launch(walk.args, partials, q, walk.args["splits"], walk.args["group"])
-    args = {**without_merge(walk.args), "o": None, "partials": partials}
-    return [*launches, walk._replace(args=args), merge], (out, lse)
+    splits = walk.args["splits"]
+    walks = [walk] if splits == 1 else split_keys(walk, q, v, splits, groups=k.shape[1])
+    return [*launches, *before, *walks], (out, lse)

@@ -5,7 +5,6 @@ Triton is imported by the first call that runs a kernel or needs the size of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,12 +15,10 @@ from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.kernel_operands import Extras, Form, like, new_vector
 
 
-def _launch(describe: Callable[..., Any], q: Tensor, *operands: Any) -> Any:
-    from attnzoo.backends.triton.common import launch
-    from attnzoo.backends.triton.common.prepared import launch as run
+def _launches() -> Any:
+    from attnzoo.backends.triton.decode import launch
 
-    device = q.device
-    return run(describe, q, *operands, launch.architecture(device), launch.processors(device))
+    return launch
 
 
 class Statistics(NamedTuple):
@@ -34,16 +31,13 @@ class Statistics(NamedTuple):
 
 @operator
 def decode_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
-    from attnzoo.backends.triton.decode.launch import describe_statistics
-
-    return Statistics(*_launch(describe_statistics, q, k, layout))
+    launches = _launches()
+    return Statistics(*launches.run(launches.describe_statistics, q, k, layout))
 
 
 @decode_statistics.fake
 def _(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
-    from attnzoo.backends.triton.decode.launch import new_products
-
-    return Statistics(new_products(q, k, layout), new_vector(q), new_vector(q))
+    return Statistics(_launches().new_products(q, k, layout), new_vector(q), new_vector(q))
 
 
 @decode_statistics.flops
@@ -63,12 +57,12 @@ def decode_forward(
 ) -> Attended:  # fmt: skip
     """Compute out and lse, and before them the threshold of a form that has one.
 
-    If ``products`` are given, q and k are not read.
+    ``products``: q kᵀ from `decode_statistics`, or None. They are read instead of q and k, except
+    for a threshold, which is solved from new products.
     """
-    from attnzoo.backends.triton.decode.launch import describe_decode
-
+    launches = _launches()
     operands = products, layout, form, alpha, vectors, extras, want_lse
-    return Attended(*_launch(describe_decode, q, k, v, *operands))
+    return Attended(*launches.run(launches.describe_decode, q, k, v, *operands))
 
 
 @decode_forward.fake

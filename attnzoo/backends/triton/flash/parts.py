@@ -6,20 +6,16 @@ the results are added in a fixed order.
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout
-from attnzoo.backends.triton.common.groups import Partials
+from attnzoo.backends.triton.common import merge
 from attnzoo.backends.triton.common.launch import PER_PROCESSOR, Launch
-from attnzoo.backends.triton.common.merge import MOST_SPLITS, merge_launch, without_merge
 
-# Fewest queries per part of a group of heads, all heads together. A part with fewer costs more time
-# than it saves, because the gradients of all parts are written, read and added.
-LEAST_QUERIES = 1024
-# Fewest keys per split in the forward, for the same reason.
-LEAST_KEYS = 1024
+# Fewest queries per part of a group of heads, all heads together, and fewest keys per split in the
+# forward. Smaller parts cost more time than they save: their results are written, read and added.
+LEAST_QUERIES = LEAST_KEYS = 1024
 
 
 def programs_of(x: Tensor, block: int) -> int:
@@ -42,16 +38,10 @@ def splits_of_keys(q: Tensor, k: Tensor, layout: Layout, block_m: int, processor
         seen = min(seen, layout.left + block_m + layout.right)
     wanted = PER_PROCESSOR * processors // max(1, programs_of(q, block_m))
     # Two halves, one after the other, would take as long as one program for all keys.
-    return min(wanted, MOST_SPLITS.value, max(1, seen // LEAST_KEYS)) if wanted > 2 else 1
+    return min(wanted, merge.MOST_SPLITS.value, max(1, seen // LEAST_KEYS)) if wanted > 2 else 1
 
 
 def split_keys(launch: Launch, q: Tensor, v: Tensor, splits: int) -> list[Launch]:
     """Return the launches that replace one of `flash_forward`, if the keys are split."""
-    rule, (b, h, n, _) = launch.args["rule"], q.shape
-    part = q.new_empty(b, h, splits, n, v.shape[3], dtype=torch.float32)
-    m = part.new_empty(b, h, splits, n) if rule.ONLINE or rule.SHIFTED else None
-    z = part.new_empty(b, h, splits, n) if rule.ONLINE or rule.SUM else None
-    partials = Partials(part, m, z)
-    args = {**without_merge(launch.args), "o": None, "partials": partials, "splits": splits}
-    walk = launch._replace(programs=launch.programs * splits, args=args)
-    return [walk, merge_launch(launch.args, partials, q, splits, group=1)]
+    walk = launch._replace(programs=launch.programs * splits)
+    return merge.split_keys(walk, q, v, splits, groups=q.shape[1])
