@@ -68,15 +68,13 @@ def scan(
         if lead or not causal:
             earlier = ops.linear_state(y=before, v=part[:, :, :lead].contiguous())
             state = earlier if state is None else state + earlier
-        if causal:
-            later = part[:, :, lead:].contiguous()
-            scanned = ops.linear_causal(x=x, y=y, v=later, first=state)
-            state = scanned.last
-        else:
-            assert state is not None
-            dtype = call.input_dtype
-            scanned = ops.linear_read(x=x, state=state, value_dim=value_dim, dtype=dtype)
-        out.append(scanned.out)
+        later = (y, part[:, :, lead:].contiguous()) if causal else (None, None)
+        read = ops.linear_read(
+            x=x, y=later[0], v=later[1], first=state, value_dim=value_dim, dtype=v.dtype
+        )
+        state = read.last if causal else state
+        assert state is not None
+        out.append(read.out)
         values, normalizer = unpack(state[..., :size, :], value_dim)
         states.append(values)
     assert normalizer is not None

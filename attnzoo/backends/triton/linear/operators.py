@@ -1,14 +1,16 @@
 """The kernels of linear forms as PyTorch operators, with fake functions and first derivatives.
 
-`linear_state` computes the state after the given keys. `linear_read` computes the output of queries
-that all read one state. `linear_causal` computes the causal output and the final state. Shapes are
-as in ``launch``.
-A denominator Z of 0 is returned as 1. Triton is imported by the first call that runs a kernel.
+`linear_state` computes the state after keys. `linear_read` computes the output of queries that read
+a state and, causally, the keys up to their own position. Shapes are as in ``launch``. A denominator
+Z of 0 is returned as 1.
+
+Triton is imported by the first call that runs, counts or traces an operator.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,38 +19,34 @@ from attnzoo.backends.operator import operator
 from attnzoo.backends.triton.linear.state import layout, split
 
 
+@cache
+def _launch() -> Any:
+    from attnzoo.backends.triton.linear import launch
+
+    return launch
+
+
 def _new_state(y: Tensor, v: Tensor) -> Tensor:
-    shape = *y.shape[:2], y.shape[3], layout(v.shape[3]).WIDTH
+    shape = *y.shape[:2], y.shape[3], layout(v.shape[3], 32).WIDTH
     return y.new_empty(shape, dtype=torch.float32)
 
 
-def _of_state(x: Tensor, value_dim: int) -> int:
-    """Operations to add x (B, H, N, F) to a state, to read it with x, or to differentiate these."""
-    return 2 * x.numel() * (value_dim + 1)
+def _operations(x: Tensor, value_dim: int, states: int, products: int = 0) -> int:
+    """Operations of x (B, H, N, F) with states, and with the values and features of its chunk.
 
-
-def _of_chunks(x: Tensor, size: int) -> int:
-    """Operations of products with ``size`` operations per pair of tokens of a chunk."""
-    from attnzoo.backends.triton.linear.launch import chunk_length
-
-    batch, heads, length, _ = x.shape
-    return 2 * batch * heads * length * min(chunk_length(x), length) * size
-
-
-def _upstream(do: Tensor, out: Tensor, z: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return G = dO/Z in the dtype of the features, and δ = G·o.
-
-    δ is computed from G after rounding, so that all gradients are those of the same dO.
+    ``states`` is how often x is added to a state, reads one, or its gradient does. ``products`` is
+    how often x is multiplied by a chunk.
     """
-    g = (do / z[..., None]).to(features.dtype).contiguous()
-    return g, (g.float() * out.float()).sum(-1)
+    *_, length, features = x.shape
+    chunk = min(_launch().chunk_length(x), length) if products else 0
+    with_chunks = products * chunk * (features + value_dim)
+    return 2 * x.numel() * states * (value_dim + 1) + 2 * x[..., 0].numel() * with_chunks
 
 
 @operator
 def linear_state(*, y: Tensor, v: Tensor) -> Tensor:
     """Return the state Σ_j y_j [v_j, 1]ᵀ."""
-    from attnzoo.backends.triton.linear import launch
-
+    launch = _launch()
     _, sums = launch.run(launch.describe_states, y, v, None, None, y.shape[1], False)
     return sums.sum(2)
 
@@ -60,13 +58,12 @@ def _(*, y: Tensor, v: Tensor) -> Tensor:
 
 @linear_state.flops
 def _(*, y: Tensor, v: Tensor) -> int:
-    return _of_state(y, v.shape[3])
+    return _operations(y, v.shape[3], 1)
 
 
 @linear_state.backward("y", "v")
 def linear_state_backward(*, y: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    from attnzoo.backends.triton.linear import launch
-
+    launch = _launch()
     states = split(dout.contiguous(), v.shape[3], y.dtype)[:, :, None]
     dy, dv = launch.run(launch.describe_dy_dv, y, v, None, None, None, states)
     return {"y": dy, "v": dv}
@@ -74,108 +71,84 @@ def linear_state_backward(*, y: Tensor, v: Tensor, dout: Tensor) -> dict[str, Te
 
 @linear_state_backward.flops
 def _(*, y: Tensor, v: Tensor) -> int:
-    return 2 * _of_state(y, v.shape[3])
+    return _operations(y, v.shape[3], 2)
 
 
 class Read(NamedTuple):
+    """o, Z and, causally, the state before each chunk and the state after the last chunk."""
+
     out: Tensor
     z: Tensor
+    states: Tensor | None
+    last: Tensor | None
 
 
 @operator
-def linear_read(*, x: Tensor, state: Tensor, value_dim: int, dtype: torch.dtype) -> Read:
-    """Return o and Z of queries that all read one state."""
-    from attnzoo.backends.triton.linear import launch
+def linear_read(
+    *, x: Tensor, y: Tensor | None, v: Tensor | None, first: Tensor | None, value_dim: int,
+    dtype: torch.dtype,
+) -> Read:  # fmt: skip
+    """Attend to the keys in the state ``first`` and, query i, to the keys j ≤ i of y and v.
 
-    states = split(state, value_dim, x.dtype)[:, :, None]
-    return Read(*launch.run(launch.describe_output, x, None, None, states, value_dim, dtype))
+    Without causality y and v are None.
+    """
+    launch, states, last = _launch(), None, None
+    if y is None:
+        assert first is not None
+        read = split(first, value_dim, x.dtype)[:, :, None]
+    else:
+        states, sums = launch.run(launch.describe_states, y, v, None, first, y.shape[1], True)
+        read, last = states, sums.sum(2)
+    out, z = launch.run(launch.describe_output, x, y, v, read, value_dim, dtype)
+    return Read(out, z, states, last)
 
 
 @linear_read.fake
-def _(*, x: Tensor, value_dim: int, dtype: torch.dtype) -> Read:
+def _(*, x: Tensor, y: Tensor | None, v: Tensor | None, value_dim: int, dtype: torch.dtype) -> Read:
     out = x.new_empty(*x.shape[:3], value_dim, dtype=dtype)
-    return Read(out, x.new_empty(x.shape[:3], dtype=torch.float32))
+    z = x.new_empty(x.shape[:3], dtype=torch.float32)
+    if y is None or v is None:
+        return Read(out, z, None, None)
+    chunk, width = _launch().chunk_length(y), layout(value_dim, 8 * y.element_size()).WIDTH
+    chunks = (y.shape[2] + chunk - 1) // chunk
+    states = y.new_empty(*y.shape[:2], chunks, y.shape[3], width)
+    return Read(out, z, states, _new_state(y, v))
 
 
 @linear_read.flops
-def _(*, x: Tensor, value_dim: int) -> int:
-    return _of_state(x, value_dim)
+def _(*, x: Tensor, y: Tensor | None, value_dim: int) -> int:
+    if y is None:
+        return _operations(x, value_dim, 1)
+    return _operations(x, value_dim, 1, 1) + _operations(y, value_dim, 1)
 
 
-@linear_read.backward("x", "state")
+@linear_read.backward("x", "y", "v", "first")
 def linear_read_backward(
-    *, x: Tensor, state: Tensor, out: Tensor, z: Tensor, dout: Tensor
-) -> dict[str, Tensor]:
-    from attnzoo.backends.triton.linear import launch
-
-    g, delta = _upstream(dout, out, z, x)
-    states = split(state, out.shape[3], x.dtype)[:, :, None]
-    dx = launch.run(launch.describe_dx, x, None, None, g, delta, states)
-    _, dstate = launch.run(launch.describe_states, x, g, delta, None, state.shape[1], False)
-    return {"x": dx, "state": dstate.sum(2)}
+    *, x: Tensor, y: Tensor | None, v: Tensor | None, first: Tensor | None, out: Tensor, z: Tensor,
+    states: Tensor | None, dout: Tensor, dlast: Tensor | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    launch, value_dim = _launch(), out.shape[3]
+    if states is None:
+        assert first is not None
+        states = split(first, value_dim, x.dtype)[:, :, None]
+    # δ is computed from G after rounding, so that all gradients are those of the same dO.
+    g = (dout / z[..., None]).to(x.dtype).contiguous()
+    delta = (g.float() * out.float()).sum(-1)
+    dlast = None if dlast is None else dlast.contiguous()
+    dx = launch.run(launch.describe_dx, x, y, v, g, delta, states)
+    operands = x, g, delta, dlast, states.shape[1], y is not None
+    after, dfirst = launch.run(launch.describe_states, *operands)
+    grads = {"x": dx, "first": dfirst.sum(2)}
+    if y is None:
+        return grads
+    dy, dv = launch.run(launch.describe_dy_dv, y, v, x, g, delta, after)
+    return {**grads, "y": dy, "v": dv}
 
 
 @linear_read_backward.flops
-def _(*, x: Tensor, out: Tensor) -> int:
-    return 2 * _of_state(x, out.shape[3])
-
-
-class Scanned(NamedTuple):
-    """o, Z, the state before each chunk, and the state after the last chunk."""
-
-    out: Tensor
-    z: Tensor
-    kept: Tensor
-    last: Tensor
-
-
-@operator
-def linear_causal(*, x: Tensor, y: Tensor, v: Tensor, first: Tensor | None) -> Scanned:
-    """Attend causally: query i to the keys j ≤ i and to the keys in the state ``first``."""
-    from attnzoo.backends.triton.linear import launch
-
-    states, last = launch.run(launch.describe_states, y, v, None, first, y.shape[1], True)
-    out, z = launch.run(launch.describe_output, x, y, v, states, v.shape[3], v.dtype)
-    return Scanned(out, z, states, last.sum(2))
-
-
-@linear_causal.fake
-def _(*, x: Tensor, y: Tensor, v: Tensor) -> Scanned:
-    from attnzoo.backends.triton.linear.launch import chunk_length
-
-    chunk, width = chunk_length(y), layout(v.shape[3], y.dtype).WIDTH
-    chunks = (y.shape[2] + chunk - 1) // chunk
-    kept = y.new_empty(*y.shape[:2], chunks, y.shape[3], width)
-    z = x.new_empty(x.shape[:3], dtype=torch.float32)
-    return Scanned(v.new_empty(*x.shape[:3], v.shape[3]), z, kept, _new_state(y, v))
-
-
-@linear_causal.flops
-def _(*, x: Tensor, y: Tensor, v: Tensor) -> int:
-    features, value_dim = x.shape[3], v.shape[3]
-    states = _of_state(x, value_dim) + _of_state(y, value_dim)
-    return states + _of_chunks(x, features + value_dim)
-
-
-@linear_causal.backward("x", "y", "v", "first")
-def linear_causal_backward(
-    *, x: Tensor, y: Tensor, v: Tensor, first: Tensor | None, out: Tensor, z: Tensor, kept: Tensor,
-    dout: Tensor, dlast: Tensor | None,
-) -> dict[str, Tensor]:  # fmt: skip
-    from attnzoo.backends.triton.linear import launch
-
-    g, delta = _upstream(dout, out, z, x)
-    dlast = None if dlast is None else dlast.contiguous()
-    dx = launch.run(launch.describe_dx, x, y, v, g, delta, kept)
-    after, dfirst = launch.run(launch.describe_states, x, g, delta, dlast, y.shape[1], True)
-    dy, dv = launch.run(launch.describe_dy_dv, y, v, x, g, delta, after)
-    return {"x": dx, "y": dy, "v": dv, "first": dfirst.sum(2)}
-
-
-@linear_causal_backward.flops
-def _(*, x: Tensor, y: Tensor, v: Tensor) -> int:
+def _(*, x: Tensor, y: Tensor | None, out: Tensor) -> int:
     # dx reads the states of the keys, dy and dv read a state of the gradients. In a chunk, each of
     # the three takes two products.
-    features, value_dim = x.shape[3], v.shape[3]
-    states = 2 * _of_state(x, value_dim) + 2 * _of_state(y, value_dim)
-    return states + _of_chunks(x, 3 * (features + value_dim))
+    if y is None:
+        return _operations(x, out.shape[3], 2)
+    return _operations(x, out.shape[3], 2, 3) + _operations(y, out.shape[3], 2)
