@@ -102,18 +102,12 @@ def load_vector(vectors, head, chunk):
 
 
 @triton.jit
-def state_at(states, index, sizes):
-    """Return a pointer to one of the states [count, F, WIDTH]."""
+def state_of(states, head, chunk, sizes):
+    """Return a pointer to the state before a chunk, or, if ``chunk`` is None, of all tokens."""
     layout: tl.constexpr = layout_of(sizes.DV, states.dtype.element_ty.primitive_bitwidth)
-    return states + index * (sizes.F * layout.WIDTH)
-
-
-@triton.jit
-def state_of(states, head, chunk, CAUSAL: tl.constexpr, sizes):
-    """Return a pointer to the state that the tokens of a chunk read."""
-    if CAUSAL:
+    if chunk is not None:
         head = head * tl.cdiv(chunk.length, sizes.CHUNK) + chunk.number
-    return state_at(states, head, sizes)
+    return states + head * (sizes.F * layout.WIDTH)
 
 
 @triton.jit
@@ -152,21 +146,19 @@ def store_state(state, f, d, s, normalizer, sizes):
     all even columns are equal, and all odd ones.
     """
     layout: tl.constexpr = layout_of(sizes.DV, state.dtype.element_ty.primitive_bitwidth)
-    rows = f[:, None] * layout.WIDTH  # [BF, 1]
-    exists = (f < sizes.F)[:, None]
+    exists, column = (f < sizes.F)[:, None], tl.arange(0, COLUMNS)[None, :]
+    row = state + f[:, None] * layout.WIDTH  # [BF, 1]
     inside = exists & (d < layout.VALUES)[None, :]
-    column = tl.arange(0, COLUMNS)[None, :]
-    at = state + (rows + d[None, :])  # [BF, BDv]
-    last = state + rows + layout.PARTS * layout.VALUES  # [BF, 1]
+    last = row + layout.PARTS * layout.VALUES
     if layout.PARTS == 1:
-        tl.store(at, s, mask=inside)
-        total = tl.sum(tl.where(column < 2, normalizer, 0.0), 1)[:, None]
+        tl.store(row + d[None, :], s, mask=inside)
+        total = tl.sum(tl.where(column < 2, normalizer, 0.0), 1)[:, None]  # [BF, 1]
         four = tl.arange(0, layout.NORMALIZER)[None, :]
         tl.store(last + four, tl.where(four == 0, total, 0.0), mask=exists)
     else:
         high = upper_half(s)
-        tl.store(at, high.to(tl.bfloat16), mask=inside)
-        tl.store(at + layout.VALUES, (s - high).to(tl.bfloat16), mask=inside)
+        tl.store(row + d[None, :], high.to(tl.bfloat16), mask=inside)
+        tl.store(row + (d + layout.VALUES)[None, :], (s - high).to(tl.bfloat16), mask=inside)
         tl.store(last + column, in_parts(normalizer, column // 2), mask=exists)
 
 
@@ -208,20 +200,17 @@ def linear_states(
     even = (tl.arange(0, COLUMNS) % 2 == 0)[None, :]
     normalizer = tl.zeros([sizes.BLOCK_F, COLUMNS], tl.float32)
     if first is not None:
-        state = state_at(first, hk, sizes)
+        state = state_of(first, hk, None, sizes)
         s = load_values(state, 0, f, d, sizes)
         normalizer += 0.5 * tl.sum(load_normalizer(state, f, sizes), 1)[:, None]
     chunks = tl.cdiv(length, sizes.CHUNK)
     for step in range(part * span, tl.minimum(part * span + span, chunks)):
-        number = step
-        if delta is not None:
-            number = chunks - 1 - step
+        number = step if delta is None else chunks - 1 - step
+        chunk = Chunk(hk, number, number * sizes.CHUNK, local, length)
         if states is not None:
-            state = state_at(states, hk * chunks + number, sizes)
-            store_state(state, f, d, s, normalizer, sizes)
+            store_state(state_of(states, hk, chunk, sizes), f, d, s, normalizer, sizes)
         for member in range(sizes.GROUP):
             head = hk * sizes.GROUP + member
-            chunk = Chunk(head, number, number * sizes.CHUNK, local, length)
             x_tile = load(features, head, chunk, f, sizes.F)  # [C, BF]
             y_tile = load(values, head, chunk, d, sizes.DV)  # [C, BDv]
             column = tl.full([sizes.CHUNK, COLUMNS], 0.5, tl.float32)
@@ -231,7 +220,7 @@ def linear_states(
                 column = tl.where(even, high, column - high)
             normalizer = dot(tl.trans(x_tile), column.to(dtype), normalizer, sizes.PRECISION)
             s = dot(tl.trans(x_tile), y_tile.to(dtype), s, sizes.PRECISION)  # [BF, BDv]
-    store_state(state_at(last, hk * spans + part, sizes), f, d, s, normalizer, sizes)
+    store_state(state_of(last, hk * spans + part, None, sizes), f, d, s, normalizer, sizes)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -241,7 +230,7 @@ def linear_output(
 ):  # fmt: skip
     chunk = chunk_of(tl.program_id(0), length, sizes)
     local, d, hk = chunk.local, tl.arange(0, sizes.BLOCK_DV), chunk.head // sizes.GROUP
-    state = state_of(states, hk, chunk, y is not None, sizes)
+    state = state_of(states, hk, chunk if y is not None else None, sizes)
     dtype = x.dtype.element_ty  # fp32 or bf16: weights may exceed the range of fp16
     acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_DV], tl.float32)
     # The denominators are the sums of the columns. A vector product is one column in fp32.
@@ -277,7 +266,7 @@ def linear_dx(
 ):  # fmt: skip
     chunk = chunk_of(tl.program_id(0), length, sizes)
     local, d, hk = chunk.local, tl.arange(0, sizes.BLOCK_DV), chunk.head // sizes.GROUP
-    state = state_of(states, hk, chunk, y is not None, sizes)
+    state = state_of(states, hk, chunk if y is not None else None, sizes)
     dtype = dx.dtype.element_ty
     g_tile = load(g, chunk.head, chunk, d, sizes.DV)  # [C, BDv]
     d_i = load_vector(delta, chunk.head, chunk)[:, None]
@@ -304,7 +293,7 @@ def linear_dv(
 ):  # fmt: skip
     chunk = chunk_of(tl.program_id(0), length, sizes)
     local, d = chunk.local, tl.arange(0, sizes.BLOCK_DV)
-    state = state_of(states, chunk.head, chunk, x is not None, sizes)
+    state = state_of(states, chunk.head, chunk if x is not None else None, sizes)
     acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_DV], tl.float32)
     for start in range(0, sizes.F, sizes.BLOCK_F):
         f = start + tl.arange(0, sizes.BLOCK_F)
@@ -333,7 +322,7 @@ def linear_dy(
     chunk = chunk_of(tl.program_id(0) // FEATURES, length, sizes)
     f = tl.program_id(0) % FEATURES * sizes.BLOCK_F + tl.arange(0, sizes.BLOCK_F)  # [BF]
     local, d = chunk.local, tl.arange(0, sizes.BLOCK_DV)
-    state = state_of(states, chunk.head, chunk, x is not None, sizes)
+    state = state_of(states, chunk.head, chunk if x is not None else None, sizes)
     dtype = dy.dtype.element_ty
     v_tile = load(v, chunk.head, chunk, d, sizes.DV).to(dtype)  # [C, BDv]
     normalizer = tl.sum(load_normalizer(state, f, sizes).to(tl.float32), 1)

@@ -15,10 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from attnzoo.backends.triton.common import launch as common
 from attnzoo.backends.triton.common import prepared
 from attnzoo.backends.triton.common.groups import constants
-from attnzoo.backends.triton.common.launch import Launch, interpreted, padded
+from attnzoo.backends.triton.common.launch import Launch, architecture, interpreted, padded
 from attnzoo.backends.triton.common.tiles import Config, linear_tile
 from attnzoo.backends.triton.linear import kernels
 from attnzoo.backends.triton.linear.state import layout
@@ -29,7 +28,7 @@ SPAN = 8
 
 def run(describe: Callable[..., Any], x: Tensor, *operands: Any) -> Any:
     """Run the launches that a function of this module describes, and return their results."""
-    return prepared.launch(describe, x, *operands, common.architecture(x.device))
+    return prepared.launch(describe, x, *operands, architecture(x.device))
 
 
 def chunk_length(y: Tensor) -> int:
@@ -45,26 +44,17 @@ def _config(x: Tensor, arch: int) -> Config:
 
 
 def _launch(
-    kernel: Any, programs: int, config: Config, tokens: Tensor, value_dim: int, group: int,
-    **operands: Any,
-) -> Launch:  # fmt: skip
-    """Return a launch with features ``tokens`` (B, H or Hkv, N, F)."""
+    kernel: Any, tokens: Tensor, value_dim: int, group: int, arch: int, **operands: Any
+) -> Launch:
+    """Return a launch with one program per chunk of features ``tokens`` (B, H or Hkv, N, F)."""
+    config, (batch, heads, length, size) = _config(tokens, arch), tokens.shape
     sizes = constants(
-        kernels.Sizes, F=tokens.shape[3], BLOCK_F=config.block_n, DV=value_dim,
-        BLOCK_DV=padded(value_dim), CHUNK=config.block_m, GROUP=group,
+        kernels.Sizes, F=size, BLOCK_F=config.block_n, DV=value_dim, BLOCK_DV=padded(value_dim),
+        CHUNK=config.block_m, GROUP=group,
         PRECISION="tf32x3" if tokens.dtype == torch.float32 else "tf32",
     )  # fmt: skip
-    args = {**operands, "length": tokens.shape[2], "sizes": sizes}
-    return Launch(kernel, programs, args, config)
-
-
-def _of_chunks(
-    kernel: Any, tokens: Tensor, value_dim: int, group: int, arch: int, **operands: Tensor | None
-) -> Launch:
-    """Return a launch with one program per chunk of features (B, H or Hkv, N, F)."""
-    config = _config(tokens, arch)
-    programs = tokens.shape[0] * tokens.shape[1] * triton.cdiv(tokens.shape[2], config.block_m)
-    return _launch(kernel, programs, config, tokens, value_dim, group, **operands)
+    programs = batch * heads * triton.cdiv(length, config.block_m)
+    return Launch(kernel, programs, {**operands, "length": length, "sizes": sizes}, config)
 
 
 def describe_states(
@@ -82,17 +72,17 @@ def describe_states(
     chunks = triton.cdiv(length, config.block_m)
     span = max(1, chunks if keep else SPAN)
     spans = max(1, triton.cdiv(chunks, span))
-    states, dim = None, layout(value_dim, 8 * x.element_size()).WIDTH
+    states, width = None, layout(value_dim, 8 * x.element_size()).WIDTH
     if keep:
-        states = x.new_empty(batch, kv_heads, chunks, size, dim)
+        states = x.new_empty(batch, kv_heads, chunks, size, width)
     shape = batch, kv_heads, spans, size, layout(value_dim, 32).WIDTH
     last = x.new_empty(shape, dtype=torch.float32)
-    programs = batch * kv_heads * spans * triton.cdiv(size, config.block_n)
     launch = _launch(
-        kernels.linear_states, programs, config, x, value_dim, heads // kv_heads, features=x,
-        values=values, delta=delta, first=first, states=states, last=last, spans=spans, span=span,
+        kernels.linear_states, x, value_dim, heads // kv_heads, arch, features=x, values=values,
+        delta=delta, first=first, states=states, last=last, spans=spans, span=span,
     )  # fmt: skip
-    return launch, (states, last)
+    programs = batch * kv_heads * spans * triton.cdiv(size, config.block_n)
+    return launch._replace(programs=programs), (states, last)
 
 
 def describe_output(
@@ -102,9 +92,9 @@ def describe_output(
     """Return the launch, o and Z. y and v are None without causality."""
     out = x.new_empty(*x.shape[:3], value_dim, dtype=dtype)
     z = x.new_empty(x.shape[:3], dtype=torch.float32)
-    operands = {"x": x, "y": y, "v": v, "states": states, "out": out, "z": z}
-    group = x.shape[1] // states.shape[1]
-    return _of_chunks(kernels.linear_output, x, value_dim, group, arch, **operands), (out, z)
+    sizes = value_dim, x.shape[1] // states.shape[1], arch
+    launch = _launch(kernels.linear_output, x, *sizes, x=x, y=y, v=v, states=states, out=out, z=z)
+    return launch, (out, z)
 
 
 def describe_dx(
@@ -112,9 +102,9 @@ def describe_dx(
     arch: int,
 ) -> tuple[Launch, Tensor]:  # fmt: skip
     """Return the launch and dx. y and v are None without causality."""
-    dx, group = torch.empty_like(x), x.shape[1] // states.shape[1]
+    dx, sizes = torch.empty_like(x), (g.shape[3], x.shape[1] // states.shape[1], arch)
     operands = {"y": y, "v": v, "g": g, "delta": delta, "states": states, "dx": dx}
-    return _of_chunks(kernels.linear_dx, x, g.shape[3], group, arch, **operands), dx
+    return _launch(kernels.linear_dx, x, *sizes, **operands), dx
 
 
 def describe_dy_dv(
@@ -123,11 +113,9 @@ def describe_dy_dv(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
     """Return the launches, dy and dv, from the states R. x, g and delta are None if only R adds."""
     dy, dv = torch.empty_like(y), torch.empty_like(v)
-    sizes = v.shape[3], 1 if x is None else x.shape[1] // y.shape[1], arch
-    of_v = _of_chunks(kernels.linear_dv, y, *sizes, x=x, y=y, g=g, states=states, dv=dv)
-    of_y = _of_chunks(
-        kernels.linear_dy, y, *sizes, x=x, v=v, g=g, delta=delta, states=states, dy=dy
-    )
+    shared = y, v.shape[3], 1 if x is None else x.shape[1] // y.shape[1], arch
+    of_v = _launch(kernels.linear_dv, *shared, x=x, y=y, g=g, states=states, dv=dv)
+    of_y = _launch(kernels.linear_dy, *shared, x=x, v=v, g=g, delta=delta, states=states, dy=dy)
     # A program of `linear_dy` computes one block of features.
     of_y = of_y._replace(programs=of_y.programs * triton.cdiv(y.shape[3], of_y.config.block_n))
     return [of_y, of_v], (dy, dv)
