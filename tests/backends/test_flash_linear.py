@@ -180,32 +180,29 @@ def features(gradient: bool) -> tuple[Tensor, ...]:
 @pytest.mark.slow
 def test_opcheck() -> None:
     x, y, v, first = features(True)
-    opcheck(linear_ops.linear_state, y=y, v=v)
-    for operands in reads(x, y, v, first):
-        opcheck(linear_ops.linear_read, **operands)
+    for operands in attended(x, y, v, first):
+        opcheck(linear_ops.linear_forward, **operands)
 
 
 @pytest.mark.slow
 def test_opcheck_backward() -> None:
-    x, y, v, first = features(False)
-    opcheck(linear_ops.linear_state_backward, y=y, v=v, dout=first, wanted=["y", "v"])
-    for operands in reads(x, y, v, first):
-        read = linear_ops.linear_read(**operands)
-        tensors = {n: operands[n] for n in ("x", "y", "v", "first")}
-        saved = {"out": read.out, "z": read.z, "states": read.states}
-        wanted = [n for n, operand in tensors.items() if operand is not None]
-        for dlast in (None, read.last):
+    for operands in attended(*features(False)):
+        saved = linear_ops.linear_forward(**operands)._asdict()
+        tensors = {n: x for n, x in operands.items() if n not in ("value_dim", "dtype")}
+        wanted = [n for n, x in tensors.items() if x is not None]
+        for dlast in (None, saved["last"]):
             opcheck(
-                linear_ops.linear_read_backward, **tensors, **saved, dout=torch.ones_like(read.out),
-                dlast=dlast, wanted=wanted,
+                linear_ops.linear_backward, **tensors, **saved,
+                dout=torch.ones_like(saved["out"]), dlast=dlast, wanted=wanted,
             )  # fmt: skip
 
 
-def reads(x: Tensor, y: Tensor, v: Tensor, first: Tensor) -> list[dict[str, Any]]:
-    """Operands of `linear_read`: without causality, with an initial state, and without."""
-    of_values = {"x": x, "value_dim": v.shape[3], "dtype": v.dtype}
-    operands = ((None, None, first), (y, v, first), (y, v, None))
-    return [{**of_values, "y": y, "v": v, "first": state} for y, v, state in operands]
+def attended(x: Tensor, y: Tensor, v: Tensor, first: Tensor) -> list[dict[str, Any]]:
+    """Operands of `linear_forward`, without causality and with."""
+    names = "y", "v", "y_before", "v_before", "first"
+    cases = (None, None, y, v, first), (y, v, None, None, first), (y, v, y, v, None)
+    shared = {"x": x, "value_dim": v.shape[3], "dtype": v.dtype}
+    return [{**shared, **dict(zip(names, case))} for case in cases]
 
 
 # While tracing, torch instantiates an autograd.Function and warns about it.
@@ -248,11 +245,11 @@ def test_states_of_bf16_features_keep_16_bits(value_dim: int) -> None:
     n, size, chunk = 100, 16, 32
     x, y = (rand(1, 1, n, size, seed=i).bfloat16() for i in range(2))
     v = rand(1, 1, n, value_dim, seed=2).bfloat16()
-    read = linear_ops.linear_read(
-        x=x, y=y, v=v, first=None, value_dim=value_dim, dtype=torch.bfloat16
-    )
-    assert read.states is not None
-    states = read.states[0, 0].double()
+    states = linear_ops.linear_forward(
+        x=x, y=y, v=v, y_before=None, v_before=None, first=None, value_dim=value_dim, dtype=v.dtype
+    ).states
+    assert states is not None
+    states = states[0, 0].double()
     values = (value_dim + 7) // 8 * 8
     sums = states[..., :value_dim] + states[..., values : values + value_dim]
     for c in range(states.shape[0]):

@@ -64,8 +64,8 @@ def describe_states(
     """Return the launch, the states before each chunk, and the sums over each span of chunks.
 
     The states are (B, Hkv, chunks, F, WIDTH), or None without ``keep``. The sums (B, Hkv, spans, F,
-    WIDTH) in fp32 add up to the final state. With ``delta`` the states are R of the backward,
-    summed from the last chunk to the first.
+    WIDTH) in fp32 add up to the final state. ``first`` requires ``keep``, for which there is one
+    span. With ``delta`` the states are R of the backward, summed from the last chunk to the first.
     """
     (batch, heads, length, size), value_dim = x.shape, values.shape[3]
     config = _config(x, arch)

@@ -1,10 +1,7 @@
-"""The kernels of linear forms as PyTorch operators, with fake functions and first derivatives.
+"""The kernels of linear forms as a PyTorch operator, with fake function and first derivative.
 
-`linear_state` computes the state after keys. `linear_read` computes the output of queries that read
-a state and, causally, the keys up to their own position. Shapes are as in ``launch``. A denominator
-Z of 0 is returned as 1.
-
-Triton is imported by the first call that runs, counts or traces an operator.
+Shapes are as in ``launch``. Triton is imported by the first call that runs, counts or traces the
+operator.
 """
 
 from __future__ import annotations
@@ -26,16 +23,10 @@ def _launch() -> Any:
     return launch
 
 
-def _new_state(y: Tensor, v: Tensor) -> Tensor:
-    shape = *y.shape[:2], y.shape[3], layout(v.shape[3], 32).WIDTH
-    return y.new_empty(shape, dtype=torch.float32)
-
-
 def _operations(x: Tensor, value_dim: int, states: int, products: int = 0) -> int:
-    """Operations of x (B, H, N, F) with states, and with the values and features of its chunk.
+    """Operations of x (B, H, N, F): products with a state, and with features and values of a chunk.
 
-    ``states`` is how often x is added to a state, reads one, or its gradient does. ``products`` is
-    how often x is multiplied by a chunk.
+    ``states`` and ``products`` are how often these are computed.
     """
     *_, length, features = x.shape
     chunk = min(_launch().chunk_length(x), length) if products else 0
@@ -43,112 +34,107 @@ def _operations(x: Tensor, value_dim: int, states: int, products: int = 0) -> in
     return 2 * x.numel() * states * (value_dim + 1) + 2 * x[..., 0].numel() * with_chunks
 
 
-@operator
-def linear_state(*, y: Tensor, v: Tensor) -> Tensor:
-    """Return the state Σ_j y_j [v_j, 1]ᵀ."""
+def _sum(
+    x: Tensor, values: Tensor, delta: Tensor | None, first: Tensor | None, kv_heads: int
+) -> Tensor:
+    """Return the state (B, Hkv, F, WIDTH) after all tokens."""
     launch = _launch()
-    _, sums = launch.run(launch.describe_states, y, v, None, None, y.shape[1], False)
-    return sums.sum(2)
+    _, sums = launch.run(launch.describe_states, x, values, delta, None, kv_heads, False)
+    return sums.sum(2) if first is None else sums.sum(2) + first
 
 
-@linear_state.fake
-def _(*, y: Tensor, v: Tensor) -> Tensor:
-    return _new_state(y, v)
-
-
-@linear_state.flops
-def _(*, y: Tensor, v: Tensor) -> int:
-    return _operations(y, v.shape[3], 1)
-
-
-@linear_state.backward("y", "v")
-def linear_state_backward(*, y: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    launch = _launch()
-    states = split(dout.contiguous(), v.shape[3], y.dtype)[:, :, None]
-    dy, dv = launch.run(launch.describe_dy_dv, y, v, None, None, None, states)
-    return {"y": dy, "v": dv}
-
-
-@linear_state_backward.flops
-def _(*, y: Tensor, v: Tensor) -> int:
-    return _operations(y, v.shape[3], 2)
-
-
-class Read(NamedTuple):
-    """o, Z and, causally, the state before each chunk and the state after the last chunk."""
-
-    out: Tensor
-    z: Tensor
-    states: Tensor | None
-    last: Tensor | None
+class Attended(NamedTuple):
+    out: Tensor  # (B, H, N, Dv)
+    z: Tensor  # the denominators, 1 where they are 0
+    states: Tensor | None  # before each chunk; None without causality
+    last: Tensor  # the state after all keys
 
 
 @operator
-def linear_read(
-    *, x: Tensor, y: Tensor | None, v: Tensor | None, first: Tensor | None, value_dim: int,
-    dtype: torch.dtype,
-) -> Read:  # fmt: skip
-    """Attend to the keys in the state ``first`` and, query i, to the keys j ≤ i of y and v.
+def linear_forward(
+    *, x: Tensor, y: Tensor | None, v: Tensor | None, y_before: Tensor | None,
+    v_before: Tensor | None, first: Tensor | None, value_dim: int, dtype: torch.dtype,
+) -> Attended:  # fmt: skip
+    """All queries attend to the keys in the state ``first`` and to those of y_before and v_before.
 
-    Without causality y and v are None.
+    Causally, query i attends also to the keys j ≤ i of y and v. Without causality these are None,
+    and y_before and v_before are not.
     """
-    launch, states, last = _launch(), None, None
+    launch, state = _launch(), first
+    if y_before is not None and v_before is not None:
+        state = _sum(y_before, v_before, None, first, y_before.shape[1])
     if y is None:
-        assert first is not None
-        read = split(first, value_dim, x.dtype)[:, :, None]
+        assert state is not None
+        states, last, read = None, state, split(state, value_dim, x.dtype)[:, :, None]
     else:
-        states, sums = launch.run(launch.describe_states, y, v, None, first, y.shape[1], True)
-        read, last = states, sums.sum(2)
+        states, sums = launch.run(launch.describe_states, y, v, None, state, y.shape[1], True)
+        last, read = sums.sum(2), states
     out, z = launch.run(launch.describe_output, x, y, v, read, value_dim, dtype)
-    return Read(out, z, states, last)
+    return Attended(out, z, states, last)
 
 
-@linear_read.fake
-def _(*, x: Tensor, y: Tensor | None, v: Tensor | None, value_dim: int, dtype: torch.dtype) -> Read:
+@linear_forward.fake
+def _(
+    *, x: Tensor, y: Tensor | None, y_before: Tensor | None, value_dim: int, dtype: torch.dtype
+) -> Attended:
+    keys = y if y_before is None else y_before
+    assert keys is not None
+    shape = *keys.shape[:2], keys.shape[3]
+    last = keys.new_empty(*shape, layout(value_dim, 32).WIDTH, dtype=torch.float32)
+    states = None
+    if y is not None:
+        chunk, width = _launch().chunk_length(y), layout(value_dim, 8 * y.element_size()).WIDTH
+        chunks = (y.shape[2] + chunk - 1) // chunk
+        states = y.new_empty(*y.shape[:2], chunks, y.shape[3], width)
     out = x.new_empty(*x.shape[:3], value_dim, dtype=dtype)
-    z = x.new_empty(x.shape[:3], dtype=torch.float32)
-    if y is None or v is None:
-        return Read(out, z, None, None)
-    chunk, width = _launch().chunk_length(y), layout(value_dim, 8 * y.element_size()).WIDTH
-    chunks = (y.shape[2] + chunk - 1) // chunk
-    states = y.new_empty(*y.shape[:2], chunks, y.shape[3], width)
-    return Read(out, z, states, _new_state(y, v))
+    return Attended(out, x.new_empty(x.shape[:3], dtype=torch.float32), states, last)
 
 
-@linear_read.flops
-def _(*, x: Tensor, y: Tensor | None, value_dim: int) -> int:
-    if y is None:
-        return _operations(x, value_dim, 1)
-    return _operations(x, value_dim, 1, 1) + _operations(y, value_dim, 1)
+@linear_forward.flops
+def _(*, x: Tensor, y: Tensor | None, y_before: Tensor | None, value_dim: int) -> int:
+    in_chunks = _operations(x, value_dim, 0, 0 if y is None else 1)
+    return in_chunks + sum(_operations(t, value_dim, 1) for t in (x, y, y_before) if t is not None)
 
 
-@linear_read.backward("x", "y", "v", "first")
-def linear_read_backward(
-    *, x: Tensor, y: Tensor | None, v: Tensor | None, first: Tensor | None, out: Tensor, z: Tensor,
-    states: Tensor | None, dout: Tensor, dlast: Tensor | None,
+@linear_forward.backward("x", "y", "v", "y_before", "v_before", "first")
+def linear_backward(
+    *, x: Tensor, y: Tensor | None, v: Tensor | None, y_before: Tensor | None,
+    v_before: Tensor | None, first: Tensor | None, out: Tensor, z: Tensor, states: Tensor | None,
+    last: Tensor, dout: Tensor, dlast: Tensor | None, wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    launch, value_dim = _launch(), out.shape[3]
+    launch, kv_heads = _launch(), last.shape[1]
     if states is None:
-        assert first is not None
-        states = split(first, value_dim, x.dtype)[:, :, None]
+        states = split(last, out.shape[3], x.dtype)[:, :, None]
     # δ is computed from G after rounding, so that all gradients are those of the same dO.
     g = (dout / z[..., None]).to(x.dtype).contiguous()
     delta = (g.float() * out.float()).sum(-1)
-    dlast = None if dlast is None else dlast.contiguous()
-    dx = launch.run(launch.describe_dx, x, y, v, g, delta, states)
-    operands = x, g, delta, dlast, states.shape[1], y is not None
-    after, dfirst = launch.run(launch.describe_states, *operands)
-    grads = {"x": dx, "first": dfirst.sum(2)}
-    if y is None:
+    grads = {"x": launch.run(launch.describe_dx, x, y, v, g, delta, states)}
+    if wanted == ["x"]:
         return grads
-    dy, dv = launch.run(launch.describe_dy_dv, y, v, x, g, delta, after)
-    return {**grads, "y": dy, "v": dv}
+    if y is None:
+        dfirst = _sum(x, g, delta, dlast, kv_heads)
+    else:
+        dlast = None if dlast is None else dlast.contiguous()
+        operands = x, g, delta, dlast, kv_heads, True
+        after, sums = launch.run(launch.describe_states, *operands)
+        dfirst = sums.sum(2)
+        dy_dv = launch.run(launch.describe_dy_dv, y, v, x, g, delta, after)
+        grads |= zip(("y", "v"), dy_dv)
+    if {"y_before", "v_before"} & {*wanted}:
+        after = split(dfirst, out.shape[3], x.dtype)[:, :, None]
+        operands = y_before, v_before, None, None, None, after
+        grads |= zip(("y_before", "v_before"), launch.run(launch.describe_dy_dv, *operands))
+    return {**grads, "first": dfirst}
 
 
-@linear_read_backward.flops
-def _(*, x: Tensor, y: Tensor | None, out: Tensor) -> int:
+@linear_backward.flops
+def _(
+    *, x: Tensor, y: Tensor | None, y_before: Tensor | None, out: Tensor, wanted: list[str]
+) -> int:
     # dx reads the states of the keys, dy and dv read a state of the gradients. In a chunk, each of
     # the three takes two products.
-    if y is None:
-        return _operations(x, out.shape[3], 2)
-    return _operations(x, out.shape[3], 2, 3) + _operations(y, out.shape[3], 2)
+    value_dim = out.shape[3]
+    if wanted == ["x"]:
+        return _operations(x, value_dim, 1, 0 if y is None else 1)
+    in_chunks = _operations(x, value_dim, 0, 0 if y is None else 3)
+    return in_chunks + sum(_operations(t, value_dim, 2) for t in (x, y, y_before) if t is not None)
