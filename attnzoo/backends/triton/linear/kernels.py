@@ -24,7 +24,8 @@ they are, 16 bytes at a time.
 
 Features are processed in blocks of BLOCK_F, values in a single block of BLOCK_DV. All tensors are
 contiguous: features [B·H, N, F], values [B·H, N, DV] and vectors [B·H, N], where H is the number of
-query heads or of key/value heads, and states [B·Hkv, chunks, F, WIDTH].
+query heads or of key/value heads, and states [B·Hkv, chunks, F, WIDTH]. The element type of a state
+determines its layout.
 """
 
 from typing import Any, NamedTuple
@@ -152,6 +153,7 @@ def store_state(state, f, d, s, normalizer, sizes):
     last = row + layout.PARTS * layout.VALUES
     if layout.PARTS == 1:
         tl.store(row + d[None, :], s, mask=inside)
+        # Triton cannot index the columns of a tile, so that two are read as a sum.
         total = tl.sum(tl.where(column < 2, normalizer, 0.0), 1)[:, None]  # [BF, 1]
         four = tl.arange(0, layout.NORMALIZER)[None, :]
         tl.store(last + four, tl.where(four == 0, total, 0.0), mask=exists)
@@ -195,6 +197,7 @@ def linear_states(
     d, local = tl.arange(0, sizes.BLOCK_DV), tl.arange(0, sizes.CHUNK)
     dtype = features.dtype.element_ty
     s = tl.zeros([sizes.BLOCK_F, sizes.BLOCK_DV], tl.float32)
+    # The column for v' = 1 is a product of its own, so that BLOCK_DV need not be DV + 1, padded.
     # An even and an odd column add up to the column for v' = 1, of which each is half. −δ has more
     # digits than bf16: even columns add the upper halves of its mantissas, odd ones the lower.
     even = (tl.arange(0, COLUMNS) % 2 == 0)[None, :]
@@ -217,7 +220,8 @@ def linear_states(
             if delta is not None:
                 column = -load_vector(delta, head, chunk)[:, None]
                 high = upper_half(column) if dtype == tl.bfloat16 else column
-                column = tl.where(even, high, column - high)
+                column = tl.where(even, high, column - high)  # [C, COLUMNS]
+            # Tokens beyond the sequence have features of 0.
             normalizer = dot(tl.trans(x_tile), column.to(dtype), normalizer, sizes.PRECISION)
             s = dot(tl.trans(x_tile), y_tile.to(dtype), s, sizes.PRECISION)  # [BF, BDv]
     store_state(state_of(last, hk * spans + part, None, sizes), f, d, s, normalizer, sizes)
@@ -279,7 +283,7 @@ def linear_dx(
         f = start + tl.arange(0, sizes.BLOCK_F)
         acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_F], tl.float32)
         acc = times_state(acc, g_tile, state, f, d, True, sizes)  # [C, BF]
-        normalizer = tl.sum(load_normalizer(state, f, sizes).to(tl.float32), 1)
+        normalizer = tl.sum(load_normalizer(state, f, sizes).to(tl.float32), 1)  # [BF]
         acc -= d_i * normalizer[None, :]
         if y is not None:
             y_tile = load(y, hk, chunk, f, sizes.F)  # [C, BF]
@@ -325,7 +329,7 @@ def linear_dy(
     state = state_of(states, chunk.head, chunk if x is not None else None, sizes)
     dtype = dy.dtype.element_ty
     v_tile = load(v, chunk.head, chunk, d, sizes.DV).to(dtype)  # [C, BDv]
-    normalizer = tl.sum(load_normalizer(state, f, sizes).to(tl.float32), 1)
+    normalizer = tl.sum(load_normalizer(state, f, sizes).to(tl.float32), 1)  # [BF]
     acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_F], tl.float32) + normalizer[None, :]
     acc = times_state(acc, v_tile, state, f, d, True, sizes)  # [C, BF]
     if x is not None:
