@@ -163,22 +163,24 @@ def describe_flash(spec: Specialization) -> Any:
 
 
 def describe_linear(spec: Specialization) -> Any:
-    """The launch of a causal call with two query heads per key/value head."""
+    """The launch of a causal call with an initial state and two query heads per key/value head."""
     from attnzoo.backends.triton.linear import launch
+    from attnzoo.backends.triton.linear.state import layout
 
     dtype, arch = DTYPES[spec.dtype], arch_of(spec)
     x = torch.empty(1, 2, 1024, FEATURES, dtype=dtype, device="meta")
     do = x.new_empty(1, 2, 1024, spec.head_dim, dtype=dtype)
     y, v = x[:, :1], do[:, :1]
     delta = x.new_empty(1, 2, 1024, dtype=torch.float32)
-    states, (kept, _) = launch.describe_states(y, v, None, None, 1, True, arch)
-    assert kept is not None
-    back, _ = launch.describe_states(x, do, delta, None, 1, True, arch)
-    output, _ = launch.describe_output(x, y, v, kept, spec.head_dim, dtype, arch)
-    dx, _ = launch.describe_dx(x, y, v, do, delta, kept, arch)
-    (dy, dv), _ = launch.describe_dy_dv(y, v, x, do, delta, kept, arch)
+    first = delta.new_empty(1, 1, FEATURES, layout(spec.head_dim, 32).WIDTH)
+    forward, (states, _) = launch.describe_states(y, v, None, first, 1, True, arch)
+    assert states is not None
+    back, _ = launch.describe_states(x, do, delta, first, 1, True, arch)
+    output, _ = launch.describe_output(x, y, v, states, spec.head_dim, dtype, arch)
+    dx, _ = launch.describe_dx(x, y, v, do, delta, states, arch)
+    (dy, dv), _ = launch.describe_dy_dv(y, v, x, do, delta, states, arch)
     launches = {"states back": back, "output": output, "dx": dx, "dy": dy, "dv": dv}
-    return {"states": states, **launches}[spec.kernel.removeprefix("linear ")]
+    return {"states": forward, **launches}[spec.kernel.removeprefix("linear ")]
 
 
 def describe_rows(spec: Specialization) -> Any:

@@ -57,33 +57,28 @@ def scan(
     positions = call.query_positions[keyless:]
     x = _features(form.of_queries, call.scale, q[:, :, keyless:], positions, call)
     v = _unmasked(v, call)
-    before, y = y[:, :, :lead].contiguous(), y[:, :, lead:].contiguous()
-    size, out, states, normalizer = form.size(call.head_dim), [], [], None
+    y_before, y = y[:, :, :lead].contiguous(), y[:, :, lead:].contiguous()
+    size, out, states = form.size(call.head_dim), [], []
     widest = LINEAR_WIDEST[8 * x.element_size()]
     for start, part in zip(range(0, call.value_dim + 1, widest), v.split(widest, dim=-1)):
-        value_dim, state = part.shape[-1], None
+        value_dim, first, before, inside = part.shape[-1], None, (None, None), (None, None)
         if sums is not None:
             columns = sums[..., start : start + value_dim]
-            state = pack(columns, sums[..., -1:], y.shape[-1])
+            first = pack(columns, sums[..., -1:], y.shape[-1])
         if lead or not causal:
-            earlier = ops.linear_state(y=before, v=part[:, :, :lead].contiguous())
-            state = earlier if state is None else state + earlier
+            before = y_before, part[:, :, :lead].contiguous()
         if causal:
-            later = part[:, :, lead:].contiguous()
-            scanned = ops.linear_causal(x=x, y=y, v=later, first=state)
-            state = scanned.last
-        else:
-            assert state is not None
-            dtype = call.input_dtype
-            scanned = ops.linear_read(x=x, state=state, value_dim=value_dim, dtype=dtype)
-        out.append(scanned.out)
-        values, normalizer = unpack(state[..., :size, :], value_dim)
-        states.append(values)
-    assert normalizer is not None
-    out = torch.cat(out, dim=-1)
+            inside = y, part[:, :, lead:].contiguous()
+        attended = ops.linear_forward(
+            x=x, y=inside[0], v=inside[1], y_before=before[0], v_before=before[1], first=first,
+            value_dim=value_dim, dtype=v.dtype,
+        )  # fmt: skip
+        out.append(attended.out)
+        states.append(unpack(attended.last[..., :size, :], value_dim))
+    out, (values, normalizers) = torch.cat(out, dim=-1), zip(*states)
     if keyless:
         out = pad(out, (0, 0, keyless, 0))
-    return out, torch.cat([*states, normalizer], dim=-1)
+    return out, torch.cat([*values, normalizers[0]], dim=-1)
 
 
 def _unmasked(x: Tensor, call: Call) -> Tensor:

@@ -24,7 +24,8 @@ they are, 16 bytes at a time.
 
 Features are processed in blocks of BLOCK_F, values in a single block of BLOCK_DV. All tensors are
 contiguous: features [B·H, N, F], values [B·H, N, DV] and vectors [B·H, N], where H is the number of
-query heads or of key/value heads, and states [B·Hkv, chunks, F, WIDTH].
+query heads or of key/value heads, and states [B·Hkv, chunks, F, WIDTH]. The element type of a state
+determines its layout.
 """
 
 from typing import Any, NamedTuple
@@ -33,9 +34,11 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.tile import dot
-from attnzoo.backends.triton.linear.state import NORMALIZER
+from attnzoo.backends.triton.linear.state import layout as state_layout
 
-COLUMNS = tl.constexpr(NORMALIZER)
+layout_of = triton.constexpr_function(state_layout)
+# Columns of the product that sums the column for v' = 1: those of a bf16 state.
+COLUMNS = tl.constexpr(32)
 
 
 class Sizes(NamedTuple):
@@ -100,68 +103,65 @@ def load_vector(vectors, head, chunk):
 
 
 @triton.jit
-def state_of(states, head, chunk, chunks, CAUSAL: tl.constexpr, sizes, layout):
-    """Return a pointer to the state that the tokens of a chunk read."""
-    state = states + head * chunks * (sizes.F * layout.WIDTH)
-    if CAUSAL:
-        state += chunk.number.to(tl.int64) * (sizes.F * layout.WIDTH)
-    return state
+def state_of(states, head, chunk, sizes):
+    """Return a pointer to the state before a chunk, or, if ``chunk`` is None, of all tokens."""
+    layout: tl.constexpr = layout_of(sizes.DV, states.dtype.element_ty.primitive_bitwidth)
+    if chunk is not None:
+        head = head * tl.cdiv(chunk.length, sizes.CHUNK) + chunk.number
+    return states + head * (sizes.F * layout.WIDTH)
 
 
 @triton.jit
-def load_values(state, part, f, d, sizes, layout):
+def load_values(state, part, f, d, sizes):
     """Return one part of the values of a state: [BF, BDv]. The sum of all parts is the value."""
+    layout: tl.constexpr = layout_of(sizes.DV, state.dtype.element_ty.primitive_bitwidth)
     inside = (f < sizes.F)[:, None] & (d < layout.VALUES)[None, :]
     at = f[:, None] * layout.WIDTH + (d + part * layout.VALUES)[None, :]
     return tl.load(state + at, mask=inside, other=0.0)
 
 
 @triton.jit
-def load_normalizer(state, f, sizes, layout):
-    """Return the column for v' = 1: [BF, COLUMNS] in bf16, to be added up, or [BF, 1] in fp32."""
-    NUMBERS: tl.constexpr = layout.PARTS * layout.VALUES
-    if layout.PARTS == 1:
-        return tl.load(state + (f * layout.WIDTH + NUMBERS), mask=f < sizes.F, other=0.0)[:, None]
-    else:
-        at = f[:, None] * layout.WIDTH + (tl.arange(0, COLUMNS) + NUMBERS)[None, :]
-        return tl.load(state + at, mask=(f < sizes.F)[:, None], other=0.0)
+def load_normalizer(state, f, sizes):
+    """Return the columns for v' = 1, whose sum is the normalizer: [BF, NORMALIZER]."""
+    layout: tl.constexpr = layout_of(sizes.DV, state.dtype.element_ty.primitive_bitwidth)
+    column = layout.PARTS * layout.VALUES + tl.arange(0, layout.NORMALIZER)
+    at = f[:, None] * layout.WIDTH + column[None, :]
+    return tl.load(state + at, mask=(f < sizes.F)[:, None], other=0.0)
 
 
 @triton.jit
-def times_state(acc, x, state, f, d, TRANSPOSED: tl.constexpr, sizes, layout):
+def times_state(acc, x, state, f, d, TRANSPOSED: tl.constexpr, sizes):
     """Return acc + x S for x [C, BF], or acc + x Sᵀ for x [C, BDv], without S's last column."""
-    for part in tl.static_range(layout.PARTS):
-        s = load_values(state, part, f, d, sizes, layout)
+    layout: tl.constexpr = layout_of(sizes.DV, state.dtype.element_ty.primitive_bitwidth)
+    for part in tl.static_range(tl.constexpr(layout.PARTS)):
+        s = load_values(state, part, f, d, sizes)
         acc = dot(x, tl.trans(s) if TRANSPOSED else s, acc, sizes.PRECISION)
     return acc
 
 
 @triton.jit
-def store_state(state, f, d, s, normalizer, HALVES: tl.constexpr, sizes, layout):
+def store_state(state, f, d, s, normalizer, sizes):
     """Store a state [BF, BDv], whose columns beyond DV must be 0: they are written as padding.
 
-    Each column of ``normalizer`` [BF, COLUMNS] is the column for v' = 1. With HALVES, this is the
-    sum of an even and an odd column.
+    The column for v' = 1 is the sum of the columns 0 and 1 of ``normalizer`` [BF, COLUMNS], where
+    all even columns are equal, and all odd ones.
     """
-    NUMBERS: tl.constexpr = layout.PARTS * layout.VALUES
-    row, column = f[:, None] * layout.WIDTH, tl.arange(0, COLUMNS)[None, :]
-    exists = (f < sizes.F)[:, None]
+    layout: tl.constexpr = layout_of(sizes.DV, state.dtype.element_ty.primitive_bitwidth)
+    exists, column = (f < sizes.F)[:, None], tl.arange(0, COLUMNS)[None, :]
+    row = state + f[:, None] * layout.WIDTH  # [BF, 1]
     inside = exists & (d < layout.VALUES)[None, :]
-    if not HALVES:
-        normalizer = tl.where(column % 2 == 0, normalizer, 0.0)
+    last = row + layout.PARTS * layout.VALUES
     if layout.PARTS == 1:
-        at = state + row
-        tl.store(at + d[None, :], s, mask=inside)
-        total = tl.sum(tl.where(column < 2, normalizer, 0.0), 1)[:, None]
-        four = tl.arange(0, 4)[None, :]
-        tl.store(at + NUMBERS + four, tl.where(four == 0, total, 0.0), mask=exists)
+        tl.store(row + d[None, :], s, mask=inside)
+        # Triton cannot index the columns of a tile, so that two are read as a sum.
+        total = tl.sum(tl.where(column < 2, normalizer, 0.0), 1)[:, None]  # [BF, 1]
+        four = tl.arange(0, layout.NORMALIZER)[None, :]
+        tl.store(last + four, tl.where(four == 0, total, 0.0), mask=exists)
     else:
-        at = state + (row + d[None, :])
         high = upper_half(s)
-        tl.store(at, high.to(tl.bfloat16), mask=inside)
-        tl.store(at + layout.VALUES, (s - high).to(tl.bfloat16), mask=inside)
-        at = state + (row + (column + NUMBERS))
-        tl.store(at, in_parts(normalizer, column // 2), mask=exists)
+        tl.store(row + d[None, :], high.to(tl.bfloat16), mask=inside)
+        tl.store(row + (d + layout.VALUES)[None, :], (s - high).to(tl.bfloat16), mask=inside)
+        tl.store(last + column, in_parts(normalizer, column // 2), mask=exists)
 
 
 @triton.jit
@@ -180,15 +180,15 @@ def in_parts(x, part):
     return tl.where(part < 3, value, 0.0).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "spans", "span"])
+@triton.jit(do_not_specialize=["length", "spans", "span"])
 def linear_states(
     features, values,  # of GROUP heads per state
     delta,  # vector, for R: −δ is the last column of its values; None for S
     first,  # [B·Hkv, F, WIDTH] in fp32 or None: the initial state
     states,  # [B·Hkv, chunks, F, WIDTH] or None: the state before each chunk
     last,  # [B·Hkv, spans, F, WIDTH] in fp32: first + the sum over each span of chunks
-    length, chunks, spans, span,  # span: chunks per program
-    sizes, layout, fp32_layout,
+    length, spans, span,  # span: chunks per program
+    sizes,
 ):  # fmt: skip
     FEATURES: tl.constexpr = (sizes.F + sizes.BLOCK_F - 1) // sizes.BLOCK_F
     f = tl.program_id(0) % FEATURES * sizes.BLOCK_F + tl.arange(0, sizes.BLOCK_F)  # [BF]
@@ -197,46 +197,44 @@ def linear_states(
     d, local = tl.arange(0, sizes.BLOCK_DV), tl.arange(0, sizes.CHUNK)
     dtype = features.dtype.element_ty
     s = tl.zeros([sizes.BLOCK_F, sizes.BLOCK_DV], tl.float32)
-    # With delta, which has more digits than bf16, even columns are sums of the upper halves of the
-    # mantissas, and odd columns of the lower halves.
+    # The column for v' = 1 is a product of its own, so that BLOCK_DV need not be DV + 1, padded.
+    # An even and an odd column add up to the column for v' = 1, of which each is half. −δ has more
+    # digits than bf16: even columns add the upper halves of its mantissas, odd ones the lower.
     even = (tl.arange(0, COLUMNS) % 2 == 0)[None, :]
     normalizer = tl.zeros([sizes.BLOCK_F, COLUMNS], tl.float32)
     if first is not None:
-        state = first + hk * (sizes.F * fp32_layout.WIDTH)
-        s = load_values(state, 0, f, d, sizes, fp32_layout)
-        normalizer = tl.where(even, load_normalizer(state, f, sizes, fp32_layout), 0.0)
+        state = state_of(first, hk, None, sizes)
+        s = load_values(state, 0, f, d, sizes)
+        normalizer += 0.5 * tl.sum(load_normalizer(state, f, sizes), 1)[:, None]
+    chunks = tl.cdiv(length, sizes.CHUNK)
     for step in range(part * span, tl.minimum(part * span + span, chunks)):
-        number = step
-        if delta is not None:
-            number = chunks - 1 - step
+        number = step if delta is None else chunks - 1 - step
+        chunk = Chunk(hk, number, number * sizes.CHUNK, local, length)
         if states is not None:
-            state = states + (hk * chunks + number) * (sizes.F * layout.WIDTH)
-            store_state(state, f, d, s, normalizer, delta is not None, sizes, layout)
+            store_state(state_of(states, hk, chunk, sizes), f, d, s, normalizer, sizes)
         for member in range(sizes.GROUP):
             head = hk * sizes.GROUP + member
-            chunk = Chunk(head, number, number * sizes.CHUNK, local, length)
             x_tile = load(features, head, chunk, f, sizes.F)  # [C, BF]
             y_tile = load(values, head, chunk, d, sizes.DV)  # [C, BDv]
-            column = tl.full([sizes.CHUNK, COLUMNS], 1.0, tl.float32)
+            column = tl.full([sizes.CHUNK, COLUMNS], 0.5, tl.float32)
             if delta is not None:
                 column = -load_vector(delta, head, chunk)[:, None]
                 high = upper_half(column) if dtype == tl.bfloat16 else column
-                column = tl.where(even, high, column - high)
+                column = tl.where(even, high, column - high)  # [C, COLUMNS]
+            # Tokens beyond the sequence have features of 0.
             normalizer = dot(tl.trans(x_tile), column.to(dtype), normalizer, sizes.PRECISION)
             s = dot(tl.trans(x_tile), y_tile.to(dtype), s, sizes.PRECISION)  # [BF, BDv]
-    state = last + (hk * spans + part) * (sizes.F * fp32_layout.WIDTH)
-    store_state(state, f, d, s, normalizer, delta is not None, sizes, fp32_layout)
+    store_state(state_of(last, hk * spans + part, None, sizes), f, d, s, normalizer, sizes)
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@triton.jit(do_not_specialize=["length"])
 def linear_output(
     x, y, v, states, out, z,  # y and v: None without causality
-    length, chunks,  # chunks: number of states per key/value head
-    sizes, layout,
+    length, sizes,
 ):  # fmt: skip
     chunk = chunk_of(tl.program_id(0), length, sizes)
     local, d, hk = chunk.local, tl.arange(0, sizes.BLOCK_DV), chunk.head // sizes.GROUP
-    state = state_of(states, hk, chunk, chunks, y is not None, sizes, layout)
+    state = state_of(states, hk, chunk if y is not None else None, sizes)
     dtype = x.dtype.element_ty  # fp32 or bf16: weights may exceed the range of fp16
     acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_DV], tl.float32)
     # The denominators are the sums of the columns. A vector product is one column in fp32.
@@ -245,12 +243,12 @@ def linear_output(
     for start in range(0, sizes.F, sizes.BLOCK_F):
         f = start + tl.arange(0, sizes.BLOCK_F)
         x_tile = load(x, chunk.head, chunk, f, sizes.F)  # [C, BF]
-        acc = times_state(acc, x_tile, state, f, d, False, sizes, layout)  # [C, BDv]
-        normalizer = load_normalizer(state, f, sizes, layout)
+        acc = times_state(acc, x_tile, state, f, d, False, sizes)  # [C, BDv]
+        normalizer = load_normalizer(state, f, sizes)
         if dtype == tl.bfloat16:
             total = dot(x_tile, normalizer, total, sizes.PRECISION)
         else:
-            total += tl.sum(x_tile * tl.trans(normalizer), 1)[:, None]
+            total += tl.sum(x_tile * tl.sum(normalizer, 1)[None, :], 1)[:, None]
         if y is not None:
             y_tile = load(y, hk, chunk, f, sizes.F)  # [C, BF]
             a = dot(x_tile, tl.trans(y_tile), a, sizes.PRECISION)  # [queries, keys]
@@ -266,13 +264,13 @@ def linear_output(
     store(out, chunk.head, chunk, d, sizes.DV, acc / denominator[:, None])
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@triton.jit(do_not_specialize=["length"])
 def linear_dx(
-    y, v, g, delta, states, dx, length, chunks, sizes, layout  # y and v: None without causality
+    y, v, g, delta, states, dx, length, sizes  # y and v: None without causality
 ):  # fmt: skip
     chunk = chunk_of(tl.program_id(0), length, sizes)
     local, d, hk = chunk.local, tl.arange(0, sizes.BLOCK_DV), chunk.head // sizes.GROUP
-    state = state_of(states, hk, chunk, chunks, y is not None, sizes, layout)
+    state = state_of(states, hk, chunk if y is not None else None, sizes)
     dtype = dx.dtype.element_ty
     g_tile = load(g, chunk.head, chunk, d, sizes.DV)  # [C, BDv]
     d_i = load_vector(delta, chunk.head, chunk)[:, None]
@@ -284,8 +282,8 @@ def linear_dx(
     for start in range(0, sizes.F, sizes.BLOCK_F):
         f = start + tl.arange(0, sizes.BLOCK_F)
         acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_F], tl.float32)
-        acc = times_state(acc, g_tile, state, f, d, True, sizes, layout)  # [C, BF]
-        normalizer = tl.sum(load_normalizer(state, f, sizes, layout).to(tl.float32), 1)
+        acc = times_state(acc, g_tile, state, f, d, True, sizes)  # [C, BF]
+        normalizer = tl.sum(load_normalizer(state, f, sizes).to(tl.float32), 1)  # [BF]
         acc -= d_i * normalizer[None, :]
         if y is not None:
             y_tile = load(y, hk, chunk, f, sizes.F)  # [C, BF]
@@ -293,18 +291,18 @@ def linear_dx(
         store(dx, chunk.head, chunk, f, sizes.F, acc)
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@triton.jit(do_not_specialize=["length"])
 def linear_dv(
-    x, y, g, states, dv, length, chunks, sizes, layout  # x and g: None without causality
+    x, y, g, states, dv, length, sizes  # x and g: None without causality
 ):  # fmt: skip
     chunk = chunk_of(tl.program_id(0), length, sizes)
     local, d = chunk.local, tl.arange(0, sizes.BLOCK_DV)
-    state = state_of(states, chunk.head, chunk, chunks, x is not None, sizes, layout)
+    state = state_of(states, chunk.head, chunk if x is not None else None, sizes)
     acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_DV], tl.float32)
     for start in range(0, sizes.F, sizes.BLOCK_F):
         f = start + tl.arange(0, sizes.BLOCK_F)
         y_tile = load(y, chunk.head, chunk, f, sizes.F)  # [C, BF]
-        acc = times_state(acc, y_tile, state, f, d, False, sizes, layout)  # [C, BDv]
+        acc = times_state(acc, y_tile, state, f, d, False, sizes)  # [C, BDv]
     if x is not None:
         for member in range(sizes.GROUP):
             head = chunk.head * sizes.GROUP + member
@@ -320,20 +318,20 @@ def linear_dv(
     store(dv, chunk.head, chunk, d, sizes.DV, acc)
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@triton.jit(do_not_specialize=["length"])
 def linear_dy(
-    x, v, g, delta, states, dy, length, chunks, sizes, layout  # x, g, delta: None without causality
+    x, v, g, delta, states, dy, length, sizes  # x, g, delta: None without causality
 ):  # fmt: skip
     FEATURES: tl.constexpr = (sizes.F + sizes.BLOCK_F - 1) // sizes.BLOCK_F
     chunk = chunk_of(tl.program_id(0) // FEATURES, length, sizes)
     f = tl.program_id(0) % FEATURES * sizes.BLOCK_F + tl.arange(0, sizes.BLOCK_F)  # [BF]
     local, d = chunk.local, tl.arange(0, sizes.BLOCK_DV)
-    state = state_of(states, chunk.head, chunk, chunks, x is not None, sizes, layout)
+    state = state_of(states, chunk.head, chunk if x is not None else None, sizes)
     dtype = dy.dtype.element_ty
     v_tile = load(v, chunk.head, chunk, d, sizes.DV).to(dtype)  # [C, BDv]
-    normalizer = tl.sum(load_normalizer(state, f, sizes, layout).to(tl.float32), 1)
+    normalizer = tl.sum(load_normalizer(state, f, sizes).to(tl.float32), 1)  # [BF]
     acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_F], tl.float32) + normalizer[None, :]
-    acc = times_state(acc, v_tile, state, f, d, True, sizes, layout)  # [C, BF]
+    acc = times_state(acc, v_tile, state, f, d, True, sizes)  # [C, BF]
     if x is not None:
         for member in range(sizes.GROUP):
             head = chunk.head * sizes.GROUP + member

@@ -15,13 +15,12 @@ import torch
 import triton
 from torch import Tensor
 
-from attnzoo.backends.triton.common import launch as common
 from attnzoo.backends.triton.common import prepared
 from attnzoo.backends.triton.common.groups import constants
-from attnzoo.backends.triton.common.launch import Launch, interpreted, padded
+from attnzoo.backends.triton.common.launch import Launch, architecture, interpreted, padded
 from attnzoo.backends.triton.common.tiles import Config, linear_tile
 from attnzoo.backends.triton.linear import kernels
-from attnzoo.backends.triton.linear.state import StateLayout, layout
+from attnzoo.backends.triton.linear.state import layout
 
 # Chunks per program of `linear_states` if only the final state is needed.
 SPAN = 8
@@ -29,7 +28,7 @@ SPAN = 8
 
 def run(describe: Callable[..., Any], x: Tensor, *operands: Any) -> Any:
     """Run the launches that a function of this module describes, and return their results."""
-    return prepared.launch(describe, x, *operands, common.architecture(x.device))
+    return prepared.launch(describe, x, *operands, architecture(x.device))
 
 
 def chunk_length(y: Tensor) -> int:
@@ -38,29 +37,24 @@ def chunk_length(y: Tensor) -> int:
     return linear_tile(0 if interpreted() else 80, 8 * y.element_size()).block_m
 
 
-def _constants(x: Tensor, value_dim: int, group: int, arch: int) -> tuple[dict[str, Any], Config]:
-    """Return the constants and the tile of a kernel over the tokens of x."""
+def _config(x: Tensor, arch: int) -> Config:
     config = linear_tile(arch, 8 * x.element_size())
-    if arch == 0 and x.shape[3] > 512:
-        config = config._replace(block_n=4096)  # fewer blocks for the interpreter
+    # The interpreter takes as long for a small block as for a large one.
+    return config._replace(block_n=4096) if arch == 0 and x.shape[3] > 512 else config
+
+
+def _launch(
+    kernel: Any, tokens: Tensor, value_dim: int, group: int, arch: int, **operands: Any
+) -> Launch:
+    """Return a launch with one program per chunk of features ``tokens`` (B, H or Hkv, N, F)."""
+    config, (batch, heads, length, size) = _config(tokens, arch), tokens.shape
     sizes = constants(
-        kernels.Sizes, F=x.shape[3], BLOCK_F=config.block_n, DV=value_dim,
-        BLOCK_DV=padded(value_dim), CHUNK=config.block_m, GROUP=group,
-        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        kernels.Sizes, F=size, BLOCK_F=config.block_n, DV=value_dim, BLOCK_DV=padded(value_dim),
+        CHUNK=config.block_m, GROUP=group,
+        PRECISION="tf32x3" if tokens.dtype == torch.float32 else "tf32",
     )  # fmt: skip
-    state_layout = constants(StateLayout, **layout(value_dim, x.dtype)._asdict())
-    return {"length": x.shape[2], "sizes": sizes, "layout": state_layout}, config
-
-
-def _of_chunks(
-    kernel: Any, tokens: Tensor, value_dim: int, group: int, states: Tensor, arch: int,
-    **operands: Tensor | None,
-) -> Launch:  # fmt: skip
-    """Return a launch with one program per (batch, head, chunk) of features (B, H, N, F)."""
-    args, config = _constants(tokens, value_dim, group, arch)
-    programs = tokens.shape[0] * tokens.shape[1] * triton.cdiv(tokens.shape[2], config.block_m)
-    args |= {**operands, "states": states, "chunks": states.shape[2]}
-    return Launch(kernel, programs, args, config)
+    programs = batch * heads * triton.cdiv(length, config.block_m)
+    return Launch(kernel, programs, {**operands, "length": length, "sizes": sizes}, config)
 
 
 def describe_states(
@@ -70,25 +64,25 @@ def describe_states(
     """Return the launch, the states before each chunk, and the sums over each span of chunks.
 
     The states are (B, Hkv, chunks, F, WIDTH), or None without ``keep``. The sums (B, Hkv, spans, F,
-    WIDTH) in fp32 add up to the final state. With ``delta`` the states are R of the backward,
-    summed from the last chunk to the first.
+    WIDTH) in fp32 add up to the final state. ``first`` requires ``keep``, for which there is one
+    span. With ``delta`` the states are R of the backward, summed from the last chunk to the first.
     """
     (batch, heads, length, size), value_dim = x.shape, values.shape[3]
-    args, config = _constants(x, value_dim, heads // kv_heads, arch)
+    config = _config(x, arch)
     chunks = triton.cdiv(length, config.block_m)
-    span = chunks if keep else SPAN
-    spans = max(1, triton.cdiv(chunks, max(1, span)))
-    state_layout, fp32_layout = layout(value_dim, x.dtype), layout(value_dim)
-    states = x.new_empty(batch, kv_heads, chunks, size, state_layout.WIDTH) if keep else None
-    shape = batch, kv_heads, spans, size, fp32_layout.WIDTH
+    span = max(1, chunks if keep else SPAN)
+    spans = max(1, triton.cdiv(chunks, span))
+    states, width = None, layout(value_dim, 8 * x.element_size()).WIDTH
+    if keep:
+        states = x.new_empty(batch, kv_heads, chunks, size, width)
+    shape = batch, kv_heads, spans, size, layout(value_dim, 32).WIDTH
     last = x.new_empty(shape, dtype=torch.float32)
-    args |= {
-        "features": x, "values": values, "delta": delta, "first": first, "states": states,
-        "last": last, "chunks": chunks, "spans": spans, "span": span,
-        "fp32_layout": constants(StateLayout, **fp32_layout._asdict()),
-    }  # fmt: skip
+    launch = _launch(
+        kernels.linear_states, x, value_dim, heads // kv_heads, arch, features=x, values=values,
+        delta=delta, first=first, states=states, last=last, spans=spans, span=span,
+    )  # fmt: skip
     programs = batch * kv_heads * spans * triton.cdiv(size, config.block_n)
-    return Launch(kernels.linear_states, programs, args, config), (states, last)
+    return launch._replace(programs=programs), (states, last)
 
 
 def describe_output(
@@ -98,10 +92,8 @@ def describe_output(
     """Return the launch, o and Z. y and v are None without causality."""
     out = x.new_empty(*x.shape[:3], value_dim, dtype=dtype)
     z = x.new_empty(x.shape[:3], dtype=torch.float32)
-    group = x.shape[1] // states.shape[1]
-    launch = _of_chunks(
-        kernels.linear_output, x, value_dim, group, states, arch, x=x, y=y, v=v, out=out, z=z
-    )
+    sizes = value_dim, x.shape[1] // states.shape[1], arch
+    launch = _launch(kernels.linear_output, x, *sizes, x=x, y=y, v=v, states=states, out=out, z=z)
     return launch, (out, z)
 
 
@@ -110,11 +102,9 @@ def describe_dx(
     arch: int,
 ) -> tuple[Launch, Tensor]:  # fmt: skip
     """Return the launch and dx. y and v are None without causality."""
-    dx, group = torch.empty_like(x), x.shape[1] // states.shape[1]
-    launch = _of_chunks(
-        kernels.linear_dx, x, g.shape[3], group, states, arch, y=y, v=v, g=g, delta=delta, dx=dx
-    )
-    return launch, dx
+    dx, sizes = torch.empty_like(x), (g.shape[3], x.shape[1] // states.shape[1], arch)
+    operands = {"y": y, "v": v, "g": g, "delta": delta, "states": states, "dx": dx}
+    return _launch(kernels.linear_dx, x, *sizes, **operands), dx
 
 
 def describe_dy_dv(
@@ -123,10 +113,9 @@ def describe_dy_dv(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
     """Return the launches, dy and dv, from the states R. x, g and delta are None if only R adds."""
     dy, dv = torch.empty_like(y), torch.empty_like(v)
-    group = 1 if x is None else x.shape[1] // y.shape[1]
-    shared = y, v.shape[3], group, states, arch
-    of_y = _of_chunks(kernels.linear_dy, *shared, x=x, v=v, g=g, delta=delta, dy=dy)
+    shared = y, v.shape[3], 1 if x is None else x.shape[1] // y.shape[1], arch
+    of_v = _launch(kernels.linear_dv, *shared, x=x, y=y, g=g, states=states, dv=dv)
+    of_y = _launch(kernels.linear_dy, *shared, x=x, v=v, g=g, delta=delta, states=states, dy=dy)
     # A program of `linear_dy` computes one block of features.
     of_y = of_y._replace(programs=of_y.programs * triton.cdiv(y.shape[3], of_y.config.block_n))
-    of_v = _of_chunks(kernels.linear_dv, *shared, x=x, y=y, g=g, dv=dv)
     return [of_y, of_v], (dy, dv)

@@ -13,25 +13,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Columns of a normalizer in bf16, of which three are used. A block must have enough for copies of
-# 16 bytes.
-NORMALIZER = 32
-
 
 class StateLayout(NamedTuple):
-    """Columns of a state: PARTS times VALUES, then those of the normalizer."""
+    """Columns of a state: PARTS times VALUES, then NORMALIZER."""
 
     PARTS: int
     VALUES: int  # columns of values, padded so that each part begins at 16 bytes
+    NORMALIZER: int  # of which one is used, or three in bf16
     WIDTH: int  # all columns
 
 
-def layout(value_dim: int, dtype: torch.dtype = torch.float32) -> StateLayout:
-    if dtype == torch.bfloat16:
-        values = (value_dim + 7) // 8 * 8
-        return StateLayout(2, values, 2 * values + NORMALIZER)
-    values = (value_dim + 3) // 4 * 4
-    return StateLayout(1, values, values + 4)
+def layout(value_dim: int, bits: int) -> StateLayout:
+    """Return the layout of states with 16 or 32 bits per number."""
+    parts, unit = 32 // bits, 128 // bits
+    values = (value_dim + unit - 1) // unit * unit
+    # The bf16 columns are one side of a product, whose block must have enough for copies of 16
+    # bytes by all threads.
+    normalizer = 32 if bits == 16 else 4
+    return StateLayout(parts, values, normalizer, parts * values + normalizer)
 
 
 def pack(values: Tensor, normalizer: Tensor, features: int) -> Tensor:
@@ -49,10 +48,10 @@ def split(state: Tensor, value_dim: int, dtype: torch.dtype) -> Tensor:
     """Convert a state (…, F, WIDTH) in fp32 to the layout for features of this dtype."""
     if dtype != torch.bfloat16:
         return state
-    values, normalizer = unpack(state, value_dim)
-    parts = [pad(part, (0, -value_dim % 8)) for part in _parts(values, 2)]
-    last = torch.cat(_parts(normalizer, 3), dim=-1)
-    return torch.cat([*parts, pad(last, (0, NORMALIZER - 3))], dim=-1)
+    columns, sums = layout(value_dim, 16), unpack(state, value_dim)
+    values = [pad(part, (0, columns.VALUES - value_dim)) for part in _parts(sums[0], 2)]
+    normalizer = torch.cat(_parts(sums[1], 3), dim=-1)
+    return torch.cat([*values, pad(normalizer, (0, columns.NORMALIZER - 3))], dim=-1)
 
 
 def _parts(x: Tensor, count: int) -> list[Tensor]:
