@@ -145,7 +145,7 @@ def map_tile(head_dim: int, bits: int) -> tuple[int, int]:
 # not fit in registers.
 LINEAR_KERNELS = ("states", "states back", "output", "dx", "dy", "dv")
 LINEAR = {16: full(128, 64, 8, 2), 32: full(32, 16, 8, 1)}
-LINEAR_SM_80 = {16: full(128, 16, 8, 2), 32: LINEAR[32]}
+LINEAR_OVERRIDES = {(80, 16): full(128, 16, 8, 2)}  # by architecture too
 # Largest number of columns of values per pass. Each pass recomputes the denominators.
 LINEAR_WIDEST = {16: 128, 32: 64}
 
@@ -153,4 +153,4 @@ LINEAR_WIDEST = {16: 128, 32: 64}
 def linear_tile(arch: int, bits: int) -> Config:
     if arch == 0:
         return WIDE._replace(block_n=16)
-    return (LINEAR_SM_80 if known(arch) == 80 else LINEAR)[bits]
+    return LINEAR_OVERRIDES.get((known(arch), bits), LINEAR[bits])

@@ -13,28 +13,21 @@ import triton
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.triton.common import measured
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, Tile, constants
-from attnzoo.backends.triton.common.kernel_operands import (
-    Extras,
-    Form,
-    is_peaked,
-    like,
-    new_vector,
-)
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, like, new_vector
 from attnzoo.backends.triton.common.launch import (
     PER_PROCESSOR,
     Launch,
     align_of,
-    common,
+    arguments_of,
     is_safe,
     row_launch,
     rule_of,
-    score_terms,
     strides,
     tile_of,
 )
-from attnzoo.backends.triton.common.measured import tile_of_kernel
 from attnzoo.backends.triton.common.merge import MOST_SPLITS, merge_launch, without_merge
 from attnzoo.backends.triton.decode import kernels
 from attnzoo.backends.triton.flash.segments import ranges_of
@@ -92,15 +85,16 @@ def _walk(
     many_rows = block_m * q.element_size() > 64
     safe = per_head or many_rows
     safe |= is_safe("decode", values, align, layout, form, vectors, extras)
-    config = tile_of_kernel("decode", arch, bits, dim, safe, q.device)._replace(block_m=block_m)
+    config = measured.tile_of_kernel("decode", arch, bits, dim, safe, q.device)
+    config = config._replace(block_m=block_m)
     splits = _splits(q, k, layout, config.block_n, processors)
     # One tile holds all queries.
     ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
     args = {
-        **common(q, k, layout, ranges, 1), **tensors, **strides(align, **tensors),
-        "terms": score_terms(layout, extras), "tile": tile_of(config, q, v, ALIGN=align),
+        **arguments_of(q, k, layout, extras, vectors, ranges, 1), **tensors,
+        **strides(align, **tensors), "tile": tile_of(config, q, v, ALIGN=align),
         **splits, "width": (splits["last"] - splits["first"]) * config.block_n,
-        "partials": Partials(), "vectors": vectors, **operands,
+        "partials": Partials(), **operands,
     }  # fmt: skip
     if layout.mask is not None and layout.mask.shape[1] == 1:
         args["mask_h"] = None
@@ -180,7 +174,7 @@ def describe_decode(
         )
         vectors, extras = vectors._replace(offset=tau), extras._replace(peak=peak)
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
-    rule = rule_of(form, is_peaked(form, v))
+    rule = rule_of(form, v)
     *before, walk = _walk(
         kernels.decode, q, k, v, out, layout, form, vectors, extras, arch, processors,
         products=products, saved=Saved(lse=lse), eps=form.eps or None, rule=rule,
