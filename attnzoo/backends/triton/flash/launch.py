@@ -85,9 +85,9 @@ def describe_forward(
     align = align_of(q, k, v, out)
     size = None if maps.blocks is None else map_size_of(q, v)
     config = config_of("forward", arch, q, v, align, layout, form, vectors, extras, size)
-    late = None
+    after = None
     if form.normalize == "online":
-        late = factor_after_maximum(q, layout, vectors.gain, extras, arch)
+        after = factor_after_maximum(q, layout, vectors.gain, extras, arch)
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
     args = {
         **launch.arguments_of(q, k, layout, extras, vectors, ranges),
@@ -95,7 +95,7 @@ def describe_forward(
         **descriptors(config, arch, config.block_n, k=k, v=v),
         "maps": maps._replace(live=None), "saved": Saved(stat, weight_sum, lse),
         "partials": Partials(), "eps": form.eps or None, "splits": None,
-        "rule": launch.rule_of(form, v, LATE=late),
+        "rule": launch.rule_of(form, v, LATE=after),
         "tile": constants_of(config, q, v, layout, align, MAP_M=size and size[0]),
     }  # fmt: skip
     forward = Launch(flash_forward, programs_of(q, config.block_m), args, config)
@@ -112,12 +112,12 @@ def describe_stats(
     config = config_of("stats", arch, q, q, align, layout, None, Vectors(), Extras(), None)
     lse, entropy = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)
-    late = factor_after_maximum(q, layout, None, Extras(), arch)
+    after = factor_after_maximum(q, layout, None, Extras(), arch)
     args = {
         **launch.arguments_of(q, k, layout, Extras(), Vectors(), ranges),
         **strides(align, q=q, k=k), **descriptors(config, arch, config.block_n, k=k),
         "lse": lse, "entropy": entropy,
-        "rule": constants(Rule, UNIT=1.0 / LN2.value, LATE=late),
+        "rule": constants(Rule, UNIT=1.0 / LN2.value, LATE=after),
         "tile": constants_of(config, q, None, layout, align),
     }  # fmt: skip
     stats = Launch(row_stats, programs_of(q, config.block_m), args, config)
