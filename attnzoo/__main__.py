@@ -19,14 +19,14 @@ def main(args: Sequence[str] | None = None) -> None:
     version = "no Triton" if triton is None else f"Triton {measured.triton_version()}"
     print(f"attnzoo {attnzoo.__version__}, torch {torch.__version__}, {version}")
     if triton is None or not torch.cuda.is_available():
-        print(f"measured tiles: {measured.folder()}, not read without a GPU and Triton")
+        print(f"measured tiles: {measured.user_folder()}, not read without a GPU and Triton")
         return
     for device in dict.fromkeys(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))):
         try:
             files, tiles = measured.read(device)
         except ValueError as error:
             sys.exit(f"error: {error}")
-        names = " and ".join(map(str, files)) or f"no file {measured.place(device)}"
+        names = " and ".join(map(str, files)) or f"no file {measured.user_file(device)}"
         print(f"measured tiles of {device}: {len(tiles)}, from {names}")
 
 

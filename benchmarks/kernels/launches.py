@@ -121,7 +121,7 @@ def is_plain(spec: Specialization) -> bool:
 
 
 def describe_flash(spec: Specialization) -> Any:
-    from attnzoo.backends.triton.common.kernel_operands import Maps, new_vector, stands_apart
+    from attnzoo.backends.triton.common.kernel_operands import Maps, new_vector, saves_weight_sum
     from attnzoo.backends.triton.flash import launch, launch_backward
 
     k = q = empty(spec, 1, 2, 1024)
@@ -145,7 +145,7 @@ def describe_flash(spec: Specialization) -> Any:
     if spec.kernel == "threshold":
         return launch.describe_threshold(q, q, q, layout, form, vectors, extras, alpha, arch)[0][-1]
     stat = None if normalize == "none" else new_vector(q)
-    weight_sum = new_vector(q) if stands_apart(form, layout, vectors, extras, lse) else None
+    weight_sum = new_vector(q) if saves_weight_sum(form, layout, vectors, extras, lse) else None
     given = {
         "gain": vectors.gain is not None, "sink": lse,
         "offset": normalize == "none" and vectors.offset is not None,

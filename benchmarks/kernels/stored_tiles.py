@@ -18,7 +18,7 @@ def check_output(output: Path | None) -> None:
     from attnzoo.backends.triton.common import measured
 
     device = torch.cuda.get_device_name()
-    file = output or measured.place(device)
+    file = output or measured.user_file(device)
     check_target("--output", str(file))
     try:
         foreign = file.exists() and measured.parsed(file, device) is None
@@ -43,7 +43,7 @@ def store(spec: Specialization, config: Any, device: str, file: Path | None = No
     from attnzoo.backends.triton.common import measured
     from attnzoo.backends.triton.common.tiles import limit_of
 
-    file, key = file or measured.place(device), (spec.kernel, 8 * DTYPES[spec.dtype].itemsize)
+    file, key = file or measured.user_file(device), (spec.kernel, 8 * DTYPES[spec.dtype].itemsize)
     tiles = measured.parsed(file, device) or {}
     measured.write(file, device, {**tiles, (*key, limit_of(spec.head_dim)): config})
     measured.read.cache_clear()

@@ -232,16 +232,13 @@ def candidates(args: argparse.Namespace, spec: Specialization) -> list[Any]:
 def with_tile(kernel: str, config: Any) -> Iterator[None]:
     """Makes every launch of this kernel use the tile. None: the current one."""
     from attnzoo.backends.triton.common import measured
-    from attnzoo.backends.triton.decode import launch as launch_decode
-    from attnzoo.backends.triton.flash import launch
+
+    current = measured.tile_of_kernel
 
     def tile_of_kernel(name: str, *call: Any) -> Any:
-        return config if config and name == kernel else measured.tile_of_kernel(name, *call)
+        return config if config and name == kernel else current(name, *call)
 
-    with (
-        mock.patch.object(launch, "tile_of_kernel", tile_of_kernel),
-        mock.patch.object(launch_decode, "tile_of_kernel", tile_of_kernel),
-    ):
+    with mock.patch.object(measured, "tile_of_kernel", tile_of_kernel):
         yield
 
 

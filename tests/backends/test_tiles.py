@@ -139,7 +139,7 @@ def tile(kernel: str = "dq", bits: int = 16, dim: int = 96, safe: bool = False) 
 
 
 def test_measured_tiles_come_before_those_of_the_tables(folder: Path) -> None:
-    file = measured.place(GPU)
+    file = measured.user_file(GPU)
     assert file.parent == folder
     measured.write(file, GPU, {("dq", 16, 128): CONFIG})
     assert tile() == CONFIG
@@ -155,7 +155,7 @@ def test_files_are_read_once_and_the_user_s_before_the_shipped_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured, "SHIPPED", folder / "shipped")
-    shipped, own = folder / "shipped" / measured.file_name(GPU), measured.place(GPU)
+    shipped, own = folder / "shipped" / measured.file_name(GPU), measured.user_file(GPU)
     for stages, file in ((3, shipped), (4, own)):
         before = tile()
         measured.write(file, GPU, {("dq", 16, 128): CONFIG._replace(stages=stages)})
@@ -183,7 +183,7 @@ def test_a_user_without_a_readable_folder_has_the_tiles_of_the_tables(
 
 def test_measured_tiles_are_not_used_with_a_block_map(folder: Path) -> None:
     """Blocks of the map may be larger than those that were measured, and not fit in memory."""
-    measured.write(measured.place(GPU), GPU, {("dq", 16, 128): CONFIG, ("dq", 16, 64): CONFIG})
+    measured.write(measured.user_file(GPU), GPU, {("dq", 16, 128): CONFIG, ("dq", 16, 64): CONFIG})
     q = torch.empty(1, 2, 64, 96, dtype=torch.bfloat16, device="meta")
     call = q, q, 8, LAYOUT, EXP._replace(normalize="threshold"), Vectors(), Extras()
     table = tiles.tile_of_table("dq", 90, 16, 96, False)
@@ -192,7 +192,7 @@ def test_measured_tiles_are_not_used_with_a_block_map(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["device", "triton"])
 def test_a_file_for_another_gpu_or_triton_is_not_used(folder: Path, name: str) -> None:
-    file = measured.place(GPU)
+    file = measured.user_file(GPU)
     measured.write(file, GPU, {("dq", 16, 128): CONFIG})
     document = json.loads(file.read_text())
     file.write_text(json.dumps({**document, name: "other"}))
@@ -210,7 +210,7 @@ def test_a_file_for_another_gpu_or_triton_is_not_used(folder: Path, name: str) -
     ids=str,
 )  # fmt: skip
 def test_a_malformed_file_is_an_error_that_names_it(folder: Path, wrong: dict[str, Any]) -> None:
-    file = measured.place(GPU)
+    file = measured.user_file(GPU)
     measured.write(file, GPU, {("dq", 16, 128): CONFIG, ("forward", 16, 128): CONFIG})
     document = json.loads(file.read_text())
     document["tiles"][1] |= wrong
@@ -222,7 +222,7 @@ def test_a_malformed_file_is_an_error_that_names_it(folder: Path, wrong: dict[st
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"device": 1}', "\x00"])
 def test_a_file_that_is_no_table_is_an_error_that_names_it(folder: Path, text: str) -> None:
     folder.mkdir()
-    measured.place(GPU).write_text(text)
+    measured.user_file(GPU).write_text(text)
     with pytest.raises(ValueError, match="must hold tiles as `python -m benchmarks tune"):
         tile()
 
@@ -235,7 +235,7 @@ def test_the_command_prints_where_measured_tiles_are_looked_up(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     command.main([])
-    file = measured.place(GPU)
+    file = measured.user_file(GPU)
     assert f"measured tiles of {GPU}: 0, from no file {file}\n" in capsys.readouterr().out
     measured.write(file, GPU, {("dq", 16, 128): CONFIG})
     measured.read.cache_clear()

@@ -10,7 +10,6 @@ import torch
 
 from attnzoo.backends.triton.common import measured
 from attnzoo.backends.triton.common.tiles import Config, map_tile
-from attnzoo.backends.triton.flash import launch
 from benchmarks.harness.timing import Calls, Spread, WallClock, interleave
 from benchmarks.kernels.compile import Compiled
 from benchmarks.kernels.specializations import Specialization
@@ -35,7 +34,8 @@ def test_tune_without_a_gpu_prints_configurations_within_limits() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith("Config")]
     assert rows[0] == "Config(64, 64, 4, 1)"
-    assert set(rows) == {f"Config({m}, {n}, 4, 1)" for m in (32, 64) for n in (32, 64)}
+    # Blocks of 32 queries have too few rows for the tensor cores' instruction of sm_90.
+    assert set(rows) == {f"Config(64, {n}, 4, 1)" for n in (32, 64)}
     assert "not timed: that requires --device cuda" in done.stdout
 
 
@@ -80,9 +80,9 @@ SMALL, WIDE = (Config(*size, 1, 1) for size in ((16, 16), (32, 64)))
 def test_with_tile_changes_only_one_kernel() -> None:
     call = 0, 16, 64, False, torch.device("cpu")
     with with_tile("dq", SMALL):
-        assert launch.tile_of_kernel("dq", *call) == SMALL
-        assert launch.tile_of_kernel("forward", *call) != SMALL
-    assert launch.tile_of_kernel("dq", *call) != SMALL
+        assert measured.tile_of_kernel("dq", *call) == SMALL
+        assert measured.tile_of_kernel("forward", *call) != SMALL
+    assert measured.tile_of_kernel("dq", *call) != SMALL
 
 
 def timed(ms: float, current: float, difference: float = 0.0) -> Timed:

@@ -92,11 +92,8 @@ def padded(dim: int) -> int:
 def stride_align(*tensors: Tensor) -> int:
     """Return the number of elements in 16 bytes if it divides all strides, else 1."""
     widest = 16 // tensors[0].element_size()
-    return (
-        widest
-        if all(s % widest == 0 for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n > 1)
-        else 1
-    )
+    steps = (s for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n > 1)
+    return 1 if any(s % widest for s in steps) else widest
 
 
 def align_of(*tensors: Tensor) -> int:
@@ -117,23 +114,14 @@ def descriptors(config: Config, arch: int, rows: int, **tensors: Tensor) -> dict
     Blocks have ``rows`` rows. With ``part``, tiles are loaded in parts, for which there is no
     descriptor. TMA for some tensors and pointers for others would need both kinds of barriers.
     """
-    made: list[Any] = [None]
-    if arch // 10 in TMA and config.part is None:
-        made = [descriptor(x, rows) for x in tensors.values()]
-    if any(x is None for x in made):
-        made = [None] * len(tensors)
-    return {f"{name}_descriptor": x for name, x in zip(tensors, made)}
+    use = arch // 10 in TMA and config.part is None and all(map(fits_tma, tensors.values()))
+    return {f"{n}_descriptor": descriptor(x, rows) if use else None for n, x in tensors.items()}
 
 
-def descriptor(x: Tensor, block: int) -> TensorDescriptor | str | None:
-    """Return a descriptor with which TMA loads blocks of ``block`` rows of x, or None.
-
-    For a meta tensor, the descriptor's type is returned, which is what a compilation needs.
-    """
-    if not fits_tma(x):
-        return None
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor | str:
+    """For a meta tensor, return the descriptor's type, which is what a compilation needs."""
     # Columns beyond the tensor are loaded as 0, so the block may be padded.
-    shape = [1, 1, block, padded(x.shape[3])]
+    shape = [1, 1, rows, padded(x.shape[3])]
     if x.is_meta:
         return f"tensordesc<{'bf16' if x.dtype == torch.bfloat16 else 'fp16'}{shape}>"
     return TensorDescriptor(x, list(x.shape), [*_steps(x), 1], shape)
@@ -174,31 +162,30 @@ def mask_align(mask: Tensor | None) -> int:
     return stride_align(mask)
 
 
-def common(
-    q: Tensor, k: Tensor, layout: Layout, ranges: Tensor | None, unit: int
-) -> dict[str, Any]:
-    """The arguments shared by all kernels that read q and k, except `ScoreTerms`.
+def arguments_of(
+    q: Tensor, k: Tensor, layout: Layout, extras: Extras, vectors: Vectors,
+    ranges: Tensor | None, mask_unit: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments shared by all kernels that read q and k.
 
-    The strides of the mask are in units of ``unit`` entries.
+    The strides of the mask are in units of ``mask_unit`` entries, by default of `mask_align`.
     """
-    heads, mask = q.shape[1], layout.mask
-    stride: list[int | None] = [None] * 4
+    heads, kv_heads, mask = q.shape[1], k.shape[1], layout.mask
+    b = h = m = n = None
     if mask is not None:
+        unit = mask_align(mask) if mask_unit is None else mask_unit
         b, h, m, n = mask.stride()
         b, h, m = (s // unit if size > 1 else 0 for s, size in zip((b, h, m), mask.shape))
-        stride = [b, h, None if mask.shape[2] == 1 else m, None if n == 1 else n]
+        m, n = None if mask.shape[2] == 1 else m, None if n == 1 else n
+    inner = None if layout.softcap is None else layout.scale / layout.softcap
+    terms = ScoreTerms(outer_scale(layout), inner, alibi=layout.alibi, **extras._asdict())
     return {
-        "q": q,
-        "k": k,
-        "heads": heads,
-        "group": heads // k.shape[1] if k.shape[1] else 1,
-        "queries": q.shape[2],
-        "keys": k.shape[2],
-        "left": layout.left,
-        "right": layout.right,
+        "q": q, "k": k, "heads": heads, "group": heads // kv_heads if kv_heads else 1,
+        "queries": q.shape[2], "keys": k.shape[2], "left": layout.left, "right": layout.right,
         "visible": Visible(mask, layout.q_segments, layout.k_segments, ranges),
-        **dict(zip(("mask_b", "mask_h", "mask_m", "mask_n"), stride)),
-    }
+        "mask_b": b, "mask_h": h, "mask_m": m, "mask_n": n,
+        "terms": terms, "vectors": vectors,
+    }  # fmt: skip
 
 
 def outer_scale(layout: Layout) -> float:
@@ -206,16 +193,11 @@ def outer_scale(layout: Layout) -> float:
     return layout.scale if layout.softcap is None else layout.softcap
 
 
-def score_terms(layout: Layout, extras: Extras) -> ScoreTerms:
-    inner = None if layout.softcap is None else layout.scale / layout.softcap
-    return ScoreTerms(outer_scale(layout), inner, alibi=layout.alibi, **extras._asdict())
-
-
-def rule_of(form: Form, peaked: bool, **others: Any) -> Rule:
+def rule_of(form: Form, values: Tensor, **others: Any) -> Rule:
     """The constants of a form."""
     return constants(
         Rule, ACT=form.act, UNIT=form.unit, VANISHES=form.vanishes, NORMALIZER=form.normalizer,
-        SHIFTED=form.shifted, PEAKED=peaked, ONLINE=form.normalize == "online",
+        SHIFTED=form.shifted, PEAKED=is_peaked(form, values), ONLINE=form.normalize == "online",
         SUM=form.normalize in ("sum", "threshold"), DISTANCE=form.distance_act, **others,
     )  # fmt: skip
 
@@ -230,10 +212,6 @@ def tile_of(config: Config, q: Tensor, v: Tensor | None = None, **others: Any) -
         BLOCK_N=config.block_n, PART=config.part,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", **sizes, **others,
     )  # fmt: skip
-
-
-def dense_mask(layout: Layout) -> bool:
-    return layout.mask is not None and layout.mask.shape[2] > 1
 
 
 def is_safe(
@@ -252,5 +230,6 @@ def is_safe(
     # An activation that varies with the query, or has several results per score
     varies = vectors.shape is not None or extras.factor is not None
     many_results = form is not None and (form.normalizer or is_peaked(form, v))
-    many_terms = number > 1 or dense_mask(layout) or extras.decay is not None
+    dense_mask = layout.mask is not None and layout.mask.shape[2] > 1
+    many_terms = number > 1 or dense_mask or extras.decay is not None
     return many_terms or align == 1 or varies or many_results

@@ -1,9 +1,8 @@
 """Tiles that were measured on the GPU, as ``python -m benchmarks tune --device cuda`` writes them.
 
-A file holds the tiles for one name of a GPU and one version of Triton. It is looked up in the
-user's cache folder, $XDG_CACHE_HOME/attnzoo or ~/.cache/attnzoo, then in the folder ``measured``
-beside this file. A file for another GPU or another Triton is not used. Files are read once per
-process, when a kernel first needs a tile.
+A file holds the tiles for one name of a GPU and one version of Triton. There may be one in the
+user's cache folder, $XDG_CACHE_HOME/attnzoo or ~/.cache/attnzoo, whose tiles come first, and one in
+the folder SHIPPED. They are read once per process, when a kernel first needs a tile.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Any
 
 import torch
 
-from attnzoo.backends.triton.common.tiles import ALL, LIMITS, Config, limit_of, tile_of_table
+from attnzoo.backends.triton.common import tiles as tables
+from attnzoo.backends.triton.common.tiles import Config
 
-KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "decode")
 SHIPPED = Path(__file__).parent / "measured"
 # (kernel, bits of an element, largest head dimension of the class) -> tile of plain calls
 Tiles = dict[tuple[str, int, int], Config]
@@ -32,9 +31,9 @@ def tile_of_kernel(
     """The tile of a kernel: measured, or of the tables."""
     if arch and device.type == "cuda" and not safe:
         tiles = read(torch.cuda.get_device_name(device))[1]
-        if (tile := tiles.get((kernel, bits, limit_of(head_dim)))) is not None:
+        if (tile := tiles.get((kernel, bits, tables.limit_of(head_dim)))) is not None:
             return tile
-    return tile_of_table(kernel, arch, bits, head_dim, safe)
+    return tables.tile_of_table(kernel, arch, bits, head_dim, safe)
 
 
 def triton_version() -> str:
@@ -43,15 +42,13 @@ def triton_version() -> str:
     return triton.__version__
 
 
-def folder() -> Path:
-    """The user's folder of measured files."""
+def user_folder() -> Path:
     # `Path.home` raises for a user without a home folder, and `expanduser` does not.
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "attnzoo"
 
 
-def place(device: str) -> Path:
-    """The file of a GPU that `tune` writes and that is read first."""
-    return folder() / file_name(device)
+def user_file(device: str) -> Path:
+    return user_folder() / file_name(device)
 
 
 def file_name(device: str) -> str:
@@ -67,7 +64,7 @@ def read(device: str) -> tuple[list[Path], Tiles]:
         ValueError: a file is malformed.
     """
     files, tiles = [], {}
-    for file in (SHIPPED / file_name(device), place(device)):
+    for file in (SHIPPED / file_name(device), user_file(device)):
         if (of_file := parsed(file, device)) is not None:
             files.append(file)
             tiles |= of_file
@@ -101,10 +98,10 @@ def _entry(
     # The keys of a decode call are split in units of 128.
     largest = 128 if kernel == "decode" else 256
     valid = (
-        kernel in KERNELS and bits in (16, 32) and head_dim in LIMITS
+        (kernel, bits) in tables.PLAIN and head_dim in tables.LIMITS
         and all(type(n) is int for n in numbers) and config.block_n <= largest
         and all(n in (16, 32, 64, 128, 256) for n in blocks) and config.warps in (1, 2, 4, 8, 16)
-        and config.stages in range(1, 9) and config.registers in (None, ALL)
+        and config.stages in range(1, 9) and config.registers in (None, tables.ALL)
         and isinstance(config.transposed, bool)
     )  # fmt: skip
     if not valid:

@@ -43,6 +43,7 @@ Row = dict[int, Config]
 # `map_tile`. A tf32x3 product keeps its left operand in registers twice, so tiles of fp32 are
 # small, and their products are computed in parts.
 SMALL, SMALLEST = full(16, 32, 8, 1, 32), full(16, 16, 8, 1, 16)
+SMALL_ROW: Row = {128: SMALL, 256: SMALLEST}
 PLAIN: dict[tuple[str, int], Row] = {
     ("forward", 16): {128: Config(128, 128, 8, 2), 256: Config(128, 64, 8, 2)},
     ("dq", 16): {128: Config(128, 64, 8, 2), 256: Config(128, 32, 8, 1)},
@@ -59,15 +60,15 @@ PLAIN: dict[tuple[str, int], Row] = {
 }
 # A kernel without a row has its tiles of PLAIN.
 SAFE: dict[tuple[str, int], Row] = {
-    ("forward", 16): {128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
-    ("dq", 16): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: full(64, 16, 8, 2)},
-    ("dkdv", 16): {128: Config(32, 64, 4, 2), 256: full(64, 16, 8, 2)},
+    ("forward", 16): {64: full(64, 64, 8, 2), 128: full(64, 32, 4, 2), 256: full(64, 32, 8, 1, 64)},
+    ("dq", 16): {64: full(64, 64, 8, 2), 128: full(64, 16, 8, 2), 256: full(64, 16, 8, 1, 64)},
+    ("dkdv", 16): {64: full(32, 64, 8, 2), 256: full(32, 32, 8, 1)},
     ("stats", 16): {64: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
     ("threshold", 16): {128: full(128, 64, 8, 1, 64), 256: full(128, 32, 8, 1, 64)},
     ("decode", 16): {128: full(64, 16, 8, 2), 256: full(64, 16, 8, 1, 32)},
     ("forward", 32): {256: SMALL},
-    ("dq", 32): {128: SMALL, 256: SMALLEST},
-    ("dkdv", 32): {128: SMALL, 256: SMALLEST},
+    ("dq", 32): SMALL_ROW,
+    ("dkdv", 32): SMALL_ROW,
     ("decode", 32): {64: SMALL, 256: SMALLEST},
 }
 # Tiles for 16 bits in which an architecture differs from sm_90, by table and kernel. Classes that
@@ -79,11 +80,8 @@ OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
         ("plain", "dkdv"): {
             64: full(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: full(64, 16, 8, 2),
         },
-        ("safe", "forward"): {128: full(64, 32, 8, 2), 256: Config(32, 32, 4, 1)},
-        ("safe", "dkdv"): {64: Config(32, 64, 4, 1), 128: Config(64, 32, 8, 2)},
-        ("safe", "dq"): {
-            64: full(32, 64, 4, 2), 128: full(16, 64, 8, 1), 256: Config(16, 32, 4, 1),
-        },
+        ("safe", "forward"): {128: full(64, 32, 8, 2)},
+        ("safe", "dq"): {64: full(32, 64, 8, 1), 128: full(32, 32, 8, 1)},
     },
     100: {
         ("plain", "forward"): {64: full(128, 64, 8, 2), 256: Config(64, 64, 4, 2)},
@@ -91,6 +89,7 @@ OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
         ("plain", "dkdv"): {
             **dict.fromkeys((64, 128), full(64, 128, 8, 2)), 256: Config(64, 64, 8, 1),
         },
+        ("safe", "forward"): {128: full(64, 16, 8, 2)},
     },
 }  # fmt: skip
 
@@ -145,7 +144,7 @@ def map_tile(head_dim: int, bits: int) -> tuple[int, int]:
 # not fit in registers.
 LINEAR_KERNELS = ("states", "states back", "output", "dx", "dy", "dv")
 LINEAR = {16: full(128, 64, 8, 2), 32: full(32, 16, 8, 1)}
-LINEAR_SM_80 = {16: full(128, 16, 8, 2), 32: LINEAR[32]}
+LINEAR_OVERRIDES = {(80, 16): full(128, 16, 8, 2)}  # by architecture too
 # Largest number of columns of values per pass. Each pass recomputes the denominators.
 LINEAR_WIDEST = {16: 128, 32: 64}
 
@@ -153,4 +152,4 @@ LINEAR_WIDEST = {16: 128, 32: 64}
 def linear_tile(arch: int, bits: int) -> Config:
     if arch == 0:
         return WIDE._replace(block_n=16)
-    return (LINEAR_SM_80 if known(arch) == 80 else LINEAR)[bits]
+    return LINEAR_OVERRIDES.get((known(arch), bits), LINEAR[bits])

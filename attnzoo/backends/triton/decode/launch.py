@@ -14,12 +14,11 @@ import triton
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common import launch, prepared
+from attnzoo.backends.triton.common import launch, measured, prepared
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, Tile, constants
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, is_peaked, like, new_vector
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, like, new_vector
 from attnzoo.backends.triton.common.launch import Launch
-from attnzoo.backends.triton.common.measured import tile_of_kernel
 from attnzoo.backends.triton.common.merge import MOST_SPLITS, new_partial, split_keys
 from attnzoo.backends.triton.decode import kernels
 from attnzoo.backends.triton.flash.segments import ranges_of
@@ -79,9 +78,8 @@ def _walk(
     # One tile holds all queries.
     ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
     args = {
-        **launch.common(q, k, layout, ranges, 1), **launch.strides(align, **tensors),
-        "terms": launch.score_terms(layout, extras), "vectors": vectors, "partials": Partials(),
-        **operands,
+        **launch.arguments_of(q, k, layout, extras, vectors, ranges, 1),
+        **launch.strides(align, **tensors), "partials": Partials(), **operands,
     }  # fmt: skip
     block_m = max(16, triton.next_power_of_2(args["group"] * args["queries"]))
     shared_mask = layout.mask is None or layout.mask.shape[1] == 1
@@ -91,7 +89,8 @@ def _walk(
     safe = not shared_mask or block_m * q.element_size() > 64
     safe |= launch.is_safe("decode", values, align, layout, form, vectors, extras)
     dim, bits = max(q.shape[3], values.shape[3]), 8 * q.element_size()
-    config = tile_of_kernel("decode", arch, bits, dim, safe, q.device)._replace(block_m=block_m)
+    config = measured.tile_of_kernel("decode", arch, bits, dim, safe, q.device)
+    config = config._replace(block_m=block_m)
     args.update(_splits(q, k, layout, config.block_n, processors))
     args["tile"] = launch.tile_of(config, q, v, ALIGN=align)
     programs = q.shape[0] * k.shape[1] * args["splits"] if q.numel() else 0
@@ -159,7 +158,7 @@ def describe_decode(
     *before, walk = _walk(
         kernels.decode, q, k, layout, form, extras, arch, processors, vectors=vectors, v=v, o=out,
         products=products, saved=Saved(lse=lse), eps=form.eps or None,
-        rule=launch.rule_of(form, is_peaked(form, v)),
+        rule=launch.rule_of(form, v),
     )  # fmt: skip
     if products is not None:
         walk.args.update(q=None, k=None)

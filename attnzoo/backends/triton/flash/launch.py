@@ -1,4 +1,4 @@
-"""Builds the launches of the kernels of `flash`. See `attnzoo.backends.triton.common.launch`."""
+"""Builds the launches of the kernels of `flash`; see `common.launch`."""
 
 from __future__ import annotations
 
@@ -8,45 +8,13 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.triton.common import kernel_operands, launch, measured, tiles
 from attnzoo.backends.triton.common.activations import LN2
-from attnzoo.backends.triton.common.groups import (
-    Partials,
-    Rule,
-    Saved,
-    Tile,
-    constants,
-)
-from attnzoo.backends.triton.common.kernel_operands import (
-    Extras,
-    Form,
-    Maps,
-    adds_terms,
-    is_peaked,
-    like,
-    new_vector,
-    stands_apart,
-)
-from attnzoo.backends.triton.common.launch import (
-    Launch,
-    align_of,
-    common,
-    descriptors,
-    is_safe,
-    mask_align,
-    outer_scale,
-    rule_of,
-    score_terms,
-    strides,
-    tile_of,
-)
-from attnzoo.backends.triton.common.measured import tile_of_kernel
-from attnzoo.backends.triton.common.tiles import Config, map_tile, tile_of_table
+from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, Tile, constants
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps, like, new_vector
+from attnzoo.backends.triton.common.launch import Launch, align_of, descriptors, strides
 from attnzoo.backends.triton.flash.forward import flash_forward
-from attnzoo.backends.triton.flash.parts import (
-    programs_of,
-    split_keys,
-    splits_of_keys,
-)
+from attnzoo.backends.triton.flash.parts import programs_of, split_keys, splits_of_keys
 from attnzoo.backends.triton.flash.segments import ranges_of
 from attnzoo.backends.triton.flash.statistics import row_stats
 from attnzoo.backends.triton.flash.threshold import threshold
@@ -56,60 +24,50 @@ from attnzoo.core.forms import Statistics
 def config_of(
     kernel: str, arch: int, q: Tensor, v: Tensor, align: int, layout: Layout, form: Form | None,
     vectors: Vectors, extras: Extras, map_size: tuple[int, int] | None,
-) -> Config:  # fmt: skip
+) -> tiles.Config:  # fmt: skip
     """Return the tile of a kernel. With a block map, blocks divide the tiles of the map."""
     dim, bits = max(q.shape[3], v.shape[3]), 8 * q.element_size()
-    safe = is_safe(kernel, v, align, layout, form, vectors, extras)
+    safe = launch.is_safe(kernel, v, align, layout, form, vectors, extras)
     if map_size is None:
-        return tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
+        return measured.tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
     map_m, map_n = map_size
     if kernel == "threshold":  # writes the map entries of its blocks
-        config = tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
+        config = measured.tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
         return config._replace(block_m=map_m, block_n=map_n)
     # The lists of a map are of its tiles of keys. A measured tile with smaller blocks may not fit
     # in shared memory with these.
-    config = tile_of_table(kernel, arch, bits, dim, safe)
+    config = tiles.tile_of_table(kernel, arch, bits, dim, safe)
     block_n = min(map_n, config.block_n) if kernel == "dkdv" else map_n
-    return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
-
-
-def arguments_of(
-    q: Tensor, k: Tensor, layout: Layout, extras: Extras, vectors: Vectors, ranges: Tensor | None
-) -> dict[str, Any]:
-    """The arguments shared by all kernels of `flash`."""
-    unit = mask_align(layout.mask)
-    terms = {"terms": score_terms(layout, extras), "vectors": vectors}
-    return {**common(q, k, layout, ranges, unit), **terms}
+    # With more keys than the tile has, fewer queries: a tile of as many scores.
+    block_m = max(16, config.block_m * min(config.block_n, block_n) // block_n)
+    return config._replace(block_m=min(map_m, block_m), block_n=block_n)
 
 
 def constants_of(
-    config: Config, q: Tensor, v: Tensor | None, layout: Layout, align: int, **others: Any
+    config: tiles.Config, q: Tensor, v: Tensor | None, layout: Layout, align: int, **others: Any
 ) -> Tile:
     # Few blocks are full in a window or a segment. Loads without wide copies need many registers.
     split = layout.left is None and layout.k_segments is None and align > 1
-    unit = mask_align(layout.mask)
-    return tile_of(config, q, v, SPLIT=split, ALIGN=align, MASK_ALIGN=unit, **others)
+    unit = launch.mask_align(layout.mask)
+    return launch.tile_of(config, q, v, SPLIT=split, ALIGN=align, MASK_ALIGN=unit, **others)
 
 
 def map_size_of(q: Tensor, v: Tensor) -> tuple[int, int]:
     """The numbers of queries and keys in a tile of the block map."""
-    return map_tile(max(q.shape[3], v.shape[3]), 8 * q.element_size())
+    return tiles.map_tile(max(q.shape[3], v.shape[3]), 8 * q.element_size())
 
 
-def _tiles(tile: tuple[int, int], q: Tensor, k: Tensor) -> tuple[int, int]:
-    """Number of tiles along the queries and the keys, as Python ints for lengths without values."""
-    return (q.shape[2] + tile[0] - 1) // tile[0], (k.shape[2] + tile[1] - 1) // tile[1]
-
-
-def _late(q: Tensor, layout: Layout, gain: Tensor | None, extras: Extras, arch: int) -> str | None:
+def factor_after_maximum(
+    q: Tensor, layout: Layout, gain: Tensor | None, extras: Extras, arch: int
+) -> str | None:
     """How a softmax applies the factor of q kᵀ after the maximum; None: before. See `factor_out`.
 
     Possible only if scores are multiples of the products. A wide q in fp32 is read in parts from
     memory, where its sign cannot be changed, and a changed q costs many registers.
     """
-    if adds_terms(layout, extras):
+    if kernel_operands.adds_terms(layout, extras):
         return None
-    if gain is None and outer_scale(layout) >= 0:
+    if gain is None and launch.outer_scale(layout) >= 0:
         return "keep"
     widest = 64 if arch // 10 == 10 else 128
     return "flip" if q.element_size() == 2 and q.shape[3] <= widest else None
@@ -120,29 +78,30 @@ def describe_forward(
     maps: Maps, want_lse: bool, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out, stat, weight_sum and lse, see `flash_forward`."""
-    out = like(q, v.shape[3])
+    out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
     stat = None if form.normalize == "none" else new_vector(q)
-    weight_sum = new_vector(q) if stands_apart(form, layout, vectors, extras, want_lse) else None
-    lse = new_vector(q) if want_lse else None
+    two = kernel_operands.saves_weight_sum(form, layout, vectors, extras, want_lse)
+    weight_sum = new_vector(q) if two else None
     align = align_of(q, k, v, out)
     size = None if maps.blocks is None else map_size_of(q, v)
     config = config_of("forward", arch, q, v, align, layout, form, vectors, extras, size)
-    online = form.normalize == "online"
-    late = _late(q, layout, vectors.gain, extras, arch) if online else None
+    after = None
+    if form.normalize == "online":
+        after = factor_after_maximum(q, layout, vectors.gain, extras, arch)
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
     args = {
-        **arguments_of(q, k, layout, extras, vectors, ranges),
+        **launch.arguments_of(q, k, layout, extras, vectors, ranges),
         **strides(align, q=q, k=k, v=v, o=out), "v": v, "o": out,
         **descriptors(config, arch, config.block_n, k=k, v=v),
         "maps": maps._replace(live=None), "saved": Saved(stat, weight_sum, lse),
         "partials": Partials(), "eps": form.eps or None, "splits": None,
-        "rule": rule_of(form, is_peaked(form, v), LATE=late),
+        "rule": launch.rule_of(form, v, LATE=after),
         "tile": constants_of(config, q, v, layout, align, MAP_M=size and size[0]),
     }  # fmt: skip
-    launch = Launch(flash_forward, programs_of(q, config.block_m), args, config)
+    forward = Launch(flash_forward, programs_of(q, config.block_m), args, config)
     # With a block map, most of the time is spent on the threshold, which is not split.
     splits = 1 if size else splits_of_keys(q, k, layout, config.block_m, processors)
-    launches = [launch] if splits == 1 else split_keys(launch, q, v, splits)
+    launches = [forward] if splits == 1 else split_keys(forward, q, v, splits)
     return [*before, *launches], (out, stat, weight_sum, lse)
 
 
@@ -153,24 +112,26 @@ def describe_stats(
     config = config_of("stats", arch, q, q, align, layout, None, Vectors(), Extras(), None)
     lse, entropy = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)
-    late = _late(q, layout, None, Extras(), arch)
+    after = factor_after_maximum(q, layout, None, Extras(), arch)
     args = {
-        **arguments_of(q, k, layout, Extras(), Vectors(), ranges), **strides(align, q=q, k=k),
-        **descriptors(config, arch, config.block_n, k=k), "lse": lse, "entropy": entropy,
-        "rule": constants(Rule, UNIT=1.0 / LN2.value, LATE=late),
+        **launch.arguments_of(q, k, layout, Extras(), Vectors(), ranges),
+        **strides(align, q=q, k=k), **descriptors(config, arch, config.block_n, k=k),
+        "lse": lse, "entropy": entropy,
+        "rule": constants(Rule, UNIT=1.0 / LN2.value, LATE=after),
         "tile": constants_of(config, q, None, layout, align),
     }  # fmt: skip
-    launch = Launch(row_stats, programs_of(q, config.block_m), args, config)
-    return [*before, launch], Statistics(lse, entropy)
+    stats = Launch(row_stats, programs_of(q, config.block_m), args, config)
+    return [*before, stats], Statistics(lse, entropy)
 
 
 def empty_maps(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return new, uninitialized tensors for the fields of `Maps`."""
-    heads = q.shape[0] * q.shape[1]
-    tiles = _tiles(map_size_of(q, v), q, k)
-    blocks = q.new_empty(heads, *tiles, dtype=torch.int32)
-    counts = q.new_empty(heads, tiles[0], dtype=torch.int32)
-    return blocks, counts, q.new_empty(heads, *tiles, dtype=torch.uint8)
+    heads, (map_m, map_n) = q.shape[0] * q.shape[1], map_size_of(q, v)
+    # Not `triton.cdiv`: lengths may have no values, and fake functions run without Triton.
+    rows, columns = (q.shape[2] + map_m - 1) // map_m, (k.shape[2] + map_n - 1) // map_n
+    blocks = q.new_empty(heads, rows, columns, dtype=torch.int32)
+    counts = q.new_empty(heads, rows, dtype=torch.int32)
+    return blocks, counts, q.new_empty(heads, rows, columns, dtype=torch.uint8)
 
 
 def describe_threshold(
@@ -188,12 +149,13 @@ def describe_threshold(
     peak, tau = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)
     vectors = Vectors(vectors.gain, shape=vectors.shape)
+    extras = extras._replace(factor=None, peak=None)
     args = {
-        **arguments_of(q, k, layout, extras._replace(factor=None, peak=None), vectors, ranges),
+        **launch.arguments_of(q, k, layout, extras, vectors, ranges),
         **strides(align, q=q, k=k), "peak": peak, "tau": tau, "maps": Maps(*maps),
         "rule": constants(Rule, ACT=form.act, UNIT=1.0, ALPHA=alpha, DISTANCE=form.distance_act),
         "tile": constants_of(config, q, None, layout, align),
-        "FLIPS": vectors.gain is not None or outer_scale(layout) < 0.0,
+        "FLIPS": vectors.gain is not None or launch.outer_scale(layout) < 0.0,
     }  # fmt: skip
-    launch = Launch(threshold, programs_of(q, config.block_m), args, config, zeroed=maps[2:])
-    return [*before, launch], (peak, tau, *maps)
+    solver = Launch(threshold, programs_of(q, config.block_m), args, config, zeroed=maps[2:])
+    return [*before, solver], (peak, tau, *maps)

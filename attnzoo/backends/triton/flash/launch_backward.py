@@ -1,47 +1,23 @@
-"""Builds the launches of the backward of `flash`; see `launch`."""
+"""Builds the launches of the backward of `flash`; see `common.launch`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.groups import (
-    Gradients,
-    Normalizers,
-    Rule,
-)
-from attnzoo.backends.triton.common.kernel_operands import (
-    Extras,
-    Form,
-    Maps,
-    is_peaked,
-    like,
-    new_vector,
-)
-from attnzoo.backends.triton.common.launch import (
-    Launch,
-    align_of,
-    descriptors,
-    rule_of,
-    strides,
-)
+from attnzoo.backends.triton.common import launch
+from attnzoo.backends.triton.common.groups import Gradients, Normalizers
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps, like, new_vector
+from attnzoo.backends.triton.common.launch import Launch, align_of, descriptors, strides
 from attnzoo.backends.triton.common.tiles import Config
+from attnzoo.backends.triton.flash import launch as flash
 from attnzoo.backends.triton.flash.backward_kv import flash_dkdv
 from attnzoo.backends.triton.flash.backward_q import flash_dq
-from attnzoo.backends.triton.flash.launch import (
-    arguments_of,
-    config_of,
-    constants_of,
-    map_size_of,
-)
-from attnzoo.backends.triton.flash.parts import (
-    parts_of_group,
-    programs_of,
-)
+from attnzoo.backends.triton.flash.parts import parts_of_group, programs_of
 from attnzoo.backends.triton.flash.query_lists import list_queries
 from attnzoo.backends.triton.flash.segments import ranges_of
 
@@ -56,15 +32,15 @@ def describe_backward(
     The gradients of k and v are sums over the query heads of a group. If the groups are split (see
     `parts`), they are in fp32 with one head per part, and the caller adds the parts.
     """
-    grads = {"q": like(q, q.shape[3]), "k": like(k, k.shape[3]), "v": like(v, v.shape[3])}
+    grads = {name: like(x, x.shape[3]) for name, x in zip("qkv", (q, k, v))}
     grads |= {name: new_vector(q) for name in wanted if name not in grads}
     if "key_bias" in wanted:
         b, h, n = q.shape[0], q.shape[1], k.shape[2]
         grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
     align = align_of(q, k, v, out, do, *(grads[x] for x in "qkv"))
-    size = None if maps.blocks is None else map_size_of(q, v)
+    size = None if maps.blocks is None else flash.map_size_of(q, v)
     of_dq, of_dkdv = (
-        config_of(kernel, arch, q, v, align, layout, form, vectors, extras, size)
+        flash.config_of(kernel, arch, q, v, align, layout, form, vectors, extras, size)
         for kernel in ("dq", "dkdv")
     )
     z = stat
@@ -76,68 +52,34 @@ def describe_backward(
         z, per_z=None if z is None else new_vector(q),
         delta=None if form.normalize == "none" else new_vector(q), dlse=dlse,
     )  # fmt: skip
-    call = _Backward(
-        do, q, k, v, out, layout, form, vectors, extras, maps, normalizers, grads,
-        size, align,
-    )  # fmt: skip
-    launches = [
-        *_describe_dq(call, of_dq, arch), *_describe_dkdv(call, of_dkdv, arch, processors)
-    ]  # fmt: skip
-    return launches, grads
-
-
-class _Backward(NamedTuple):
-    """What both kernels of the backward read. τ and Z of the forward are in the vectors."""
-
-    do: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    layout: Layout
-    form: Form
-    vectors: Vectors
-    extras: Extras
-    maps: Maps
-    normalizers: Normalizers
-    grads: dict[str, Tensor]
-    map_size: tuple[int, int] | None
-    align: int
-
-    def rule(self, **others: Any) -> Rule:
-        # The saved stat of a softmax is already multiplied by the unit.
-        unit = 1.0 if self.form.normalize == "online" else self.form.unit
-        return rule_of(self.form, is_peaked(self.form, self.v), TAU_UNIT=unit, **others)
-
-
-def _describe_dq(call: _Backward, config: Config, arch: int) -> list[Launch]:
-    do, q, k, v, out, layout, form, vectors, extras, maps, normalizers, grads, size, align = call
-    ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
+    # The saved stat of a softmax is already multiplied by the unit.
+    tau_unit = 1.0 if form.normalize == "online" else form.unit
     gradients = Gradients(
         grads.get("gain"), grads.get("offset", grads.get("base")),
         *(grads.get(name) for name in "shape sink alibi factor decay".split()),
     )  # fmt: skip
+    ranges, before_dq = (None, []) if size else ranges_of(layout, of_dq.block_m, arch)
     args = {
-        **arguments_of(q, k, layout, extras, vectors, ranges),
-        **descriptors(config, arch, config.block_n, k=k, v=v),
+        **launch.arguments_of(q, k, layout, extras, vectors, ranges),
+        **descriptors(of_dq, arch, of_dq.block_n, k=k, v=v),
         **strides(align, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]),
         "v": v, "do": do, "o": out, "dq": grads["q"], "maps": maps._replace(live=None),
         "normalizers": normalizers, "gradients": gradients,
-        "rule": call.rule(
+        "rule": launch.rule_of(
+            form, v, TAU_UNIT=tau_unit,
             SHAPE_SLOPE=form.shape_act if "shape" in grads else None,
             DISTANCE_SLOPE=form.distance_slope_act if "decay" in grads else None,
             MEAN=_mean_source(form, q), PLAIN_DELTA="key_bias" in grads,
         ),
-        "tile": constants_of(config, q, v, layout, align, MAP_M=size and size[0]),
+        "tile": flash.constants_of(of_dq, q, v, layout, align, MAP_M=size and size[0]),
     }  # fmt: skip
-    return [*before, Launch(flash_dq, programs_of(q, config.block_m), args, config)]
+    dq = Launch(flash_dq, programs_of(q, of_dq.block_m), args, of_dq)
 
-
-def _describe_dkdv(call: _Backward, config: Config, arch: int, processors: int) -> list[Launch]:
-    """Return the launches. If groups are split, replace the gradients of k and v."""
-    do, q, k, v, _, layout, _, vectors, extras, maps, normalizers, grads, size, align = call
-    ranges, before = (None, []) if size else ranges_of(layout, config.block_n, arch, of_keys=True)
-    parts = parts_of_group(q, k, config.block_n, processors)
+    # dK/dV. A program takes a part of a group of heads for its group, also in the lists of a map.
+    ranges, before_dkdv = (
+        (None, []) if size else ranges_of(layout, of_dkdv.block_n, arch, of_keys=True)
+    )
+    parts = parts_of_group(q, k, of_dkdv.block_n, processors)
     if parts > 1:
         for name, x in (("k", k), ("v", v)):
             b, h, n, dim = x.shape
@@ -148,23 +90,23 @@ def _describe_dkdv(call: _Backward, config: Config, arch: int, processors: int) 
         normalizers = normalizers._replace(per_z=extras.factor)
     vectors, extras = vectors._replace(sink=None), extras._replace(factor=None)
     args = {
-        **arguments_of(q, k, layout, extras, vectors, ranges),
-        **descriptors(config, arch, config.block_m, q=q, do=do),
+        **launch.arguments_of(q, k, layout, extras, vectors, ranges),
+        **descriptors(of_dkdv, arch, of_dkdv.block_m, q=q, do=do),
         **strides(align, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
         "v": v, "do": do, "dk": grads["k"], "dv": grads["v"], "normalizers": normalizers,
-        "gradients": Gradients(key_bias=grads.get("key_bias")), "rule": call.rule(),
-        "tile": constants_of(
-            config, q, v, layout, align, MAP_M=size and size[0], MAP_N=size and size[1],
-            TRANSPOSED=config.transposed,
+        "gradients": Gradients(key_bias=grads.get("key_bias")),
+        "rule": launch.rule_of(form, v, TAU_UNIT=tau_unit),
+        "tile": flash.constants_of(
+            of_dkdv, q, v, layout, align, MAP_M=size and size[0], MAP_N=size and size[1],
+            TRANSPOSED=of_dkdv.transposed,
         ),
         "parts": parts if parts > 1 else None,
     }  # fmt: skip
-    # The kernel takes a part for a group, also in the lists of a block map.
     args["group"] //= parts
-    args["maps"], listing = _describe_columns(maps, args)
+    args["maps"], lists = _describe_lists(maps, args)
     zeroed = (grads["key_bias"],) if "key_bias" in grads else ()
-    programs = programs_of(k, config.block_n) * parts
-    return [*before, *listing, Launch(flash_dkdv, programs, args, config, zeroed)]
+    dkdv = Launch(flash_dkdv, programs_of(k, of_dkdv.block_n) * parts, args, of_dkdv, zeroed)
+    return [*before_dq, dq, *before_dkdv, *lists, dkdv], grads
 
 
 def _mean_source(form: Form, q: Tensor) -> str | None:
@@ -178,7 +120,7 @@ def _mean_source(form: Form, q: Tensor) -> str | None:
     return None if form.normalize == "none" else "output"
 
 
-def _describe_columns(maps: Maps, dkdv: dict[str, Any]) -> tuple[Maps, list[Launch]]:
+def _describe_lists(maps: Maps, dkdv: dict[str, Any]) -> tuple[Maps, list[Launch]]:
     """Return the block map per tile of keys, and a list with the launch that fills the map.
 
     The list is empty if there is no map. ``dkdv``: the arguments of `flash_dkdv`.
@@ -195,5 +137,5 @@ def _describe_columns(maps: Maps, dkdv: dict[str, Any]) -> tuple[Maps, list[Laun
         "MAP_N": tile.MAP_N.value, "SPLIT": tile.SPLIT.value,
         "HAS_MASK": dkdv["visible"].mask is not None,
     }  # fmt: skip
-    launch = Launch(list_queries, heads // group * tiles_n, args, Config(1, 256, 4, 1))
-    return Maps(blocks, counts), [launch]
+    programs = heads // group * tiles_n
+    return Maps(blocks, counts), [Launch(list_queries, programs, args, Config(1, 256, 4, 1))]
