@@ -13,8 +13,9 @@ from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, Tile, constants
 from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps, like, new_vector
 from attnzoo.backends.triton.common.launch import Launch, align_of, descriptors, strides
+from attnzoo.backends.triton.common.merge import split_keys
 from attnzoo.backends.triton.flash.forward import flash_forward
-from attnzoo.backends.triton.flash.parts import programs_of, split_keys, splits_of_keys
+from attnzoo.backends.triton.flash.parts import programs_of, splits_of_keys
 from attnzoo.backends.triton.flash.segments import ranges_of
 from attnzoo.backends.triton.flash.statistics import row_stats
 from attnzoo.backends.triton.flash.threshold import threshold
@@ -101,7 +102,10 @@ def describe_forward(
     forward = Launch(flash_forward, programs_of(q, config.block_m), args, config)
     # With a block map, most of the time is spent on the threshold, which is not split.
     splits = 1 if size else splits_of_keys(q, k, layout, config.block_m, processors)
-    launches = [forward] if splits == 1 else split_keys(forward, q, v, splits)
+    launches = [forward]
+    if splits > 1:
+        walk = forward._replace(programs=forward.programs * splits)
+        launches = split_keys(walk, q, v, splits, groups=q.shape[1])
     return [*before, *launches], (out, stat, weight_sum, lse)
 
 

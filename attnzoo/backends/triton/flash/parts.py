@@ -10,8 +10,8 @@ import triton
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout
-from attnzoo.backends.triton.common import merge
-from attnzoo.backends.triton.common.launch import PER_PROCESSOR, Launch
+from attnzoo.backends.triton.common.launch import PER_PROCESSOR
+from attnzoo.backends.triton.common.merge import MOST_SPLITS
 
 # Fewest queries per part of a group of heads, all heads together, and fewest keys per split in the
 # forward. Smaller parts cost more time than they save: their results are written, read and added.
@@ -38,10 +38,4 @@ def splits_of_keys(q: Tensor, k: Tensor, layout: Layout, block_m: int, processor
         seen = min(seen, layout.left + block_m + layout.right)
     wanted = PER_PROCESSOR * processors // max(1, programs_of(q, block_m))
     # Two halves, one after the other, would take as long as one program for all keys.
-    return min(wanted, merge.MOST_SPLITS.value, max(1, seen // LEAST_KEYS)) if wanted > 2 else 1
-
-
-def split_keys(launch: Launch, q: Tensor, v: Tensor, splits: int) -> list[Launch]:
-    """Return the launches that replace one of `flash_forward`, if the keys are split."""
-    walk = launch._replace(programs=launch.programs * splits)
-    return merge.split_keys(walk, q, v, splits, groups=q.shape[1])
+    return min(wanted, MOST_SPLITS.value, max(1, seen // LEAST_KEYS)) if wanted > 2 else 1
