@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def chosen_steps(args: argparse.Namespace) -> list[Step]:
     """The steps to run. On a GPU, kernels that the cache lacks are compiled first."""
-    steps = [with_outcomes(step, args.out) for step in stages.STAGES[args.stage]]
+    steps = [with_files(step, args.out) for step in stages.STAGES[args.stage]]
     if args.only is not None:
         steps = [step for step in steps if args.only in step.name]
     if not steps:
@@ -108,8 +108,12 @@ def chosen_steps(args: argparse.Namespace) -> list[Step]:
     return [Step("compile", command, 5, COMPILE_LIMIT, journaled=False), *steps]
 
 
-def with_outcomes(step: Step, out: Path) -> Step:
-    """The step of the tests, which write their outcomes to a file at once."""
+def with_files(step: Step, out: Path) -> Step:
+    """The step of the tests, which write their outcomes at once, or of tiles, with their file."""
+    if step in stages.TUNE:
+        return replace(
+            step, command=(*step.command, "--output", str((out / "tiles.json").resolve()))
+        )
     if step is not stages.TESTS:
         return step
     command = step.command

@@ -57,7 +57,7 @@ def linear(length: int, expected: float) -> Step:
 
 def tune(kernel: str, dim: int, activation: str = "exp") -> Step:
     line = f"tune --kernel {kernel} --head-dim {dim} --activation {activation} --stages 2,3"
-    return Step(line, (*BENCHMARKS, *line.split()), 45, 100)
+    return Step(line, (*BENCHMARKS, *line.split(), "--device", "cuda"), 45, 100)
 
 
 SMOKE = Step(
@@ -154,7 +154,7 @@ SMALL = {
     "linear": f"{FAST} --heads 2 --head-dim 16 --direction forward --backend linear",
     "losses": "--quick --tokens 32 --classes 100 --many-classes 200 --dims 4 --repeats 2 "
     "--min-seconds 0.001 --threads 1 --device cpu --variants softmax,entmax --no-memory",
-    "tune": "--blocks 64 --warps 4 --stages 2 --jobs 1",
+    "tune": "--device cpu --blocks 64 --warps 4 --stages 2 --jobs 1",
     "check": "--device cpu",
 }
 INTERPRETED = ("fp32-forward", "odd-dims", "decode-ssmax")

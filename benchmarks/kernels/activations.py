@@ -54,7 +54,7 @@ class VariantForm(NamedTuple):
 
 
 def variant_forms(variants: Iterable[str]) -> list[VariantForm]:
-    """The variants' forms with a Triton activation: once for numbers, once for tensor parameters.
+    """The variants' forms with a Triton activation: with numbers, tensors, and other ints.
 
     In the form, a tensor parameter becomes a per-query vector, such as ``gain`` or ``shape``.
     """
@@ -62,15 +62,21 @@ def variant_forms(variants: Iterable[str]) -> list[VariantForm]:
     x = torch.empty(1, 1, 1, 1)
     for name in variants:
         numbers = complete(VariantCall(name), LENGTH).params
+        known = attnzoo.get_variant(name).params
         tensors = {
             p.name: torch.tensor(float(p.default))
-            for p in attnzoo.get_variant(name).params
+            for p in known
             if p.kind not in ("int", "float", "bool") and isinstance(p.default, (int, float))
         }
-        for params in (numbers, {**numbers, **tensors}):
+        # Another order of a polynomial has another activation. Other ints may be invalid.
+        ints = {p.name: 2 * p.default for p in known if p.kind == "int" and type(p.default) is int}
+        others = {**numbers, **ints}
+        for params in (numbers, {**numbers, **tensors}, others):
             try:
                 plan = attnzoo.explain(x, x, x, name, is_causal=True, **params)
             except (TypeError, ValueError) as error:
+                if params is others:
+                    continue
                 raise UsageError(f"cannot compile a form of {name}: {error}") from error
             for form in (candidate.form for candidate in plan.candidates):
                 if not isinstance(form, attnzoo.Pairwise) or form.normalize == "select":
@@ -118,17 +124,18 @@ def distance() -> attnzoo.Distance:
 
 
 def plugin_activations(path: Path) -> list[str]:
-    """The names of the activations that the plugin defines.
+    """The names of the activations that only variants of the plugin use.
 
     Raises:
-        UsageError: no activation of the plugin has a Triton function.
+        UsageError: no variant of the plugin has such an activation with a Triton function.
     """
-    found = variant_forms(load_plugin(path).variants)
-    own = [
-        source.name
-        for source in found
-        if not str(source.form.activation.triton).startswith("attnzoo.")
-    ]
-    if not own:
-        raise UsageError(f"--plugin {path} must define an activation with a Triton function")
-    return list(dict.fromkeys(own))
+    variants = load_plugin(path).variants
+    others = variant_forms(name for name in attnzoo.list_variants() if name not in variants)
+    shipped = {source.form.activation.triton for source in others}
+    new = [x.name for x in variant_forms(variants) if x.form.activation.triton not in shipped]
+    if not new:
+        raise UsageError(
+            f"--plugin {path} must register a variant with an activation of its own that has a "
+            "Triton function"
+        )
+    return list(dict.fromkeys(new))

@@ -2,8 +2,16 @@
 
 A configuration is an activation, head dimension, dtype and masks. The table shows registers per
 thread, spilled bytes, shared memory in bytes, and the tensor-core instruction found in the machine
-code. The exit status is 1 if a kernel does not compile, spills registers, needs more registers or
-shared memory than there is, or multiplies 16-bit matrices without tensor cores.
+code. The exit status is 1 if a kernel
+
+- does not compile;
+- spills registers at all with a plain tile (see `launch.is_safe`) in bf16 with head dimension 64 or
+  128, or more than 64 bytes otherwise, or 128 with Triton before 3.9;
+- needs more registers or shared memory than the architecture has; or
+- multiplies 16-bit matrices without tensor cores, or with such a plain tile without those of the
+  architecture's generation.
+
+``python -m benchmarks profile --check`` checks that no work is done twice.
 """
 
 from __future__ import annotations
@@ -22,12 +30,14 @@ import torch
 
 from benchmarks.harness import report
 from benchmarks.kernels import activations, sass
-from benchmarks.kernels.launches import arch_of, describe
+from benchmarks.kernels.launches import arch_of, describe, is_plain
 from benchmarks.kernels.specializations import (
     ARCHITECTURES,
     DTYPES,
+    FLASH,
     HEAD_DIMS,
     KERNELS,
+    QUICK_DIMS,
     Specialization,
     quick_specializations,
     specializations,
@@ -38,6 +48,10 @@ from commandline.variants import load_plugin
 
 # Registers of a multiprocessor. A warp gets them for its 32 threads in units of 8 per thread.
 REGISTERS = 65_536
+
+# Bytes of registers that kernels may spill, apart from those in which none may be. With the same
+# tiles, older versions of Triton spill more.
+SPILLED, SPILLED_BEFORE_3_9 = 64, 128
 
 # The kernels that are compiled for the activations of a plugin.
 OF_ACTIVATIONS = ("forward", "dq", "dkdv", "decode")
@@ -54,17 +68,47 @@ class Compiled:
     shared_bytes: int
     tensor_core: str | None
 
-    def violation(self, sixteen_bit: bool, limit: int) -> str | None:
-        """The limit that the kernel violates, if any."""
-        if self.spill_bytes:
-            return f"spills {self.spill_bytes} bytes of registers"
+    def violation(self, limit: int, most_spilled: int, tensor_core: str | None) -> str | None:
+        """The limit that the kernel violates, if any.
+
+        limit: bytes of shared memory. tensor_core: the instruction that it must have, "" for any.
+        """
+        if self.spill_bytes > most_spilled:
+            return f"spills {self.spill_bytes} bytes of registers, limit {most_spilled}"
         if (needed := -(-self.registers // 8) * 8 * 32 * self.warps) > REGISTERS:
             return f"needs {needed} registers for {self.warps} warps, limit {REGISTERS}"
         if self.shared_bytes > limit:
             return f"uses {self.shared_bytes} bytes of shared memory, limit {limit}"
-        if sixteen_bit and self.tensor_core is None:
+        if tensor_core is not None and self.tensor_core is None:
             return "no tensor-core instruction"
+        if tensor_core and self.tensor_core != tensor_core:
+            return f"{self.tensor_core} instead of {tensor_core}"
         return None
+
+
+def is_common(spec: Specialization) -> bool:
+    """Whether the limits are strict: plain tiles in bf16 with common head dimensions."""
+    return spec.dtype == "bf16" and spec.head_dim in QUICK_DIMS and is_plain(spec)
+
+
+def most_spilled(spec: Specialization) -> int:
+    """The bytes of registers that a kernel may spill; see the module docstring."""
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+        return SPILLED_BEFORE_3_9
+    return 0 if is_common(spec) else SPILLED
+
+
+def problem(spec: Specialization, row: Compiled) -> str | None:
+    """The limit that a compiled kernel violates, if any; see the module docstring."""
+    from attnzoo.backends.triton.common.tiles import SHARED
+
+    tensor_core = None
+    if spec.dtype != "fp32" and spec.family != "rows":
+        strict = is_common(spec) and spec.kernel in FLASH
+        tensor_core = sass.TENSOR_CORE[spec.arch] if strict else ""
+    return row.violation(SHARED[arch_of(spec)], most_spilled(spec), tensor_core)
 
 
 _DIMS = ",".join(map(str, HEAD_DIMS))
@@ -106,8 +150,6 @@ def run(args: argparse.Namespace) -> int:
     require_compiler("compile")
     import triton
 
-    from attnzoo.backends.triton.common.configurations import SHARED
-
     print(f"triton {triton.__version__}")
     header = (
         "kernel", "configuration", "arch", "registers", "spilled B", "shared B", "tensor core",
@@ -121,12 +163,11 @@ def run(args: argparse.Namespace) -> int:
                 wrong += 1
                 print(f"{spec.kernel}, {spec.config}, {spec.arch} does not compile: {row}")
                 continue
-            multiplies = spec.dtype != "fp32" and spec.family != "rows"
-            problem = row.violation(multiplies, SHARED[arch_of(spec)])
-            wrong += problem is not None
+            violated = problem(spec, row)
+            wrong += violated is not None
             rows.append(row)
             figures = (row.registers, row.spill_bytes, row.shared_bytes, row.tensor_core or "–")
-            print(_line((row.kernel, row.config, row.arch, *figures, problem or "")), flush=True)
+            print(_line((row.kernel, row.config, row.arch, *figures, violated or "")), flush=True)
     if args.json:
         document = {"triton": triton.__version__, "environment": report.environment()}
         report.write_json(args.json, {**document, "rows": [asdict(row) for row in rows]})
@@ -136,10 +177,10 @@ def run(args: argparse.Namespace) -> int:
 
 def processes(number: int, plugin: Path | None) -> ProcessPoolExecutor:
     """A pool of spawned processes that load the plugin. torch's threads do not survive a fork."""
-    known: dict[str, Any] = {}
+    setup: dict[str, Any] = {}
     if plugin is not None:
-        known = {"initializer": load_plugin, "initargs": (plugin,)}
-    return ProcessPoolExecutor(number, mp_context=get_context("spawn"), **known)
+        setup = {"initializer": load_plugin, "initargs": (plugin,)}
+    return ProcessPoolExecutor(number, mp_context=get_context("spawn"), **setup)
 
 
 def selected(args: argparse.Namespace) -> list[Specialization]:
@@ -158,9 +199,10 @@ def selected(args: argparse.Namespace) -> list[Specialization]:
     if not all(1 <= d <= 256 for d in dims):
         raise UsageError(f"--head-dims must be ints from 1 to 256, got {texts!r}")
     if args.plugin is not None:
-        own = product(archs, dims, activations.plugin_activations(args.plugin), OF_ACTIVATIONS)
+        names = activations.plugin_activations(args.plugin)
+        every = product(archs, dims, names, OF_ACTIVATIONS)
         return [
-            Specialization(k, arch, "bf16", d, name) for arch, d, name, k in own if k in kernels
+            Specialization(k, arch, "bf16", d, name) for arch, d, name, k in every if k in kernels
         ]
     table = quick_specializations(archs) if args.quick else specializations(archs, dims)
     return [spec for spec in table if spec.family in kernels]
@@ -180,10 +222,10 @@ def common_options(args: argparse.Namespace, known: tuple[str, ...]) -> tuple[li
 
 
 def chosen(option: str, text: str, known: tuple[str, ...]) -> list[str]:
-    found = text.split(",")
-    if not set(found) <= set(known):
+    names = text.split(",")
+    if not set(names) <= set(known):
         raise UsageError(f"{option} must list some of {', '.join(known)}, got {text!r}")
-    return found
+    return names
 
 
 def require_compiler(what: str) -> None:
@@ -224,20 +266,29 @@ def build(spec: Specialization, launch: Any) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.language import constexpr
 
-    signature, constants, aligned = {}, {}, {}
+    from attnzoo.backends.triton.common.groups import mapped
+
+    constants, aligned = {}, {}
+
+    def kind_of(value: Any, path: tuple[int, ...]) -> str:
+        if value is None or callable(value) or isinstance(value, constexpr):
+            constants[path] = getattr(value, "value", value)
+            return "constexpr"
+        if isinstance(value, torch.Tensor):
+            if value.data_ptr() % 16 == 0:
+                aligned[path] = [["tt.divisibility", 16]]
+            return POINTERS[value.dtype]
+        if isinstance(value, str):  # the type of a TMA descriptor
+            return value
+        return "fp32" if isinstance(value, float) else "i32"
+
+    signature = {}
     for n, param in enumerate(launch.kernel.params):
         value = launch.args[param.name]
-        if param.is_constexpr or value is None:
-            signature[param.name], constants[param.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[param.name] = POINTERS[value.dtype]
-            if value.data_ptr() % 16 == 0:
-                aligned[n,] = [["tt.divisibility", 16]]
-        elif isinstance(value, str):  # the type of a TMA descriptor
-            signature[param.name] = value
-        else:
-            signature[param.name] = "fp32" if isinstance(value, float) else "i32"
+        wrapped = constexpr(value) if param.is_constexpr else value
+        signature[param.name] = mapped(kind_of, wrapped, n)
     source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", arch_of(spec), 32)
     return triton.compile(source, target=target, options=launch.options)

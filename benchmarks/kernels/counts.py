@@ -121,7 +121,9 @@ def profile(spec: Specialization) -> Profile | str:
     registers, stack = sass.resources(usage)
     columns = getattr(done.metadata, "tmem_size", 0) or 0
     tile = (config.block_m, config.block_n)
-    head_dim = launch.args.get("BLOCK_D", spec.head_dim)
+    head_dim = spec.head_dim
+    if (constants := launch.args.get("tile")) is not None and constants.BLOCK_D is not None:
+        head_dim = constants.BLOCK_D.value
     code = sass.instructions(text)
     names = {x.name for x in code}
     return Profile(

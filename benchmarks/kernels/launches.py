@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -50,15 +49,8 @@ def extras_of(spec: Specialization) -> tuple[str, ...]:
 
 
 def empty(spec: Specialization, *shape: int) -> Tensor:
-    """A tensor (…, head_dim) with the strides and the address that the specialization asks for."""
-    dtype, dim = DTYPES[spec.dtype], spec.head_dim
-    if spec.extra == "offset":
-        # The address of a meta tensor is its offset in its storage.
-        first = 8 // dtype.itemsize
-        whole = torch.empty(first + math.prod(shape) * dim, dtype=dtype, device="meta")
-        return whole[first:].view(*shape, dim)
-    odd = spec.extra.endswith("unaligned")
-    return torch.empty(*shape, dim + odd, dtype=dtype, device="meta")[..., :dim]
+    """A tensor (…, head_dim)."""
+    return torch.empty(*shape, spec.head_dim, dtype=DTYPES[spec.dtype], device="meta")
 
 
 def described(spec: Specialization, q: Tensor, keys: int) -> Described:
@@ -109,22 +101,31 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
     return Described(layout, form, vectors, terms, backend.alpha_of(use.form), lse)
 
 
+def is_plain(spec: Specialization) -> bool:
+    """Whether the kernel has the tile of the table PLAIN."""
+    from attnzoo.backends.triton.common.launch import is_safe
+
+    if spec.family in ("linear", "rows"):
+        return True
+    q = empty(spec, 1, 2, 1024)
+    layout, form, vectors, extras, *_ = described(spec, q, q.shape[2])
+    return not is_safe(spec.family, q, layout, form, vectors, extras)
+
+
 def describe_flash(spec: Specialization) -> Any:
-    from attnzoo.backends.triton.common.kernel_operands import Maps, new_vector, stands_apart
-    from attnzoo.backends.triton.flash import launch
+    from attnzoo.backends.triton.common.kernel_operands import Maps, new_vector, saves_weight_sum
+    from attnzoo.backends.triton.flash import launch, launch_backward
 
     k = q = empty(spec, 1, 2, 1024)
     if spec.extra == SPLIT:
-        k = empty(spec, 1, 1, 2 * q.shape[2])
+        # Few queries for the forward, whose blocks may be of 16; many for parts of a group in dK/dV
+        q = empty(spec, 1, 2, 256) if spec.family == "forward" else q
+        k = empty(spec, 1, 1, 2048)
     do = out = q.new_empty(q.shape)
     vector, arch = new_vector(q), arch_of(spec)
     layout, form, vectors, extras, alpha, lse = described(spec, q, k.shape[2])
     normalize = form.normalize
-    maps = (
-        Maps(*launch.empty_maps(q, k, k, layout, vectors.shape, extras))
-        if normalize == "threshold"
-        else Maps()
-    )
+    maps = Maps(*launch.empty_maps(q, k, k)) if normalize == "threshold" else Maps()
     if spec.family in ("forward", "segments"):
         operands = q, k, k, layout, form, vectors, extras, maps, lse, arch, PROCESSORS
         launches, _ = launch.describe_forward(*operands)
@@ -136,7 +137,7 @@ def describe_flash(spec: Specialization) -> Any:
     if spec.kernel == "threshold":
         return launch.describe_threshold(q, q, q, layout, form, vectors, extras, alpha, arch)[0][-1]
     stat = None if normalize == "none" else new_vector(q)
-    weight_sum = new_vector(q) if stands_apart(form, layout, vectors, extras, lse) else None
+    weight_sum = new_vector(q) if saves_weight_sum(form, layout, vectors, extras, lse) else None
     given = {
         "gain": vectors.gain is not None, "sink": lse,
         "offset": normalize == "none" and vectors.offset is not None,
@@ -145,39 +146,40 @@ def describe_flash(spec: Specialization) -> Any:
         "alibi": layout.alibi is not None, "shape": vectors.shape is not None,
     }  # fmt: skip
     wanted = [name for name, there in given.items() if there]
-    launches, _ = launch.describe_backward(
-        do, vector if lse else None, q, k, k, out, stat, weight_sum, layout, form, vectors, extras,
-        maps, wanted, arch, PROCESSORS,
+    launches, _ = launch_backward.describe_backward(
+        do, vector if lse else None, q, k, k, out, stat, weight_sum, layout, form, vectors,
+        extras, maps, wanted, arch, PROCESSORS,
     )  # fmt: skip
     name = "flash_dq" if spec.kernel == "dq" else "flash_dkdv"
     return next(each for each in launches if each.kernel.__name__ == name)
 
 
 def describe_linear(spec: Specialization) -> Any:
-    """The launch of a causal call with two query heads per key/value head."""
+    """The launch of a causal call with an initial state and two query heads per key/value head."""
     from attnzoo.backends.triton.linear import launch
+    from attnzoo.backends.triton.linear.state import layout
 
     dtype, arch = DTYPES[spec.dtype], arch_of(spec)
     x = torch.empty(1, 2, 1024, FEATURES, dtype=dtype, device="meta")
     do = x.new_empty(1, 2, 1024, spec.head_dim, dtype=dtype)
     y, v = x[:, :1], do[:, :1]
-    upstream = launch.Upstream(do, x.new_empty(1, 2, 1024, dtype=torch.float32))
-    states, kept, _ = launch.describe_states(y, v, None, None, 1, True, arch)
-    back = launch.describe_states(x, do, None, upstream.delta, 1, True, arch)[0]
-    output = launch.describe_output(x, y, v, kept, spec.head_dim, dtype, arch)[0]
-    dx = launch.describe_dx(x, y, v, upstream, kept, arch)[0]
-    (dy, dv), *_ = launch.describe_dy_dv(x, y, v, upstream, kept, arch)
+    delta = x.new_empty(1, 2, 1024, dtype=torch.float32)
+    first = delta.new_empty(1, 1, FEATURES, layout(spec.head_dim, 32).WIDTH)
+    forward, (states, _) = launch.describe_states(y, v, None, first, 1, True, arch)
+    assert states is not None
+    back, _ = launch.describe_states(x, do, delta, first, 1, True, arch)
+    output, _ = launch.describe_output(x, y, v, states, spec.head_dim, dtype, arch)
+    dx, _ = launch.describe_dx(x, y, v, do, delta, states, arch)
+    (dy, dv), _ = launch.describe_dy_dv(y, v, x, do, delta, states, arch)
     launches = {"states back": back, "output": output, "dx": dx, "dy": dy, "dv": dv}
-    return {"states": states, **launches}[spec.kernel.removeprefix("linear ")]
+    return {"states": forward, **launches}[spec.kernel.removeprefix("linear ")]
 
 
 def describe_rows(spec: Specialization) -> Any:
-    from attnzoo.backends.triton.rows import launch
+    from benchmarks.kernels import row_softmax
 
     x = empty(spec._replace(head_dim=COLUMNS), 16)
-    return launch.describe(
-        spec.kernel.removeprefix("rows "), x, x.new_empty(x.shape), arch_of(spec)
-    )
+    return row_softmax.describe(spec.kernel.removeprefix("rows "), x, x.new_empty(x.shape))
 
 
 def few_queries(spec: Specialization) -> int:
@@ -199,16 +201,9 @@ def describe_decode(spec: Specialization) -> Any:
     q, k = empty(spec, 1, 8, few_queries(spec)), empty(spec, 1, 1, keys)
     layout, form, vectors, extras, alpha, lse = described(spec, q, keys)
     machine = arch_of(spec), PROCESSORS
-    solves = form.normalize == "threshold"
-    if stage in ("decode", "merge_splits"):
-        left = launch.new_products(q, k, layout) if solves else None
-        launches, _ = launch.describe_decode(
-            q, k, k, left, layout, form, vectors, extras, lse, *machine
-        )
-    elif solves:
-        launches, _ = launch.describe_threshold(
-            q, k, layout, form, vectors, extras, alpha, *machine
-        )
+    if form.normalize == "threshold" or stage in ("decode", "merge_splits"):
+        operands = q, k, k, None, layout, form, alpha, vectors, extras, lse, *machine
+        launches, _ = launch.describe_decode(*operands)
     else:
         launches, _ = launch.describe_statistics(q, k, layout, *machine)
     return next(each for each in launches if each.kernel.__name__ == stage)

@@ -302,14 +302,12 @@ def on_cpu(x: Tensor, k: int) -> Iterator[tuple[str, Algorithm]]:
 
 
 def on_gpu(x: Tensor) -> Iterator[tuple[str, Algorithm]]:
-    from attnzoo.backends.triton.common.launch import architecture
     from attnzoo.backends.triton.common.launch import run as launch
-    from attnzoo.backends.triton.rows.launch import describe
+    from benchmarks.kernels.row_softmax import describe
 
     out = torch.empty_like(x)
     for name, accesses in ((THREE, 4), (ONLINE, 3), (TWO, 3)):
-        made = describe(name, x, out, architecture(x.device))
-        yield name, Algorithm(partial(launch, made), out, accesses, THREE)
+        yield name, Algorithm(partial(launch, describe(name, x, out)), out, accesses, THREE)
     yield "torch, softmax", torch_softmax(x, out)
 
 

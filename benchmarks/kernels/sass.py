@@ -40,8 +40,8 @@ KINDS = (
 CLASS_OF = {opcode: name for name, opcodes in CLASSES.items() for opcode in opcodes.split()}
 # Instructions that compute two fp32 results per thread
 PACKED = ("FADD2", "FMUL2", "FFMA2")
-# Tensor-core instructions: wgmma on Hopper, tcgen05 on Blackwell, mma elsewhere.
-TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")
+# The tensor-core instruction of each generation: mma, wgmma and tcgen05
+TENSOR_CORE = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 # Instructions that copy a tile to shared memory: a tensor map's copy, and copies of 16 bytes.
 COPIES = {"UTMALDG": "TMA", "LDGSTS": "cp.async"}
 BARRIERS = ("BAR", "MEMBAR", "FENCE", "ERRBAR", "WARPSYNC", "SYNCS", "UTCBAR")
@@ -129,7 +129,8 @@ def resources(usage: str) -> tuple[int, int]:
 
 
 def tensor_core(code: str) -> str | None:
-    return next((name for name in TENSOR_CORES if re.search(rf"\b{name}\b", code)), None)
+    names = TENSOR_CORE.values()
+    return next((name for name in names if re.search(rf"\b{name}\b", code)), None)
 
 
 def instructions(code: str) -> list[Instruction]:

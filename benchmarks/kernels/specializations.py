@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from attnzoo.backends.triton.common.configurations import LINEAR_KERNELS, ROW_KERNELS
-from benchmarks.kernels.activations import kinds
+from attnzoo.backends.triton.common.tiles import LINEAR_KERNELS
+from benchmarks.kernels.activations import activations, kinds
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HEAD_DIMS = (48, 64, 96, 128, 192, 256)
 QUICK_DIMS = (64, 128)
 KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "segments", "linear", "decode", "rows")
+ROW_KERNELS = ("three-pass", "online", "two-pass")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
 # Terms of the form: a key bias with an offset, a softcap, and a gain and a bias by distance.
@@ -42,10 +43,9 @@ class Specialization(NamedTuple):
     kernel: one of KERNELS. "forward", "linear", "decode" and "rows" may be followed by a space and
         the name of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has
         no head dimension and no activation.
-    extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head); "offset"
-    (q, k and v start 8 bytes after a multiple of 16); "narrow mask" (strides that rule out wide
-    loads of the mask); "fp32 mask" (as under autocast); SPLIT; or "all" (all of EXTRAS, a sink and
-    the gradient of lse), optionally with "unaligned" (strides that rule out wide loads).
+    extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head);
+    "narrow mask" (strides that rule out wide loads of the mask); "fp32 mask" (as under autocast);
+    SPLIT; or "all" (all of EXTRAS, a sink and the gradient of lse).
     """
 
     kernel: str
@@ -69,7 +69,8 @@ class Group(NamedTuple):
     """All combinations of these kernels, kinds, dtypes, head dimensions, extras and architectures.
 
     ``kinds`` and ``dtypes`` are separated by spaces. A kind is `VariantForm.kind`, "linear" or
-    "rows". Calls are causal with a per-query gain, unless the extra says "full" or "no gain".
+    "rows", or "other": all activations for which another one of their kind stands. Calls are causal
+    with a per-query gain, unless the extra says "full" or "no gain".
     """
 
     kernels: tuple[str, ...]
@@ -94,13 +95,12 @@ GROUPS = (
     # kind "sum", only fp16 is compiled.
     Group(PASSES, "none threshold family", "fp16", POWERS),
     Group(PASSES, "factor shifted", "fp16", (128,)),
+    Group((*PASSES, "threshold"), "other", "fp16", (128,), archs=("sm_90",)),
     Group(("forward",), "sum", "fp16", POWERS),
     Group(("dq", "dkdv"), "sum", "fp16", (128,)),
     Group(FLASH, "online family", "bf16", POWERS, ("all",)),
     Group(FLASH, "threshold", "fp32", POWERS, ("all",)),
     Group(FLASH, "online", "fp32", (128, 256), ("all",)),
-    Group(FLASH, "online", "bf16", POWERS, ("all unaligned",)),
-    Group(FLASH, "online", "fp32", (256,), ("all unaligned",)),
     Group(PASSES, "online", "bf16", QUICK_DIMS, BARE),
     Group(FLASH, "none threshold", "bf16", QUICK_DIMS, ("full no gain",)),
     Group(PASSES, "online", "bf16", POWERS, (*EXTRAS, *PADDED, *MODELS)),
@@ -116,22 +116,18 @@ GROUPS = (
     Group(FLASH, "threshold", "bf16", POWERS, ("all",)),
     Group(PASSES, "sum", "fp16", POWERS, ("mask", "keys")),
     Group(FLASH, "online threshold", "bf16", POWERS, ("narrow mask",)),
-    Group(FLASH, "online threshold", "bf16", POWERS, ("offset",)),
-    Group(FLASH, "online", "fp32", (64,), ("offset",)),
     Group(("forward", "dkdv"), "online none", "bf16", POWERS, (SPLIT,)),
     Group(("dkdv",), "threshold", "bf16", POWERS, (SPLIT,)),
     Group(("forward", "dkdv"), "sum", "fp16", (128,), (SPLIT,)),
     Group(("forward", "dkdv"), "online", "fp32", (128,), (SPLIT,)),
     Group(("forward merge",), "online shifted", "fp32", (128,), (SPLIT,)),
     # These extras and dtypes cover each possible number of rows in a tile; see `few_queries`.
-    Group(
-        ("decode",), "online", "bf16 fp32", DECODE_DIMS, (*DECODE_EXTRAS, "all", "all unaligned")
-    ),
+    Group(("decode",), "online", "bf16 fp32", DECODE_DIMS, (*DECODE_EXTRAS, "all")),
     Group(("decode",), "none", "bf16 fp32", DECODE_DIMS),
     Group(("decode",), "threshold", "bf16 fp32", DECODE_DIMS, ("", "all")),
     Group(("decode",), "sum", "fp16", DECODE_DIMS),
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
-    Group(("decode",), "online", "bf16", (128,), ("offset", "key-bias", "distance")),
+    Group(("decode",), "online", "bf16", (128,), ("key-bias", "distance")),
     Group(("decode",), "factor shifted", "bf16", (128,)),
     Group(("decode short",), "online", "bf16 fp32", POWERS, ("all",)),
     Group(("decode short",), "online", "bf16", (128,)),
@@ -150,7 +146,6 @@ GROUPS = (
     Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16 fp32", (64,)),
     Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16", (128,)),
     Group(tuple(f"rows {name}" for name in ROW_KERNELS), "rows", "bf16 fp32", (64,)),
-    Group(tuple(f"rows {name}" for name in ROW_KERNELS), "rows", "bf16", (64,), ("offset",)),
 )
 
 
@@ -166,16 +161,20 @@ def of_groups(
     groups: tuple[Group, ...], archs: list[str], dims: list[int]
 ) -> Iterator[Specialization]:
     """The specializations of these groups, each of them once; see `specializations`."""
-    names, seen = {**kinds(), "linear": "", "rows": ""}, set()
+    names = {**{kind: [name] for kind, name in kinds().items()}, "linear": [""], "rows": [""]}
+    names["other"] = [name for name in activations() if name not in kinds().values()]
+    seen = set()
     for arch, dim, group in product(archs, dims, groups):
         like = dim if dim in HEAD_DIMS else 96 if dim & (dim - 1) else 64
         if arch not in group.archs or like not in group.dims:
             continue
-        for kind, kernel, dtype, extra in product(
-            group.kinds.split(), group.kernels, group.dtypes.split(), group.extras
+        chosen = [name for kind in group.kinds.split() for name in names[kind]]
+        for name, kernel, dtype, extra in product(
+            chosen, group.kernels, group.dtypes.split(), group.extras
         ):
-            wrong = {"stats": kind != "online", "threshold": kind not in ("threshold", "family")}
-            spec = Specialization(kernel, arch, dtype, dim, names[kind], extra)
+            solved = name and activations()[name].form.normalize == "threshold"
+            wrong = {"stats": name != kinds()["online"], "threshold": not solved}
+            spec = Specialization(kernel, arch, dtype, dim, name, extra)
             if not wrong.get(kernel) and spec not in seen:
                 seen.add(spec)
                 yield spec

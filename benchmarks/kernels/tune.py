@@ -1,10 +1,11 @@
-"""Try block sizes, numbers of warps and numbers of stages for one kernel.
+"""Try block sizes, numbers of warps and numbers of stages for kernels.
 
-Compiles the kernel with each combination. Prints those within the limits of `compile`, as entries
-for the table in attnzoo/backends/triton/common/configurations.py. On a GPU it also times the whole
-forward or backward pass with each configuration, in turn with the configuration that the table
-contains now. It prints the fastest first. Configurations with a different result are reported and
-not ranked. Without a GPU, the largest tiles come first.
+Compiles a kernel with each combination, and prints those within the limits of `compile`, the
+largest tiles first, as entries for attnzoo/backends/triton/common/tiles.py. With ``--device cuda``
+it also times the whole forward or backward pass with each, in turn with the current tile, and
+prints the fastest first. Tiles with a different result are reported and not ranked. If the fastest
+tile of a plain call is faster than the current one, it is written to the file of measured tiles of
+this GPU, which later processes read; ``python -m attnzoo`` prints its name.
 """
 
 from __future__ import annotations
@@ -29,44 +30,37 @@ from benchmarks.harness.journal import append
 from benchmarks.harness.options import positive
 from benchmarks.harness.timing import CudaEvents, Spread, Timer, ratio
 from benchmarks.kernels.activations import VariantForm, activations, variant_forms
-from benchmarks.kernels.compile import Compiled, compile_kernel, processes, require_compiler
-from benchmarks.kernels.launches import arch_of, extras_of, few_queries
-from benchmarks.kernels.specializations import (
-    ARCHITECTURES,
-    DTYPES,
-    EXTRAS,
-    KERNELS,
-    Specialization,
+from benchmarks.kernels.compile import (
+    Compiled,
+    compile_kernel,
+    problem,
+    processes,
+    require_compiler,
 )
+from benchmarks.kernels.launches import extras_of, few_queries
+from benchmarks.kernels.specializations import ARCHITECTURES, DTYPES, EXTRAS, Specialization
+from benchmarks.kernels.stored_tiles import check_output, is_stored, store
 from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 
 HEADS = 16
+# Kernels that are tuned unless one is named
+TUNED = ("forward", "dq", "dkdv", "stats", "decode")
 CURRENT = "current"
 # Largest difference, relative to the largest value, that is attributed to rounding to 16 bits.
 TOLERANCE = 2e-2
 
 
-class Tile(NamedTuple):
-    """A configuration to try.
-
-    map: for threshold variants, the tile size of the map of blocks with nonzero weights.
-    """
-
-    config: Any  # attnzoo.backends.triton.common.configurations.Config
-    map: tuple[int, int] | None
-
-    def __str__(self) -> str:
-        c = self.config
-        part = "" if c.part is None else f", part={c.part}"
-        maker = "turned" if c.turned else "Config"
-        shown = f"{maker}({c.block_m}, {c.block_n}, {c.warps}, {c.stages}{part})"
-        return shown if self.map is None else f"{shown} map {self.map[0]}x{self.map[1]}"
+def shown(config: Any) -> str:
+    """A tile as an entry of the tables."""
+    maker = "transposed" if config.transposed else "Config"
+    part = "" if config.part is None else f", part={config.part}"
+    return f"{maker}({config.block_m}, {config.block_n}, {config.warps}, {config.stages}{part})"
 
 
 class Timed(NamedTuple):
     milliseconds: Spread
-    ratio: Spread  # time divided by that of the current configuration
+    ratio: Spread  # time divided by that of the current tile
     difference: float  # largest difference between results, relative to the largest value
 
 
@@ -86,19 +80,22 @@ def numbers(least: int, powers: bool = True) -> Callable[[str], list[int]]:
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("tune", help="Try block sizes for a kernel", description=__doc__)
     add = parser.add_argument
-    kernels = [name for name in KERNELS if name not in ("segments", "linear", "rows")]
-    add("--kernel", choices=kernels, required=True, help="Tune this kernel")
+    add("--kernel", choices=(*TUNED, "threshold"),
+        help=f"Tune this kernel (default: {', '.join(TUNED)}, one after the other)")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), default="cpu",
+        help="cpu: compile only. cuda: time on the GPU, and write measured tiles (default: cpu)",
+    )  # fmt: skip
     add("--activation", default="exp", metavar="NAME",
         help="Compile with this activation (default: exp)")  # fmt: skip
     add_plugin(parser)
     add("--extra", choices=("", *EXTRAS, "all"), default="",
         help="Add a window, ALiBi, segments, a key mask, a dense mask or all to the call",
     )  # fmt: skip
-    add("--head-dim", type=positive(int), default=128, metavar="D",
-        help="Use head dimension D (default: 128)")  # fmt: skip
+    add("--head-dim", type=positive(int), metavar="D",
+        help="Use head dimension D (default: 64, 128 and 256, one after the other)")  # fmt: skip
     add("--dtype", choices=DTYPES, default="bf16", help="Use inputs of this dtype (default: bf16)")
     add("--arch", choices=ARCHITECTURES,
-        help="Compile for this architecture (default: the GPU's; without a GPU, sm_90)",
+        help="Compile for this architecture (default: the GPU's; with --device cpu, sm_90)",
     )  # fmt: skip
     lists = (
         ("--blocks", numbers(16), [32, 64, 128], "Try these tile sizes (default: 32,64,128)"),
@@ -117,45 +114,63 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         add(option, type=positive(int), default=default, metavar="N", help=words)
     add("--journal", type=Path, metavar="FILE",
         help="Append the time of each configuration to a file of JSON lines")  # fmt: skip
+    add("--output", type=Path, metavar="FILE",
+        help="Write measured tiles to this file (default: the one that later processes read)",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    spec = selected(args)
+    specs = selected(args)
     require_compiler("tune")
-    gpu = torch.cuda.is_available()
-    if gpu:
-        spec = spec._replace(arch=device_arch())
-    given = candidates(args, spec)
-    print(f"{spec.kernel}, {spec.config}, {spec.arch}: {len(given)} configurations", flush=True)
-    clean = compile_tiles(spec, given, args.jobs, args.plugin)[: args.most]
-    timed = timings(spec, [tile for tile, _ in clean], args.length, CudaEvents()) if gpu else {}
+    if args.device == "cuda":
+        check_output(args.output)
+    ranked = [tuned(args, spec) for spec in specs]
+    if args.device == "cpu":
+        print("not timed: that requires --device cuda")
+    return 0 if all(ranked) else 1
+
+
+def tuned(args: argparse.Namespace, spec: Specialization) -> bool:
+    """Try tiles for one kernel. Returns whether one is within the limits."""
+    configs = candidates(args, spec)
+    print(f"{spec.kernel}, {spec.config}, {spec.arch}: {len(configs)} tiles", flush=True)
+    clean = compile_tiles(spec, configs, args.jobs, args.plugin)[: args.most]
+    timed: dict[Any, Timed] = {}
+    if args.device == "cuda":
+        timed = timings(spec, [config for config, _ in clean], args.length, CudaEvents())
     if args.journal is not None:
-        for tile, row in timed.items():
-            append(args.journal, {"tile": record(spec, tile, row)})
+        for config, row in timed.items():
+            append(args.journal, {"tile": record(spec, config, row)})
     for text in table(clean, timed):
         print(text)
     if not clean:
-        print("no configuration is within the limits")
-        return 1
-    if not gpu:
-        print("not timed: torch sees no CUDA device")
-    return 0
+        print("no tile is within the limits")
+    if is_stored(spec) and (best := faster(timed)) is not None:
+        print(f"written to {store(spec, best, torch.cuda.get_device_name(), args.output)}")
+    return bool(clean)
 
 
-def record(spec: Specialization, tile: Tile, timed: Timed) -> dict[str, Any]:
-    """The time of a configuration, for JSON."""
+def faster(timed: dict[Any, Timed]) -> Any:
+    """The fastest tile, or None if the current one is as fast within the quartiles."""
+    right = {config: t for config, t in timed.items() if t.difference <= TOLERANCE}
+    best = min(right, key=lambda config: right[config].milliseconds.median, default=None)
+    return best if best is not None and right[best].ratio.upper < 1.0 else None
+
+
+def record(spec: Specialization, config: Any, timed: Timed) -> dict[str, Any]:
+    """The time of a tile, for JSON."""
     ms, share = timed.milliseconds, timed.ratio
     return {
         "kernel": spec.kernel, "activation": spec.activation, "head_dim": spec.head_dim,
-        "dtype": spec.dtype, "config": str(tile), "ms": [ms.lower, ms.median, ms.upper],
+        "dtype": spec.dtype, "config": shown(config), "ms": [ms.lower, ms.median, ms.upper],
         "time / current": [share.lower, share.median, share.upper],
         "same_result": timed.difference <= TOLERANCE,
     }  # fmt: skip
 
 
-def selected(args: argparse.Namespace) -> Specialization:
-    """The specialization that the options select.
+def selected(args: argparse.Namespace) -> list[Specialization]:
+    """The specializations that the options select.
 
     Raises:
         UsageError: an option is invalid.
@@ -163,92 +178,90 @@ def selected(args: argparse.Namespace) -> Specialization:
     known, name = activations(), args.activation
     if name not in known:
         raise UsageError(f"--activation must be one of {', '.join(known)}, got {name!r}")
-    if args.head_dim > 256:
+    dims = (64, 128, 256) if args.head_dim is None else (args.head_dim,)
+    kernels = TUNED if args.kernel is None else (args.kernel,)
+    if max(dims) > 256:
         raise UsageError(f"--head-dim must be an int from 1 to 256, got {args.head_dim}")
     if args.kernel == "threshold" and known[name].form.normalize != "threshold":
         raise UsageError(
             f"--activation must belong to a threshold variant for --kernel threshold, got {name!r}"
         )
-    if args.kernel == "stats" and known[name].kind != "online":
+    if "stats" in kernels and known[name].kind != "online":
         raise UsageError(f"--activation must be exp for --kernel stats, got {name!r}")
-    if args.kernel == "decode" and max(args.blocks) > 128:
+    if "decode" in kernels and max(args.blocks) > 128:
         raise UsageError(f"--blocks must be <= 128 for --kernel decode, got {max(args.blocks)}")
-    if torch.cuda.is_available() and args.arch is not None:
-        raise UsageError("--arch cannot be given on a machine with a GPU")
     arch = args.arch or "sm_90"
-    return Specialization(args.kernel, arch, args.dtype, args.head_dim, name, args.extra)
+    if args.device == "cuda":
+        if args.arch is not None:
+            raise UsageError("--arch cannot be combined with --device cuda")
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch sees no CUDA device")
+        arch = device_arch()
+    return [
+        Specialization(kernel, arch, args.dtype, dim, name, args.extra)
+        for kernel, dim in product(kernels, dims)
+    ]
 
 
 def device_arch() -> str:
-    """The architecture whose configurations this GPU uses."""
-    from attnzoo.backends.triton.common.configurations import SHARED
+    """The architecture whose tiles this GPU uses."""
     from attnzoo.backends.triton.common.launch import architecture
+    from attnzoo.backends.triton.common.tiles import known
 
-    found = architecture(torch.device("cuda")) // 10 * 10
-    return f"sm_{found if found in SHARED else 80}"
+    return f"sm_{known(architecture(torch.device('cuda')))}"
 
 
-def candidates(args: argparse.Namespace, spec: Specialization) -> list[Tile]:
-    from attnzoo.backends.triton.common.configurations import Config
+def candidates(args: argparse.Namespace, spec: Specialization) -> list[Any]:
+    from attnzoo.backends.triton.common.tiles import Config, map_tile
 
-    few = spec.kernel == "decode"  # one tile holds all query rows of a key/value head
-    mapped = not few and activations()[spec.activation].form.normalize == "threshold"
-    heights = [max(16, 8 * few_queries(spec))] if few else args.blocks
-    sizes = product(heights, args.blocks, args.warps, args.stages)
-    orientations = (False, True) if spec.kernel == "dkdv" else (False,)
+    blocks = list(product(args.blocks, args.blocks))
+    if spec.kernel == "decode":  # one tile holds all query rows of a key/value head
+        blocks = list(product([max(16, 8 * few_queries(spec))], args.blocks))
+    if spec.kernel == "threshold":  # other block sizes would change the block map
+        blocks = [map_tile(spec.head_dim, 8 * DTYPES[spec.dtype].itemsize)]
     return [
-        Tile(Config(m, n, *rest, part=part, turned=turned), (m, n) if mapped else None)
-        for m, n, *rest in sizes
+        Config(m, n, warps, stages, part=part, transposed=transposed)
+        for m, n in blocks
+        for warps, stages in product(args.warps, args.stages)
         for part in (None, *args.parts)
-        for turned in orientations
+        for transposed in ((False, True) if spec.kernel == "dkdv" else (False,))
     ]
 
 
 @contextmanager
-def with_tile(kernel: str, tile: Tile) -> Iterator[None]:
-    """Makes every launch of this kernel use the tile's configuration, if it has one."""
-    from attnzoo.backends.triton.decode import launch as launch_decode
-    from attnzoo.backends.triton.flash import launch
+def with_tile(kernel: str, config: Any) -> Iterator[None]:
+    """Makes every launch of this kernel use the tile. None: the current one."""
+    from attnzoo.backends.triton.common import measured
 
-    own, own_map, own_decode = launch.pick, launch.map_tile, launch_decode.decode_config
+    current = measured.tile_of_kernel
 
-    def pick(name: str, *rest: Any) -> Any:
-        return tile.config if tile.config and name == kernel else own(name, *rest)
+    def tile_of_kernel(name: str, *call: Any) -> Any:
+        return config if config and name == kernel else current(name, *call)
 
-    def map_tile(*call: Any) -> tuple[int, int]:
-        return tile.map or own_map(*call)
-
-    def decode_config(*call: Any) -> Any:
-        return tile.config if tile.config and kernel == "decode" else own_decode(*call)
-
-    with (
-        mock.patch.object(launch, "pick", pick),
-        mock.patch.object(launch, "map_tile", map_tile),
-        mock.patch.object(launch_decode, "decode_config", decode_config),
-    ):
+    with mock.patch.object(measured, "tile_of_kernel", tile_of_kernel):
         yield
 
 
-def compile_tile(spec: Specialization, tile: Tile) -> Compiled | str:
-    with with_tile(spec.kernel, tile):
-        return compile_kernel(spec)
+def compile_tile(spec: Specialization, config: Any) -> tuple[Compiled | str, str | None]:
+    """What is compiled with a tile, or the compiler's error, and the limit that it violates."""
+    with with_tile(spec.kernel, config):
+        row = compile_kernel(spec)
+    return row, None if isinstance(row, str) else problem(spec, row)
 
 
 def compile_tiles(
-    spec: Specialization, tiles: list[Tile], jobs: int, plugin: Path | None = None
-) -> list[tuple[Tile, Compiled]]:
+    spec: Specialization, configs: list[Any], jobs: int, plugin: Path | None = None
+) -> list[tuple[Any, Compiled]]:
     """The tiles that satisfy all limits, by size (largest first), then registers (fewest first)."""
-    from attnzoo.backends.triton.common.configurations import SHARED
-
-    limit, found = SHARED[arch_of(spec)], []
+    clean = []
     with processes(jobs, plugin) as pool:
-        for tile, row in zip(tiles, pool.map(partial(compile_tile, spec), tiles), strict=True):
+        compiled = pool.map(partial(compile_tile, spec), configs)
+        for config, (row, violated) in zip(configs, compiled, strict=True):
             if isinstance(row, str):
-                print(f"{tile} does not compile: {row}")
-            elif row.violation(spec.dtype != "fp32", limit) is None:
-                found.append((tile, row))
-    size = {tile: tile.config.block_m * tile.config.block_n for tile, _ in found}
-    return sorted(found, key=lambda pair: (-size[pair[0]], pair[1].registers))
+                print(f"{shown(config)} does not compile: {row}")
+            elif violated is None:
+                clean.append((config, row))
+    return sorted(clean, key=lambda pair: (-pair[0].block_m * pair[0].block_n, pair[1].registers))
 
 
 def call_of(spec: Specialization, length: int, device: str) -> Callable[[], tuple[Tensor, tuple]]:
@@ -290,44 +303,43 @@ def form_of(spec: Specialization) -> VariantForm:
 
 
 def timings(
-    spec: Specialization, tiles: list[Tile], length: int, timer: Timer, device: str = "cuda"
-) -> dict[Tile, Timed]:
+    spec: Specialization, configs: list[Any], length: int, timer: Timer, device: str = "cuda"
+) -> dict[Any, Timed]:
     """The time of the whole pass with each tile: backward for dq and dkdv, otherwise forward.
 
     Tiles that fail are printed and left out.
     """
     call, calls, results = call_of(spec, length, device), {}, {}
-    current = Tile(None, None)
-    for tile in (current, *tiles):
-        timed = timed_call(spec, tile, call)
+    for config in (None, *configs):
+        timed = timed_call(spec, config, call)
         try:
-            results[tile] = timed()
+            results[config] = timed()
             timer.synchronize()
         except Exception as error:
-            if tile is current:
+            if config is None:
                 raise
-            print(f"{tile} fails: {first_line(error)}", flush=True)
+            print(f"{shown(config)} fails: {first_line(error)}", flush=True)
             continue
-        calls[CURRENT if tile is current else str(tile)] = timed
+        calls[CURRENT if config is None else shown(config)] = timed
     seconds = timer.rounds(calls, 10, 0.05)
-    found = {}
-    for tile in (tile for tile in tiles if tile in results):
-        samples, base = seconds[str(tile)], seconds[CURRENT]
+    times = {}
+    for config in (config for config in configs if config in results):
+        samples, base = seconds[shown(config)], seconds[CURRENT]
         gaps = [
             float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
-            for a, b in zip(results[tile], results[current], strict=True)
+            for a, b in zip(results[config], results[None], strict=True)
         ]
         spread = Spread.of([1e3 * s for s in samples])
-        found[tile] = Timed(spread, ratio(samples, base), max(gaps))
-    return found
+        times[config] = Timed(spread, ratio(samples, base), max(gaps))
+    return times
 
 
 def timed_call(
-    spec: Specialization, tile: Tile, call: Callable[[], tuple[Tensor, tuple]]
+    spec: Specialization, config: Any, call: Callable[[], tuple[Tensor, tuple]]
 ) -> Callable[[], tuple[Tensor, ...]]:
     from attnzoo.backends.triton.common import prepared
 
-    # Prepared calls have the configuration of their first run, so each tile needs its own.
+    # Prepared calls have the tile of their first run, so each tile needs its own.
     calls, seen = {}, set()
 
     @contextmanager
@@ -335,7 +347,7 @@ def timed_call(
         with (
             mock.patch.object(prepared, "_prepared", calls),
             mock.patch.object(prepared, "_seen", seen),
-            with_tile(spec.kernel, tile),
+            with_tile(spec.kernel, config),
         ):
             yield
 
@@ -357,18 +369,19 @@ def timed_call(
     return backward
 
 
-def table(clean: list[tuple[Tile, Compiled]], timed: dict[Tile, Timed]) -> Iterator[str]:
-    wrong = {tile for tile, t in timed.items() if not t.difference <= TOLERANCE}
+def table(clean: list[tuple[Any, Compiled]], timed: dict[Any, Timed]) -> Iterator[str]:
+    wrong = {config for config, t in timed.items() if not t.difference <= TOLERANCE}
     if timed:
         ranked = [pair for pair in clean if pair[0] in timed and pair[0] not in wrong]
         clean = sorted(ranked, key=lambda pair: timed[pair[0]].milliseconds.median)
-    for tile, row in clean:
-        text = f"{tile!s:<44} {row.registers:>3} registers {row.shared_bytes:>6} B shared"
+    for config, row in clean:
+        text = f"{shown(config):<44} {row.registers:>3} registers {row.shared_bytes:>6} B shared"
         text += f" {row.tensor_core or '–':<8}"
-        if tile in timed:
-            ms, share, _ = timed[tile]
+        if config in timed:
+            ms, share, _ = timed[config]
             text += f" {ms.median:.3f} ms ({ms.lower:.3f}–{ms.upper:.3f})"
             text += f"  {share.median:.3f} × {CURRENT}"
         yield text.rstrip()
-    for tile in wrong:
-        yield f"{tile} DIFFERS from the {CURRENT} result by {timed[tile].difference:.1e}"
+    for config in wrong:
+        difference = timed[config].difference
+        yield f"{shown(config)} DIFFERS from the {CURRENT} result by {difference:.1e}"

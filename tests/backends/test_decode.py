@@ -217,27 +217,26 @@ def test_splits_use_all_processors_and_are_not_too_small(
 ) -> None:
     monkeypatch.undo()
 
-    def splits(batch: int, keys: int, window: int | None = None) -> launch_decode.Splits:
+    def splits(batch: int, keys: int, window: int | None = None) -> dict[str, int]:
         q = torch.empty(batch, 32, 1, 128, dtype=torch.bfloat16, device="meta")
         k = q.new_empty(batch, 8, keys, 128)
         left = None if window is None else window - 1
         layout = Layout(1.0, left, 0, None, None, None, None)
-        config = launch_decode.decode_config(90, 16, 128, "")
-        return launch_decode._splits(q, k, layout, config, 132)
+        return launch_decode._splits(q, k, layout, 64, 132)
 
-    assert splits(1, 2**18).number * 8 >= 264
-    assert splits(32, 2**18).number * 256 >= 264
-    assert splits(1, 100).number == 1
+    assert splits(1, 2**18)["splits"] * 8 >= 264
+    assert splits(32, 2**18)["splits"] * 256 >= 264
+    assert splits(1, 100)["splits"] == 1
     for keys in (1, 100, 1024, 5000, 2**20):
         found = splits(1, keys)
-        assert found.number == 1 or found.span * 64 >= 256
-        assert found.number <= 256
+        number, span, blocks = found["splits"], found["span"], found["last"] - found["first"]
+        assert number == 1 or span * 64 >= 256
+        assert number <= 256
         # Each block of keys belongs to exactly one split, and no split is empty.
-        assert (found.number - 1) * found.span < found.last - found.first
-        assert found.number * found.span >= found.last - found.first
-        assert found.last * 64 >= keys
+        assert (number - 1) * span < blocks <= number * span
+        assert found["last"] * 64 >= keys
     narrow = splits(1, 2**18, window=1000)
-    assert (narrow.last - narrow.first) * 64 <= 1000 + 2 * 128
+    assert (narrow["last"] - narrow["first"]) * 64 <= 1000 + 2 * 128
 
 
 @pytest.mark.parametrize("variant", ["softmax", "sink", "sigmoid", "taylor", "softpick"])
@@ -296,32 +295,19 @@ def small() -> list[Tensor]:
 def test_opcheck() -> None:
     q, k, v = small()
     opcheck(decode_ops.decode_statistics, q=q, k=k, layout=ALL)
-    threshold = {
-        "q": q, "k": k, "vectors": Vectors(gain=VECTOR), "extras": EXTRAS, "layout": ALL,
-        "form": Form(FUNCTIONS + "entmax15", 1.0, True, "threshold"), "alpha": 1.5,
-    }  # fmt: skip
-    opcheck(decode_ops.decode_threshold, **threshold)
-    products, peak, tau = decode_ops.decode_threshold(**threshold)
-    for given, vectors, extras, (name, *rest), want_lse in (
-        (None, Vectors(gain=VECTOR, sink=VECTOR), EXTRAS, ("exp", 1.4427, True, "online"), True),
-        (
-            None,
-            Vectors(offset=VECTOR),
-            Extras(factor=VECTOR),
-            ("sigmoid", 1.4427, True, "none"),
-            False,
-        ),
-        (
-            products,
-            Vectors(VECTOR, tau),
-            EXTRAS._replace(peak=peak),
-            ("entmax15", 1.0, True, "threshold"),
-            False,
-        ),
-    ):
+    products, *_ = decode_ops.decode_statistics(q=q, k=k, layout=ALL)
+    for given, vectors, extras, form, alpha, want_lse in (
+        (None, Vectors(VECTOR, sink=VECTOR), EXTRAS, ("exp", 1.4427, True, "online"), None, True),
+        (None, Vectors(None, VECTOR), Extras(factor=VECTOR), ("sigmoid", 1.4427, True, "none"),
+         None, False),
+        (products, Vectors(VECTOR), EXTRAS, ("exp", 1.4427, True, "online"), None, False),
+        (None, Vectors(VECTOR), EXTRAS, ("entmax15", 1.0, True, "threshold"), 1.5, False),
+    ):  # fmt: skip
+        name, *others = form
         opcheck(
             decode_ops.decode_forward, q=q, k=k, v=v, products=given, vectors=vectors,
-            extras=extras, layout=ALL, form=Form(FUNCTIONS + name, *rest), want_lse=want_lse,
+            extras=extras, layout=ALL, form=Form(FUNCTIONS + name, *others), alpha=alpha,
+            want_lse=want_lse,
         )  # fmt: skip
 
 

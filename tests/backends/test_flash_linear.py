@@ -17,7 +17,7 @@ import attnzoo
 from attnzoo.backends import linear
 from attnzoo.backends.triton.linear import backend as flash_linear
 from attnzoo.backends.triton.linear import operators as linear_ops
-from attnzoo.backends.triton.linear.state import pack, split, unpack, width
+from attnzoo.backends.triton.linear.state import layout, pack, split, unpack
 from attnzoo.functional.prepare import prepare
 from helpers.agreement import by_backend, disagreements, make
 from helpers.cases import params_of, rand
@@ -180,32 +180,29 @@ def features(gradient: bool) -> tuple[Tensor, ...]:
 @pytest.mark.slow
 def test_opcheck() -> None:
     x, y, v, first = features(True)
-    opcheck(linear_ops.linear_read, x=x, state=first, value_dim=5, dtype=torch.float32)
-    for state in (first, None):
-        opcheck(linear_ops.linear_state, y=y, v=v, first=state)
-        opcheck(linear_ops.linear_causal, x=x, y=y, v=v, first=state)
+    for operands in attended(x, y, v, first):
+        opcheck(linear_ops.linear_forward, **operands)
 
 
 @pytest.mark.slow
 def test_opcheck_backward() -> None:
-    x, y, v, first = features(False)
-    opcheck(
-        linear_ops.linear_state_backward, y=y, v=v, first=first, dout=first,
-        wanted=["y", "v", "first"],
-    )  # fmt: skip
-    read = linear_ops.linear_read(x=x, state=first, value_dim=5, dtype=torch.float32)
-    do = torch.ones_like(read.out)
-    opcheck(
-        linear_ops.linear_read_backward, x=x, state=first, **read._asdict(), dout=do,
-        wanted=["x", "state"],
-    )  # fmt: skip
-    *found, last = linear_ops.linear_causal(x=x, y=y, v=v, first=first)
-    saved = dict(zip(("out", "z", "kept"), found))
-    for dlast in (None, last):
-        opcheck(
-            linear_ops.linear_causal_backward, x=x, y=y, v=v, first=first, **saved, dout=do,
-            dlast=dlast, wanted=["x", "y", "v", "first"],
-        )  # fmt: skip
+    for operands in attended(*features(False)):
+        saved = linear_ops.linear_forward(**operands)._asdict()
+        tensors = {n: x for n, x in operands.items() if n not in ("value_dim", "dtype")}
+        wanted = [n for n, x in tensors.items() if x is not None]
+        for dlast in (None, saved["last"]):
+            opcheck(
+                linear_ops.linear_backward, **tensors, **saved,
+                dout=torch.ones_like(saved["out"]), dlast=dlast, wanted=wanted,
+            )  # fmt: skip
+
+
+def attended(x: Tensor, y: Tensor, v: Tensor, first: Tensor) -> list[dict[str, Any]]:
+    """Operands of `linear_forward`, without causality and with."""
+    names = "y", "v", "y_before", "v_before", "first"
+    cases = (None, None, y, v, first), (y, v, None, None, first), (y, v, y, v, None)
+    shared = {"x": x, "value_dim": v.shape[3], "dtype": v.dtype}
+    return [{**shared, **dict(zip(names, case))} for case in cases]
 
 
 # While tracing, torch instantiates an autograd.Function and warns about it.
@@ -248,21 +245,25 @@ def test_states_of_bf16_features_keep_16_bits(value_dim: int) -> None:
     n, size, chunk = 100, 16, 32
     x, y = (rand(1, 1, n, size, seed=i).bfloat16() for i in range(2))
     v = rand(1, 1, n, value_dim, seed=2).bfloat16()
-    kept = linear_ops.linear_causal(x=x, y=y, v=v, first=None).kept[0, 0].double()
+    states = linear_ops.linear_forward(
+        x=x, y=y, v=v, y_before=None, v_before=None, first=None, value_dim=value_dim, dtype=v.dtype
+    ).states
+    assert states is not None
+    states = states[0, 0].double()
     values = (value_dim + 7) // 8 * 8
-    found = kept[..., :value_dim] + kept[..., values : values + value_dim]
-    for c in range(kept.shape[0]):
+    sums = states[..., :value_dim] + states[..., values : values + value_dim]
+    for c in range(states.shape[0]):
         before = y[0, 0, : c * chunk].double()
         exact = before.T @ v[0, 0, : c * chunk].double()
-        assert bool(((found[c] - exact).abs() <= 2**-15 * exact.abs() + 1e-5).all())
-        normalizer = kept[c, :, 2 * values :].sum(-1)
+        assert bool(((sums[c] - exact).abs() <= 2**-15 * exact.abs() + 1e-5).all())
+        normalizer = states[c, :, 2 * values :].sum(-1)
         assert torch.allclose(normalizer, before.sum(0), rtol=0, atol=1e-5)
 
 
 def test_a_split_state_adds_up_to_the_state() -> None:
-    state = pack(rand(2, 3, 8, 6), value_dim=5).float()
+    state = pack(rand(2, 3, 8, 5), rand(2, 3, 8, 1, seed=1), 8).float()
     parts = split(state, 5, torch.bfloat16).double()
-    assert parts.shape[-1] == width(5, torch.bfloat16)
+    assert parts.shape[-1] == layout(5, 16).WIDTH
     found = torch.cat([parts[..., :5] + parts[..., 8:13], parts[..., 16:].sum(-1, True)], dim=-1)
-    assert torch.allclose(found, unpack(state, 5).double(), rtol=2**-16, atol=0)
+    assert torch.allclose(found, torch.cat(unpack(state, 5), -1).double(), rtol=2**-16, atol=0)
     assert split(state, 5, torch.float32) is state

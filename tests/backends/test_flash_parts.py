@@ -20,6 +20,7 @@ from attnzoo.backends.triton.common import prepared
 from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
 from attnzoo.backends.triton.flash import launch as flash
 from attnzoo.backends.triton.flash import parts as flash_parts
+from attnzoo.backends.triton.flash.launch_backward import describe_backward
 from helpers.agreement import by_backend, disagreements, make
 from helpers.cases import CAUSAL_ONLY, NO_LSE, VARIANTS, rand
 from helpers.coverage_table import FLASH
@@ -154,7 +155,7 @@ def dkdv(batch: int, heads: tuple[int, int], queries: int, keys: int) -> common.
     k = q.new_empty(batch, heads[1], keys, 128)
     stat = q.new_empty(q.shape[:3], dtype=torch.float32)
     layout = Layout(0.1, None, 0, None, None, None, None)
-    launches, _ = flash.describe_backward(
+    launches, _ = describe_backward(
         q, None, q, k, k, q, stat, None, layout, EXP, Vectors(), Extras(), Maps(), [], 90,
         132,
     )  # fmt: skip
@@ -288,7 +289,7 @@ def test_chunks_of_queries_use_all_processors() -> None:
     for queries in (65, 100, 128, 129, 256):
         walk, merge = forward(1, (32, 8), queries, 2**16)
         assert 132 <= walk.programs <= 264
-        assert walk.args["o"].dtype == torch.float32
+        assert walk.args["partials"].o.dtype == torch.float32
         assert merge.programs == 32 * queries
         assert merge.args["o"].dtype == torch.bfloat16
     walk, _ = forward(1, (8, 8), 128, 4096)

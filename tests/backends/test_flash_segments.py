@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo.backends.triton.common.configurations import Config
 from attnzoo.backends.triton.common.launch import Launch, run
+from attnzoo.backends.triton.common.tiles import Config
 from attnzoo.backends.triton.flash.segments import segment_ranges
 from helpers.cases import rand
 
@@ -96,13 +96,15 @@ def test_agrees_with_tiled(ids: tuple[list[int], list[int]]) -> None:
         rand(2, heads, n, 16, seed=heads + n).float().requires_grad_()
         for heads, n in ((2, 70), (1, 75), (1, 75))
     )
-    own, other = (torch.tensor([x, x[::-1]]) for x in ids)
+    q_ids, k_ids = (torch.tensor([x, x[::-1]]) for x in ids)
     do = rand(2, 2, 70, 16, seed=9).float()
-    found = []
+    results = []
     for backend in ("flash", "tiled"):
-        out = attnzoo.attention(q, k, v, segment_ids=(own, other), enable_gqa=True, backend=backend)
-        found.append([out.detach(), *torch.autograd.grad(out, (q, k, v), do)])
-    for have, want in zip(*found, strict=True):
+        out = attnzoo.attention(
+            q, k, v, segment_ids=(q_ids, k_ids), enable_gqa=True, backend=backend
+        )
+        results.append([out.detach(), *torch.autograd.grad(out, (q, k, v), do)])
+    for have, want in zip(*results, strict=True):
         torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-6)
 
 
@@ -110,18 +112,18 @@ def test_agrees_with_tiled(ids: tuple[list[int], list[int]]) -> None:
 def test_ranges_reach_from_the_first_to_the_last_shared_segment(
     ids: tuple[list[int], list[int]],
 ) -> None:
-    own, other = (torch.tensor([x, x[::-1]]) for x in ids)
+    segments, others = (torch.tensor([x, x[::-1]]) for x in ids)
     block, tiles = 32, 3
     ranges = torch.full((2, tiles, 2), -1, dtype=torch.int32)
     args = {
-        "own": own, "other": other, "ranges": ranges, "own_count": 70, "other_count": 75,
+        "segments": segments, "others": others, "ranges": ranges, "count": 70, "other_count": 75,
         "BLOCK": block, "CHUNK": 16,
     }  # fmt: skip
     run(Launch(segment_ranges, 2 * tiles, args, Config(1, 1, 4, 1)))
     for b in range(2):
         for tile in range(tiles):
-            mine = own[b, tile * block : (tile + 1) * block]
-            inside = (other[b] >= mine.min()) & (other[b] <= mine.max())
+            mine = segments[b, tile * block : (tile + 1) * block]
+            inside = (others[b] >= mine.min()) & (others[b] <= mine.max())
             at = inside.nonzero()[:, 0].tolist()
             want = [at[0], at[-1] + 1] if at else [75, 0]
             assert ranges[b, tile].tolist() == want

@@ -24,6 +24,7 @@ from triton.runtime import interpreter
 
 import attnzoo
 from attnzoo.backends.shared_operands import Layout
+from attnzoo.backends.triton.common.groups import Size
 from attnzoo.backends.triton.common.tile import key_blocks, query_blocks
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.backends.triton.flash.query_lists import full_blocks
@@ -327,7 +328,7 @@ def ranges(out, sizes, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
     tl.store(out + 7 * at + 1, full)
     tl.store(out + 7 * at + 2, high)
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
-    size = (queries, keys, left, right)
+    size = Size(queries, keys, left, right)
     first, last = full_blocks(start, low, high, size, BLOCK_M, BLOCK_N, False)
     tl.store(out + 7 * at + 3, low)
     tl.store(out + 7 * at + 4, first)

@@ -35,7 +35,7 @@ def test_every_operator_has_a_formula() -> None:
     names = [x for x in torch._C._dispatch_get_all_op_names() if x.startswith("attnzoo::")]
     # test_operator registers operators whose names begin with "example".
     names = [x.removeprefix("attnzoo::") for x in names if "::example" not in x]
-    assert len(names) >= 22
+    assert len(names) >= 17
     assert not [name for name in names if getattr(torch.ops.attnzoo, name) not in flop_registry]
 
 

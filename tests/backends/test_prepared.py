@@ -23,11 +23,14 @@ def seen(x):
         return x.data_ptr(), x.shape, x.stride(), x.dtype
     if hasattr(x, "base"):
         return "descriptor", x.base.data_ptr(), tuple(x.shape), tuple(x.block_shape)
-    return x
+    return getattr(x, "value", x)  # a constant of a group
+
+def fields(values):  # the fields of groups are arguments too
+    return [y for x in values for y in (fields(x) if isinstance(x, tuple) else [x])]
 
 def record(*args):  # the kernel's arguments follow grid, stream, function, metadata and hooks
-    launches.append([seen(x) for x in args[9:]])
-    for x in args[9:]:
+    launches.append([seen(x) for x in fields(args[9:])])
+    for x in fields(args[9:]):
         if isinstance(x, torch.Tensor) and x.dtype == torch.uint8:
             dirty.append(bool(x.any()))
             x.fill_(1)  # the next tensor in this memory must be zeroed anew
@@ -79,7 +82,11 @@ count = len(prepared._prepared)
 assert count == 13, count
 for variant in ("softmax", "sigmoid", "ssmax", "entmax", "adaptive_temperature"):
     check(variant, False, (1, 4, 1, 32), "decode")
-assert len(prepared._prepared) == count + 7, len(prepared._prepared) - count
+assert len(prepared._prepared) == count + 6, len(prepared._prepared) - count
+# States and output, and in the backward dx, states, and dy with dv.
+count = len(prepared._prepared)
+check("elu", True, (1, 4, 60, 32), "flash_linear")
+assert len(prepared._prepared) == count + 5, len(prepared._prepared) - count
 for keys in range(40, 44):  # a cache that grows
     q, (k, v) = torch.randn(1, 4, 1, 32).bfloat16(), torch.randn(2, 1, 2, keys, 32).bfloat16()
     launches.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,14 @@ import torch
 import triton.language as tl
 
 import attnzoo
-from attnzoo.backends.triton.common import configurations as configs
-from attnzoo.backends.triton.decode import launch as launch_decode
-from attnzoo.backends.triton.flash import launch
-from benchmarks.kernels.activations import activations
-from benchmarks.kernels.compile import Compiled, selected
-from benchmarks.kernels.launches import arch_of, describe
+from attnzoo.backends.triton.common import measured, tiles
+from attnzoo.backends.triton.common.groups import mapped
+from attnzoo.core import registry
+from benchmarks.kernels.activations import activations, plugin_activations
+from benchmarks.kernels.compile import Compiled, problem, selected
+from benchmarks.kernels.launches import describe
 from benchmarks.kernels.specializations import (
     ARCHITECTURES,
-    FLASH,
     HEAD_DIMS,
     KERNELS,
     MODELS,
@@ -48,13 +48,10 @@ def test_compile_writes_resource_usage_to_json(tmp_path: Path) -> None:
         "exp D=64 bf16",
         "exp D=64 fp32",
         "exp D=64 bf16 all",
-        "exp D=64 bf16 all unaligned",
         "exp D=64 bf16 mask",
         "exp D=64 bf16 softcap",
         "exp D=64 bf16 fp32 mask",
         "exp D=64 bf16 narrow mask",
-        "exp D=64 bf16 offset",
-        "exp D=64 fp32 offset",
     ]
     for row in rows:
         assert set(row) == {
@@ -70,9 +67,12 @@ def test_compile_writes_resource_usage_to_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (Compiled("dq", "c", "sm_90", 8, 255, 8, 0, "HGMMA"), "spills 8 bytes"),
         (
-            Compiled("dq", "c", "sm_90", 8, 255, 0, 101, "HGMMA"),
+            Compiled("dq", "c", "sm_90", 8, 255, 9, 0, "HGMMA"),
+            "spills 9 bytes of registers, limit 8",
+        ),
+        (
+            Compiled("dq", "c", "sm_90", 8, 255, 8, 101, "HGMMA"),
             "101 bytes of shared memory, limit 100",
         ),
         (
@@ -81,17 +81,42 @@ def test_compile_writes_resource_usage_to_json(tmp_path: Path) -> None:
         ),
         (Compiled("dq", "c", "sm_90", 16, 128, 0, 100, "HGMMA"), None),
         (Compiled("dq", "c", "sm_90", 8, 255, 0, 100, None), "no tensor-core"),
-        (Compiled("dq", "c", "sm_90", 8, 255, 0, 100, "HMMA"), None),
+        (Compiled("dq", "c", "sm_90", 8, 255, 0, 100, "HMMA"), "HMMA instead of HGMMA"),
     ],
 )
 def test_violation_names_the_exceeded_limit(row: Compiled, words: str | None) -> None:
-    found = row.violation(sixteen_bit=True, limit=100)
-    assert found is None if words is None else words in str(found)
+    violated = row.violation(100, 8, "HGMMA")
+    assert violated is None if words is None else words in str(violated)
 
 
-def test_fp32_kernels_need_no_tensor_cores() -> None:
+def test_fp32_kernels_need_no_tensor_cores_and_safe_ones_not_those_of_the_generation() -> None:
     row = Compiled("dq", "c", "sm_90", 8, 100, 0, 0, None)
-    assert row.violation(sixteen_bit=False, limit=100) is None
+    assert row.violation(100, 0, None) is None
+    assert replace(row, tensor_core="HMMA").violation(100, 0, "") is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "version", "spilled"),
+    [
+        (Specialization("dq", "sm_90", "bf16", 64, "exp"), "3.9.0", 0),
+        (Specialization("dq", "sm_90", "bf16", 128, "exp", "alibi"), "4.0", 0),
+        (Specialization("dq", "sm_90", "bf16", 64, "exp"), "3.6.0", 128),
+        (Specialization("dq", "sm_90", "bf16", 256, "exp"), "3.9.0", 64),
+        (Specialization("dq", "sm_90", "fp32", 64, "exp"), "3.9.0", 64),
+        (Specialization("dq", "sm_90", "bf16", 64, "exp", "mask"), "3.9.0", 64),
+        (Specialization("dkdv", "sm_90", "bf16", 64, "exp", "alibi"), "3.9.0", 64),
+        (Specialization("dq", "sm_90", "bf16", 64, "exp", "all"), "3.9.0", 64),
+        (Specialization("dq", "sm_90", "bf16", 64, "exp", "narrow mask"), "3.9.0", 64),
+        (Specialization("linear dx", "sm_90", "bf16", 64), "3.9.0", 0),
+    ],
+)
+def test_plain_calls_in_bf16_may_not_spill(
+    spec: Specialization, version: str, spilled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton.__version__", version)
+    row = Compiled(spec.kernel, spec.config, spec.arch, 4, 255, spilled, 0, "HGMMA")
+    assert problem(spec, row) is None
+    assert "spills" in str(problem(spec, replace(row, spill_bytes=spilled + 4)))
 
 
 @pytest.mark.parametrize(
@@ -123,81 +148,48 @@ def test_quick_with_a_plugin_is_an_error() -> None:
         selected(args)
 
 
-def test_every_configuration_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    used, of_decode = set(), set()
+def test_a_plugin_compiles_the_activations_that_no_other_variant_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the library too."""
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+    file = tmp_path / "gate_plugin.py"
+    file.write_text("""
+from attnzoo import Activation, Pairwise, Variant, register_variant
+from attnzoo.core.activations import EXP, TRITON
 
-    def spy(kernel: str, arch: int, bits: int, head_dim: int, beside: str) -> configs.Config:
-        rows = configs.find(kernel, arch, bits, beside)
-        config = configs.of_dim(rows, head_dim)
-        used.add((id(rows), config))
+NEW = Activation("new", lambda s, shape: s, lambda s, phi, shape: s, triton=TRITON + "new")
+for name, activation in (("gate_exp", EXP), ("gate_new", NEW)):
+    forms = lambda call, activation=activation: (Pairwise(activation, "sum"),)
+    variant = Variant(name=name, formula="", paper="", weights=lambda q, k, call: q, forms=forms)
+    register_variant(variant)
+""")
+    assert plugin_activations(file) == ["new"]
+
+
+def test_every_tile_of_the_tables_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = set()
+
+    def spy(kernel: str, arch: int, bits: int, head_dim: int, safe: bool, device: Any) -> Any:
+        config = tiles.tile_of_table(kernel, arch, bits, head_dim, safe)
+        used.add((kernel, bits, config))
         return config
 
-    def spy_on_decode(*args: Any) -> configs.Config:
-        of_decode.add(found := configs.decode_config(*args))
-        return found
-
-    monkeypatch.setattr(configs, "is_older", lambda: False)
-    monkeypatch.setattr(launch, "pick", spy)
-    monkeypatch.setattr(launch_decode, "decode_config", spy_on_decode)
-    found = list(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
-    for spec in found:
-        describe(spec)
-    linear = {(c.dtype, c.kernel) for c in found if c.family == "linear"}
-    assert linear == {(d, f"linear {x}") for d in ("bf16", "fp32") for x in configs.LINEAR_KERNELS}
-    tables = configs.DECODE.values()
-    assert of_decode == {c for table in tables for rows in table.values() for c in rows}
-    listed = [rows for table in configs.TABLE.values() for rows in table.values()]
-    assert used == {(id(rows), config) for rows in listed for config in rows}
-
-
-def test_triton_before_3_9_uses_entries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The full set uses each, and the tiles of block maps do not depend on the version."""
-
-    def picked(older: bool) -> dict[Specialization, configs.Config]:
-        found: dict[Specialization, configs.Config] = {}
-
-        def spy(kernel: str, *rest: Any) -> configs.Config:
-            config = pick(kernel, *rest)
-            if kernel == spec.kernel:
-                found[spec] = config
-            return config
-
-        monkeypatch.setattr(configs, "is_older", lambda: older)
-        monkeypatch.setattr(launch, "pick", spy)
-        for spec in every:
-            describe(spec)
-        return found
-
-    pick = launch.pick
-    every = [s for s in specializations(list(ARCHITECTURES), list(HEAD_DIMS)) if s.family in FLASH]
-    new, old = picked(older=False), picked(older=True)
-    changed = {
-        (arch_of(spec), config, old[spec]) for spec, config in new.items() if config != old[spec]
-    }
-    replaced = {
-        (arch, configs.of_dim(configs.TABLE[arch, bits][name], limit), config)
-        for (arch, bits), entries in configs.OLDER.items()
-        for name, by_limit in entries.items()
-        for limit, config in by_limit.items()
-    }
-    assert changed == replaced
+    monkeypatch.setattr(measured, "tile_of_kernel", spy)
+    every = list(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
     for spec in every:
-        if spec.kernel == "threshold":
-            assert new[spec][:2] == old[spec][:2], spec
-
-
-@pytest.mark.parametrize(
-    ("version", "older"), [("3.6.0", True), ("3.8.1+git12", True), ("3.9.0", False), ("4.0", False)]
-)
-def test_the_version_of_triton_selects_the_entries(
-    version: str, older: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("triton.__version__", version)
-    assert configs.is_older.__wrapped__() == older
+        describe(spec)
+    linear = {(c.dtype, c.kernel) for c in every if c.family == "linear"}
+    assert linear == {(d, f"linear {x}") for d in ("bf16", "fp32") for x in tiles.LINEAR_KERNELS}
+    rows = [*tiles.PLAIN.items(), *tiles.SAFE.items()]
+    rows += [((name, 16), row) for x in tiles.OVERRIDES.values() for (_, name), row in x.items()]
+    assert used == {(*key, config) for key, row in rows for config in row.values()}
 
 
 def kind_of(value: Any) -> Any:
     """What the compiled code knows of an argument: of a pointer its type and alignment."""
+    if isinstance(value, tl.constexpr) or value is None or callable(value):
+        return repr(value)
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     return type(value)
@@ -208,10 +200,8 @@ def key(spec: Specialization) -> tuple:
     launch, kinds = describe(spec), []
     for name, parameter in inspect.signature(launch.kernel.fn).parameters.items():
         value = launch.args[name]
-        if parameter.annotation is tl.constexpr or value is None:
-            kinds.append((name, repr(value)))
-        else:
-            kinds.append((name, kind_of(value)))
+        constant = parameter.annotation is tl.constexpr
+        kinds.append((name, repr(value) if constant else mapped(lambda x, path: kind_of(x), value)))
     return launch.kernel, spec.arch, *kinds, repr(launch.options)
 
 
@@ -231,7 +221,7 @@ def test_quick_compiles_every_kernel_in_few_specializations() -> None:
         assert {c.family for c in here} == set(KERNELS) - once
         for kernel in ("forward", "dq", "dkdv"):
             launches = [describe(c) for c in here if (c.kernel, c.activation) == (kernel, "exp")]
-            calls = {(x.args["right"] is None, x.args["gain"] is None) for x in launches}
+            calls = {(x.args["right"] is None, x.args["vectors"].gain is None) for x in launches}
             assert calls == set(product((True, False), repeat=2))
 
 
@@ -242,24 +232,14 @@ def test_every_kernel_architecture_and_activation_is_compiled() -> None:
         assert any((c.arch, c.kernel) == (arch, stage) for c in found)
     every = {"exp", "sigmoid", "entmax15", "q_exp", "taylor2"}
     rare = {"relu", "relu_power", "relu2", "softpick"}
+    once = {"taylor4", "sparsemax"}
+    assert once <= {spec.activation for spec in found}
     filled = {48: {"exp", "sigmoid"}, 96: {"exp", "sigmoid", "entmax15"}, 192: {"exp", "sigmoid"}}
     for arch, dim in product(ARCHITECTURES, HEAD_DIMS):
         flash = [c for c in found if c.family not in ("linear", "decode", "rows")]
         names = {c.activation for c in flash if (c.arch, c.head_dim) == (arch, dim)}
-        assert names - rare == filled.get(dim, every)
+        assert names - rare - once == filled.get(dim, every)
         assert names & rare == (rare if dim in (64, 128) else set())
-
-
-@pytest.mark.parametrize(("kernel", "names"), [("dq", "qkv"), ("dkdv", "qkv"), ("decode", "qk")])
-def test_unaligned_addresses_are_compiled_without_wide_loads(kernel: str, names: str) -> None:
-    """Only q, k and v are slices of a user's tensors."""
-    for dtype in ("bf16", "fp32"):
-        spec = Specialization(kernel, "sm_90", dtype, 64, "exp", "offset")
-        args = describe(spec).args
-        assert {args[name].data_ptr() % 16 for name in names} == {8}
-        assert args["ALIGN"] == 1
-        others = [x for name, x in args.items() if name not in "qkv" and torch.is_tensor(x)]
-        assert all(x.data_ptr() % 16 == 0 for x in others)
 
 
 def test_calls_of_models_are_compiled() -> None:
@@ -270,9 +250,9 @@ def test_calls_of_models_are_compiled() -> None:
             spec = Specialization(kernel, arch, "bf16", 128, "exp", extra)
             assert spec in found
             args = describe(spec).args
-            assert args["mask"].dtype == torch.uint8
+            assert args["visible"].mask.dtype == torch.uint8
             assert (args["mask_m"] is not None) == dense
-            assert (args["right"] is None, args["gain"] is None) == 2 * (extra != "keys",)
+            assert (args["right"] is None, args["vectors"].gain is None) == 2 * (extra != "keys",)
 
 
 def test_two_activations_with_one_name_raise(monkeypatch: pytest.MonkeyPatch) -> None:

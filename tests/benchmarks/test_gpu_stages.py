@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -279,6 +280,16 @@ def test_usage_errors_are_one_line(
 
 
 # ---- the files ----------------------------------------------------------------------------------
+
+
+def test_measured_tiles_are_written_to_the_folder_of_the_run(tmp_path: Path) -> None:
+    """Later stages then have the tiles that other runs have, too."""
+    args = argparse.Namespace(stage="tune", out=tmp_path, only="forward", rehearse=False)
+    _, *steps = command.chosen_steps(args)
+    assert len(steps) == 2
+    for step in steps:
+        assert step.command[-2:] == ("--output", str(tmp_path / "tiles.json"))
+        assert "cuda" in step.command
 
 
 @pytest.mark.slow

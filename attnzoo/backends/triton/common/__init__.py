@@ -1,1 +1,1 @@
-"""Code shared by all Triton kernels: tiles, loop over keys, activations, configurations."""
+"""Code shared by all Triton kernels: tiles, loop over keys, activations, block sizes."""

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Pairwise, PerKey, PerQuery
+from attnzoo.core.forms import Pairwise, PerQuery
 
 
 class Form(NamedTuple):
-    """A form as the kernels receive it. ``normalize`` is "online", "sum", "threshold" or "none"."""
+    """A form as the kernels receive it.
+
+    ``normalize`` is "online" (softmax, with a running maximum), "sum", "threshold" or "none".
+    """
 
     activation: str  # "module:name" of the Triton function
     unit: float  # factor of the scores that the activation expects
@@ -27,23 +30,11 @@ class Form(NamedTuple):
     distance: str | None = None  # "module:name" of the function for (a, m) of a `Distance`
     distance_slope: str | None = None  # "module:name" of the function for their slopes
 
-    @property
-    def act(self) -> Any:
-        return _function("Activation.triton", self.activation)
-
-    @property
-    def shape_act(self) -> Any:
-        """The Triton function for ∂φ/∂shape, or None."""
-        return _function("Activation.triton_shape_slope", self.shape_slope)
-
-    @property
-    def distance_act(self) -> Any:
-        """The Triton function for the gain and bias by distance, or None."""
-        return _function("Distance.triton", self.distance)
-
-    @property
-    def distance_slope_act(self) -> Any:
-        return _function("Distance.triton_slope", self.distance_slope)
+    # The Triton functions; None where the form names none
+    act = property(lambda f: _function("Activation.triton", f.activation))
+    shape_act = property(lambda f: _function("Activation.triton_shape_slope", f.shape_slope))
+    distance_act = property(lambda f: _function("Distance.triton", f.distance))
+    distance_slope_act = property(lambda f: _function("Distance.triton_slope", f.distance_slope))
 
 
 def _function(field: str, path: str | None) -> Any:
@@ -99,24 +90,16 @@ def vectors_of(
         # gain · c · tanh(z / c) with both scale and c multiplied by the gain.
         softcap = None if layout.softcap is None else layout.softcap * gain
         layout = layout._replace(scale=layout.scale * gain, softcap=softcap)
-    offset, base, key_bias = expanded(form.offset), None, None
+    offset, base, key_bias, decay = expanded(form.offset), None, None, None
     if form.normalize != "none" or form.key_bias is not None:
         offset, base = None, offset
     if form.key_bias is not None:
-        key_bias = expanded_keys(form.key_bias, call)
+        key_bias = call.per_key(form.key_bias)
+        key_bias = key_bias.expand(call.batch, call.heads, call.keys).contiguous()
+    if form.decay is not None:
+        decay = call.per_query(form.decay).expand(call.batch, call.heads, 1)[..., 0].contiguous()
     vectors = Vectors(gain_vector, offset, expanded(form.shape), expanded(form.sink))
-    decay = None if form.decay is None else expanded_heads(form.decay, call)
     return layout, vectors, Extras(key_bias, base, expanded(form.factor), decay)
-
-
-def expanded_keys(value: PerKey, call: Call) -> Tensor:
-    """A per-key vector as a contiguous tensor (B, H, Nk)."""
-    return call.per_key(value).expand(call.batch, call.heads, call.keys).contiguous()
-
-
-def expanded_heads(value: PerQuery, call: Call) -> Tensor:
-    """A vector that broadcasts to (B, H, 1) as a contiguous tensor (B, H)."""
-    return call.per_query(value).expand(call.batch, call.heads, 1)[..., 0].contiguous()
 
 
 def layout_of(call: Call) -> Layout:
@@ -144,11 +127,30 @@ def new_vector(q: Tensor) -> Tensor:
 
 
 def like(x: Tensor, dim: int) -> Tensor:
-    """Return an empty (B, H, N, dim) tensor whose heads and positions have x's memory order."""
+    """Return an empty (B, H, N, dim) tensor whose heads and positions have x's memory order.
+
+    Rows are 16 bytes apart, or a multiple of that, so that the kernels use wide loads and stores.
+    """
     b, h, n, _ = x.shape
+    width = -dim % (16 // x.element_size()) + dim
     if x.stride(1) < x.stride(2):
-        return x.new_empty(b, n, h, dim).transpose(1, 2)
-    return x.new_empty(b, h, n, dim)
+        return x.new_empty(b, n, h, width).transpose(1, 2)[..., :dim]
+    return x.new_empty(b, h, n, width)[..., :dim]
+
+
+def aligned(*tensors: Tensor) -> list[Tensor]:
+    """Copy each tensor of which the kernels cannot read 16 bytes at a time, see `like`.
+
+    For example, a slice of packed projections may start anywhere. Narrower loads would take many
+    instructions and registers.
+    """
+    return [x if _is_aligned(x) else like(x, x.shape[3]).copy_(x) for x in tensors]
+
+
+def _is_aligned(x: Tensor) -> bool:
+    b, h, n, d = x.stride()
+    # The unit is a power of two, so it divides all three strides if it divides their bits.
+    return d == 1 and not (b | h | n) % (16 // x.element_size()) and not x.data_ptr() % 16
 
 
 def adds_terms(layout: Layout, extras: Extras) -> bool:
@@ -157,10 +159,10 @@ def adds_terms(layout: Layout, extras: Extras) -> bool:
     return added or not (layout.alibi is extras.key_bias is extras.base is extras.decay is None)
 
 
-def stands_apart(
+def saves_weight_sum(
     form: Form, layout: Layout, vectors: Vectors, extras: Extras, want_lse: bool
 ) -> bool:
-    """True if the forward saves a maximum m (``stat``) and a sum Z (``weight_sum``).
+    """True if the forward saves a sum Z (``weight_sum``) beside the maximum m (``stat``).
 
     A shifted activation needs both. A softmax otherwise saves m + log Z, but an added term, such as
     a float mask of −1e9, may be common to all scores of a query. m + log Z would lose all digits of

@@ -16,9 +16,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.configurations import ALL, Config
-from attnzoo.backends.triton.common.kernel_operands import Extras
+from attnzoo.backends.triton.common.groups import Rule, ScoreTerms, Tile, Visible, constants
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, is_peaked
 from attnzoo.backends.triton.common.tile import load_tile
+from attnzoo.backends.triton.common.tiles import ALL, Config
 
 # Programs per multiprocessor, where a kernel's work can be split.
 PER_PROCESSOR = 2
@@ -30,7 +31,7 @@ class Launch(NamedTuple):
     programs: int
     args: dict[str, Any]
     config: Config
-    zeroed: tuple[str, ...] = ()  # names of the new tensors that must be 0 before the launch
+    zeroed: tuple[Tensor, ...] = ()  # the new tensors that must be 0 before the launch
 
     @property
     def options(self) -> dict[str, Any]:
@@ -61,8 +62,8 @@ def interpreted() -> bool:
 
 def run(launch: Launch) -> Any:
     """Launch the kernel. Return the compiled kernel, or None in the interpreter."""
-    for name in launch.zeroed:
-        launch.args[name].zero_()
+    for x in launch.zeroed:
+        x.zero_()
     if launch.programs == 0:
         return None
     device = next(x.device for x in launch.args.values() if isinstance(x, Tensor))
@@ -88,24 +89,6 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def stride_align(*tensors: Tensor) -> int:
-    """Return the number of elements in 16 bytes if it divides all strides, else 1."""
-    widest = 16 // tensors[0].element_size()
-    return (
-        widest
-        if all(s % widest == 0 for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n > 1)
-        else 1
-    )
-
-
-def align_of(*tensors: Tensor) -> int:
-    """As `stride_align`, but 1 also if a tensor does not start at a multiple of 16 bytes.
-
-    A slice of packed projections may start anywhere. Meta tensors have no address.
-    """
-    return stride_align(*tensors) if all(x.data_ptr() % 16 == 0 for x in tensors) else 1
-
-
 # Architectures, divided by 10, whose kernels load tiles by TMA. 0 is the interpreter.
 TMA = (0, 9, 10)
 
@@ -116,33 +99,22 @@ def descriptors(config: Config, arch: int, rows: int, **tensors: Tensor) -> dict
     Blocks have ``rows`` rows. With ``part``, tiles are loaded in parts, for which there is no
     descriptor. TMA for some tensors and pointers for others would need both kinds of barriers.
     """
-    made: list[Any] = [None]
-    if arch // 10 in TMA and config.part is None:
-        made = [descriptor(x, rows) for x in tensors.values()]
-    if any(x is None for x in made):
-        made = [None] * len(tensors)
-    return {f"{name}_descriptor": x for name, x in zip(tensors, made)}
+    use = arch // 10 in TMA and config.part is None and all(map(fits_tma, tensors.values()))
+    return {f"{n}_descriptor": descriptor(x, rows) if use else None for n, x in tensors.items()}
 
 
-def descriptor(x: Tensor, block: int) -> TensorDescriptor | str | None:
-    """Return a descriptor with which TMA loads blocks of ``block`` rows of x, or None.
-
-    For a meta tensor, the descriptor's type is returned, which is what a compilation needs.
-    """
-    if not fits_tma(x):
-        return None
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor | str:
+    """For a meta tensor, return the descriptor's type, which is what a compilation needs."""
     # Columns beyond the tensor are loaded as 0, so the block may be padded.
-    shape = [1, 1, block, padded(x.shape[3])]
+    shape = [1, 1, rows, padded(x.shape[3])]
     if x.is_meta:
         return f"tensordesc<{'bf16' if x.dtype == torch.bfloat16 else 'fp16'}{shape}>"
     return TensorDescriptor(x, list(x.shape), [*_steps(x), 1], shape)
 
 
 def fits_tma(x: Tensor) -> bool:
-    """True if x has 16 bits per element, and a shape, strides and an address that TMA can use."""
-    size = x.element_size()
-    fits = x.stride(3) == 1 and all(s > 0 and s * size % 16 == 0 for s in _steps(x))
-    return size == 2 and fits and x.numel() > 0 and x.data_ptr() % 16 == 0
+    """True if x has 16 bits per element, and a shape and strides that TMA can use."""
+    return x.element_size() == 2 and x.numel() > 0 and all(s > 0 for s in _steps(x))
 
 
 def _steps(x: Tensor) -> list[int]:
@@ -150,58 +122,53 @@ def _steps(x: Tensor) -> list[int]:
     return [s if n > 1 else padded(x.shape[3]) for n, s in zip(x.shape[:3], x.stride())]
 
 
-def readable(do: Tensor, out: Tensor) -> bool:
-    """True if the kernels can read dO without a copy, in loads as wide as those of the output."""
-    if do.stride() == out.stride() and (do.data_ptr() - out.data_ptr()) % 16 == 0:
-        return True
-    rows = do.stride(-1) == 1 or do.shape[-1] == 1
-    return rows and align_of(do) >= align_of(out)
+def unit_of(x: Tensor) -> int:
+    """The number of elements in 16 bytes, which is the unit of strides; see `aligned`."""
+    return 16 // x.element_size()
 
 
-def strides(align: int, **tensors: Tensor) -> dict[str, int]:
-    return {
-        f"{name}_{axis}": x.stride(n) // align
+def strides(unit: int, **tensors: Tensor) -> dict[str, int]:
+    steps = {
+        f"{name}_{axis}": x.stride(n) if x.shape[n] > 1 and x.numel() else 0
         for name, x in tensors.items()
         for n, axis in enumerate("bhn")
     }
+    assert not any(s % unit for s in steps.values()), steps
+    return {name: s // unit for name, s in steps.items()}
 
 
 def mask_align(mask: Tensor | None) -> int:
     """Return the number of entries in 16 bytes if the mask's strides allow wide loads, else 1."""
     if mask is None or mask.stride(3) != 1:
         return 1
-    return stride_align(mask)
+    steps = (s for n, s in zip(mask.shape[:3], mask.stride()) if n > 1)
+    return 1 if any(s % unit_of(mask) for s in steps) else unit_of(mask)
 
 
-def common(q: Tensor, k: Tensor, layout: Layout, unit: int = 1) -> dict[str, Any]:
+def arguments_of(
+    q: Tensor, k: Tensor, layout: Layout, extras: Extras, vectors: Vectors,
+    ranges: Tensor | None, mask_unit: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The arguments shared by all kernels that read q and k.
 
-    The strides of the mask are in units of ``unit`` entries.
+    The strides of the mask are in units of ``mask_unit`` entries, by default of `mask_align`.
     """
-    heads, mask = q.shape[1], layout.mask
-    stride: list[int | None] = [None] * 4
+    heads, kv_heads, mask = q.shape[1], k.shape[1], layout.mask
+    b = h = m = n = None
     if mask is not None:
+        unit = mask_align(mask) if mask_unit is None else mask_unit
         b, h, m, n = mask.stride()
         b, h, m = (s // unit if size > 1 else 0 for s, size in zip((b, h, m), mask.shape))
-        stride = [b, h, None if mask.shape[2] == 1 else m, None if n == 1 else n]
+        m, n = None if mask.shape[2] == 1 else m, None if n == 1 else n
+    inner = None if layout.softcap is None else layout.scale / layout.softcap
+    terms = ScoreTerms(outer_scale(layout), inner, alibi=layout.alibi, **extras._asdict())
     return {
-        "scale": outer_scale(layout),
-        "inner": None if layout.softcap is None else layout.scale / layout.softcap,
-        "heads": heads,
-        "group": heads // k.shape[1] if k.shape[1] else 1,
-        "queries": q.shape[2],
-        "keys": k.shape[2],
-        "left": layout.left,
-        "right": layout.right,
-        "mask": mask,
-        **dict(zip(("mask_b", "mask_h", "mask_m", "mask_n"), stride)),
-        "q_segments": layout.q_segments,
-        "k_segments": layout.k_segments,
-        "alibi": layout.alibi,
-        "D": q.shape[3],
-        "BLOCK_D": padded(q.shape[3]),
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
-    }
+        "q": q, "k": k, "heads": heads, "group": heads // kv_heads if kv_heads else 1,
+        "queries": q.shape[2], "keys": k.shape[2], "left": layout.left, "right": layout.right,
+        "visible": Visible(mask, layout.q_segments, layout.k_segments, ranges),
+        "mask_b": b, "mask_h": h, "mask_m": m, "mask_n": n,
+        "terms": terms, "vectors": vectors,
+    }  # fmt: skip
 
 
 def outer_scale(layout: Layout) -> float:
@@ -209,30 +176,42 @@ def outer_scale(layout: Layout) -> float:
     return layout.scale if layout.softcap is None else layout.softcap
 
 
-def arguments(vectors: Vectors, extras: Extras) -> dict[str, Tensor | None]:
-    """The vectors under the kernels' argument names."""
-    return {
-        **extras._asdict(),
-        "gain": vectors.gain,
-        "tau": vectors.offset,
-        "shape": vectors.shape,
-        "sink": vectors.sink,
-    }
+def rule_of(form: Form, values: Tensor, **others: Any) -> Rule:
+    """The constants of a form."""
+    return constants(
+        Rule, ACT=form.act, UNIT=form.unit, VANISHES=form.vanishes, NORMALIZER=form.normalizer,
+        SHIFTED=form.shifted, PEAKED=is_peaked(form, values), ONLINE=form.normalize == "online",
+        SUM=form.normalize in ("sum", "threshold"), DISTANCE=form.distance_act, **others,
+    )  # fmt: skip
 
 
-def values(v: Tensor) -> dict[str, int]:
-    return {"DV": v.shape[3], "BLOCK_DV": padded(v.shape[3])}
+def tile_of(config: Config, q: Tensor, v: Tensor | None = None, **others: Any) -> Tile:
+    """The constants of a tile for queries, and for values in kernels that read them."""
+    sizes = {} if v is None else {"DV": v.shape[3], "BLOCK_DV": padded(v.shape[3])}
+    # For fp32: a tf32 product has 11 bits, and "ieee" uses no tensor cores. "tf32x3" adds three
+    # products of the high and low parts of both operands, which keeps fp32 accuracy.
+    return constants(
+        Tile, D=q.shape[3], BLOCK_D=padded(q.shape[3]), BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, PART=config.part,
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", **sizes, **others,
+    )  # fmt: skip
 
 
-def dense_mask(layout: Layout) -> bool:
-    return layout.mask is not None and layout.mask.shape[2] > 1
+def is_safe(
+    kernel: str, v: Tensor, layout: Layout, form: Form | None, vectors: Vectors, extras: Extras
+) -> bool:
+    """Whether a kernel may need many registers, and so has the tile of the table SAFE.
 
-
-def count_extras(layout: Layout, key_bias: Tensor | None = None) -> int:
-    """Return how many of window, ALiBi, segments, mask, softcap and key bias the call has."""
-    extras = layout.left, layout.alibi, layout.k_segments, layout.mask, layout.softcap, key_bias
-    return sum(x is not None for x in extras)
-
-
-def blocks_of(config: Config) -> dict[str, Any]:
-    return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PART": config.part}
+    A window needs few registers. dK/dV accumulates two gradients, and has registers for no other
+    term.
+    """
+    terms = layout.alibi, layout.k_segments, layout.mask, layout.softcap, extras.key_bias
+    number = sum(x is not None for x in terms)
+    if kernel == "dkdv" and form is not None and (number or form.normalize == "threshold"):
+        return True
+    # An activation that varies with the query, or has several results per score
+    varies = vectors.shape is not None or extras.factor is not None
+    many_results = form is not None and (form.normalizer or is_peaked(form, v))
+    dense_mask = layout.mask is not None and layout.mask.shape[2] > 1
+    many_terms = number > 1 or dense_mask or extras.decay is not None
+    return many_terms or varies or many_results

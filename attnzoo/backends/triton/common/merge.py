@@ -1,78 +1,111 @@
 """Partial results of splits of the keys: stored by the programs of each split, then merged.
 
-For the partial results (m, Z, o) of a form, see `fold`. m and Z are fp32 [B·Hkv, splits, rows], and
-o is fp32 [B·Hkv, splits, rows, DV]. Row r belongs to the group's head r // queries and to query
-r % queries. `flash` has groups of one head.
+For the partial results (m, Z, o) of a form, see `fold`; for their shapes, see `Partials`. Row r
+belongs to the group's head r // queries and to query r % queries. `flash` has groups of one head.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attnzoo.backends.triton.common.fold import finish
-from attnzoo.backends.triton.common.tile import load_tile, load_vectors, store_tile
+from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, ScoreTerms, Tile
+from attnzoo.backends.triton.common.launch import PARTIALS, Launch, row_launch, strides
+from attnzoo.backends.triton.common.scores import load_vectors
+from attnzoo.backends.triton.common.tile import load_tile, store_tile
 
 # Largest number of splits. One program merges the results of all splits.
 MOST_SPLITS = tl.constexpr(256)
-# Arguments that only the merge reads and writes, if there are splits.
-OF_MERGE = ("lse", "sink", "factor", "eps")
 
 
 @triton.jit
-def store_split(
-    part, m_part, z_part, at, index, rows, dv, acc, m, z,
-    ONLINE: tl.constexpr, SUM: tl.constexpr, SHIFTED: tl.constexpr, DV: tl.constexpr,
-):  # fmt: skip
-    """Store the partial result of the rows at + index. m_part and z_part are None if not needed."""
-    if ONLINE or SHIFTED:
-        tl.store(m_part + at + index, m, mask=index < rows)
-    if SUM or ONLINE:
-        tl.store(z_part + at + index, z, mask=index < rows)
-    store_tile(part + at * DV, index, DV, rows, dv, DV, acc)
+def store_split(partials, at, index, rows, dv, acc, m, z, rule, tile):
+    """Store the partial result of the rows at + index."""
+    if rule.ONLINE or rule.SHIFTED:
+        tl.store(partials.m + at + index, m, mask=index < rows)
+    if rule.SUM or rule.ONLINE:
+        tl.store(partials.z + at + index, z, mask=index < rows)
+    store_tile(partials.o + at * tile.DV, index, tile.DV, rows, dv, tile.DV, acc)
+
+
+@triton.jit
+def splits_of_row(row, rows, splits):
+    """Return the offset of a row in `Partials`, those of the splits from there, and which exist."""
+    split = tl.arange(0, MOST_SPLITS)[None, :]  # [1, MOST_SPLITS]
+    return row // rows * splits * rows + row % rows, split * rows, split < splits
+
+
+@triton.jit
+def load_peaks(partials, start, at, exists):
+    """Return m of each split, their maximum, and the maximum as a finite base: 0 if it is −∞."""
+    m = tl.load(partials.m + start + at, mask=exists, other=float("-inf"))  # [1, MOST_SPLITS]
+    top = tl.max(m, 1)  # [1]
+    return m, top, tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit(do_not_specialize="o_b o_h o_n heads group queries splits".split())
 def merge_splits(
-    part, m, z, o, stat, weight_sum, lse, tau, shape, sink, factor,
-    o_b, o_h, o_n, eps, heads, group, queries, splits,
-    ACT: tl.constexpr, UNIT: tl.constexpr, ONLINE: tl.constexpr, SUM: tl.constexpr,
-    NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
+    partials, o, vectors, terms, saved, o_b, o_h, o_n, eps, heads, group, queries, splits,
+    rule, tile, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of all splits into the output of one query.
-
-    Grid: one program per (batch, head, query). stat, weight_sum and lse: see `flash_forward`.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    rows_here = group * queries
+    """Merge the partial results of all splits. Grid: one program per (batch, head, query)."""
+    row, rows = tl.program_id(0).to(tl.int64), group * queries
     b, h, i = row // (heads * queries), row // queries % heads, row % queries
-    one = tl.zeros([1], tl.int32)
-    vectors = load_vectors(
-        one[:, None], row, 1.0, None, tau, shape, None, None, None, 1, UNIT, UNIT
-    )
-    start = row // rows_here * splits * rows_here + row % rows_here
-    every = tl.arange(0, MOST_SPLITS)[None, :]
-    total, base = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
-    top = total
-    if ONLINE or SHIFTED:
-        peaks = tl.load(m + start + every * rows_here, mask=every < splits, other=float("-inf"))
-        top = tl.max(peaks, 1)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        decay = tl.exp2(peaks - base[:, None])
-        sums = tl.load(z + start + every * rows_here, mask=every < splits, other=0.0)
-        total = tl.sum(sums * decay, 1)
-    elif SUM:
-        total = tl.sum(tl.load(z + start + every * rows_here, mask=every < splits, other=0.0), 1)
-    acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    dv = tl.arange(0, BLOCK_DV)
+    first, dv = tl.zeros([1], tl.int32), tl.arange(0, tile.BLOCK_DV)
+    loaded = load_vectors(first[:, None], row, 1, vectors, terms, rule)
+    start, at, exists = splits_of_row(row, rows, splits)
+    m, z, base = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
+    if rule.ONLINE or rule.SHIFTED:
+        peaks, m, base = load_peaks(partials, start, at, exists)
+    if rule.ONLINE or rule.SUM:
+        sums = tl.load(partials.z + start + at, mask=exists, other=0.0)  # [1, MOST_SPLITS]
+        if rule.ONLINE or rule.SHIFTED:
+            sums *= tl.exp2(peaks - base[:, None])
+        z = tl.sum(sums, 1)
+    acc = tl.zeros([1, tile.BLOCK_DV], tl.float32)
     for low in range(0, splits, CHUNK):
         s = low + tl.arange(0, CHUNK)
-        tile = load_tile(part + start * DV, s, rows_here * DV, splits, dv, DV, True)  # [CHUNK, DV]
-        if ONLINE or SHIFTED:
-            peak = tl.load(m + start + s * rows_here, mask=s < splits, other=float("-inf"))
-            tile *= tl.exp2(peak - base)[:, None]
-        acc += tl.sum(tile, 0)[None, :]
-    acc = finish(
-        acc, top, total, row, one, 1, vectors, stat, weight_sum, lse, sink, tau, factor,
-        eps, ACT, UNIT, ONLINE, SUM, NORMALIZER, SHIFTED,
-    )  # fmt: skip
-    store_tile(o + b * o_b + h * o_h + i * o_n, one, 0, 1, dv, DV, acc)
+        outs = load_tile(  # [CHUNK, DV]
+            partials.o + start * tile.DV, s, rows * tile.DV, splits, dv, tile.DV, True
+        )
+        if rule.ONLINE or rule.SHIFTED:
+            peak = tl.load(partials.m + start + s * rows, mask=s < splits, other=float("-inf"))
+            outs *= tl.exp2(peak - base)[:, None]
+        acc += tl.sum(outs, 0)[None, :]
+    acc = finish(acc, m, z, row, first, 1, loaded, vectors, terms, saved, eps, rule)
+    store_tile(o + b * o_b + h * o_h + i * o_n, first, 0, 1, dv, tile.DV, acc)
+
+
+def new_partial(q: Tensor, groups: int, splits: int, *dim: int) -> Tensor:
+    """Return an empty tensor for a field of `Partials`, for ``groups`` groups of heads."""
+    rows = q.shape[1] * q.shape[2] // max(1, groups)
+    return q.new_empty(q.shape[0], groups, splits, rows, *dim, dtype=torch.float32)
+
+
+def split_keys(launch: Launch, q: Tensor, v: Tensor, splits: int, groups: int) -> list[Launch]:
+    """Return the launches of all splits and of their merge.
+
+    ``launch``: as for one split, but with the number of programs of all splits.
+    """
+    args, size = {**launch.args, "splits": splits}, (q, groups, splits)
+    vectors, terms, rule, tile = (args[name] for name in ("vectors", "terms", "rule", "tile"))
+    partials = Partials(
+        o=new_partial(*size, v.shape[3]),
+        m=new_partial(*size) if rule.ONLINE or rule.SHIFTED else None,
+        z=new_partial(*size) if rule.ONLINE or rule.SUM else None,
+    )
+    # Neither kernel is compiled for what only the other one reads.
+    walk = {
+        **args, "o": None, "saved": Saved(), "partials": partials, "eps": None,
+        "vectors": vectors._replace(sink=None), "terms": terms._replace(factor=None),
+    }  # fmt: skip
+    names = "ACT UNIT ONLINE SUM NORMALIZER SHIFTED".split()
+    merge = {
+        **args, **strides(1, o=args["o"]), "partials": partials,
+        "group": q.shape[1] // max(1, groups), "vectors": vectors._replace(gain=None),
+        "terms": ScoreTerms(1.0, factor=terms.factor),
+        "rule": Rule(**{name: getattr(rule, name) for name in names}),
+        "tile": Tile(DV=tile.DV, BLOCK_DV=tile.BLOCK_DV), "CHUNK": PARTIALS,
+    }  # fmt: skip
+    return [launch._replace(args=walk), row_launch(merge_splits, merge, q)]

@@ -10,18 +10,19 @@ in pointers.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from operator import itemgetter
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from attnzoo.backends.triton.common.groups import mapped
 from attnzoo.backends.triton.common.launch import Launch, on_device, run
 
 MOST = 1024  # number of different calls that are remembered
 
 # Types of most operands. `isinstance` with Tensor takes longer than this look-up.
-PLAIN = frozenset((type(None), bool, int, float, str))
+HASHED = frozenset((type(None), bool, int, float, str))
 
 R = TypeVar("R")
 _prepared: dict[Hashable, Prepared] = {}
@@ -67,7 +68,7 @@ def _read(
     """
     for x in values:
         kind = type(x)
-        if kind in PLAIN:
+        if kind in HASHED:
             key.append(x)
         elif isinstance(x, Tensor):
             inputs.append(x)
@@ -83,72 +84,95 @@ def _read(
 
 def _has_views(launches: list[Launch], inputs: list[Tensor]) -> bool:
     """Whether an argument is a view of another tensor, instead of an operand or a new tensor."""
-    used = {id(x): x for each in launches for x in each.args.values() if isinstance(x, Tensor)}
+    used: dict[int, Tensor] = {}
+    for each in launches:
+        mapped(
+            lambda x, path: used.setdefault(id(x), x) if isinstance(x, Tensor) else None,
+            tuple(each.args.values()),
+        )
     new = [x for name, x in used.items() if all(x is not y for y in inputs)]
     addresses = [x.untyped_storage().data_ptr() for x in (*inputs, *new) if x.numel()]
     fresh = {x.untyped_storage().data_ptr() for x in new if x.numel()}
     return any(addresses.count(address) > 1 for address in fresh)
 
 
-class Slot:
-    """The properties of a tensor that a call allocates."""
-
-    def __init__(self, x: Tensor, zeroed: bool) -> None:
-        self.size, self.stride, self.dtype, self.device = x.shape, x.stride(), x.dtype, x.device
-        self.zeroed = zeroed
-
-    def make(self) -> Tensor:
-        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        return made.zero_() if self.zeroed else made
-
-
 class Prepared:
-    """The compiled kernels of a call, and where each tensor among their arguments comes from."""
+    """The compiled kernels of a call, and which tensors are among their arguments."""
 
     def __init__(
         self, launches: list[Launch], kernels: list[Any], results: Any, inputs: list[Tensor]
     ) -> None:
         self.device = inputs[0].device
-        self.made: list[Slot] = []
+        self.allocations: list[Callable[[], Tensor]] = []
         known = list(inputs)
-        zeroed = [each.args[name] for each in launches for name in each.zeroed]
-        for x in zeroed:
-            self._place(x, known, zeroed=True)
-        self.results = _maker(results, lambda x: self._place(x, known))
-        # kernel, arguments, places of tensors, places of the tensors of TMA descriptors
-        self.calls: list[tuple[Any, list[Any], list[tuple[int, int]], list[tuple[int, int]]]] = []
+        for x in (x for each in launches for x in each.zeroed):
+            self._index_of(x, known)
+        self.zeroed = len(self.allocations)  # so many of the first are set to 0
+        self.names = tuple(results) if isinstance(results, dict) else None
+        values = tuple(results.values()) if isinstance(results, dict) else results
+        self.results = self._template([values], known, named=True)
+        self.calls = []
         for each, kernel in zip(launches, kernels):
             values = [each.args[param.name] for param in each.kernel.params]
-            places, descriptors = [], []
-            for n, x in enumerate(values):
-                if isinstance(x, Tensor):
-                    places.append((n, self._place(x, known)))
-                    values[n] = None
-                elif hasattr(x, "base"):  # a TMA descriptor
-                    descriptors.append((n, self._place(x.base, known)))
-                    values[n] = _descriptor_of(x, None)
-            self.calls.append((kernel[each.programs, 1, 1], values, places, descriptors))
+            self.calls.append((kernel[each.programs, 1, 1], self._template(values, known)))
 
-    def _place(self, x: Tensor, known: list[Tensor], zeroed: bool = False) -> int:
-        """The index of x in the list of inputs and made tensors; x is added if it is new."""
+    def _template(self, values: list[Any], known: list[Tensor], named: bool = False) -> Template:
+        """``named``: keep NamedTuples, for which kernels take tuples, which are made faster."""
+        template = Template(values, [], [], [])
+        for n, x in enumerate(values):
+            if isinstance(x, Tensor):
+                template.tensors.append((n, self._index_of(x, known)))
+                values[n] = None
+            elif isinstance(x, tuple):
+                if any(isinstance(y, (Tensor, tuple)) for y in x):
+                    kind = getattr(x, "_make", tuple) if named else tuple
+                    template.groups.append((n, kind, self._template(list(x), known, named)))
+            elif hasattr(x, "base"):  # a TMA descriptor
+                template.descriptors.append((n, self._index_of(x.base, known)))
+                values[n] = _descriptor_of(x, None)
+        return template
+
+    def _index_of(self, x: Tensor, known: list[Tensor]) -> int:
+        """The index of x in the list of inputs and new tensors; x is added if it is new."""
         for n, other in enumerate(known):
             if other is x:
                 return n
-        self.made.append(Slot(x, zeroed))
+        memory = {"dtype": x.dtype, "device": x.device}
+        self.allocations.append(partial(torch.empty_strided, x.shape, x.stride(), **memory))
         known.append(x)
         return len(known) - 1
 
     def run(self, inputs: list[Tensor]) -> Any:
-        tensors = inputs + [slot.make() for slot in self.made]
+        new = [allocate() for allocate in self.allocations]
+        for x in new[: self.zeroed]:
+            x.zero_()
+        tensors = inputs + new
         with on_device(self.device):
-            for kernel, values, places, descriptors in self.calls:
-                arguments = values.copy()
-                for n, place in places:
-                    arguments[n] = tensors[place]
-                for n, place in descriptors:
-                    arguments[n] = _descriptor_of(values[n], tensors[place])
-                kernel(*arguments)
-        return self.results(tensors)
+            for kernel, template in self.calls:
+                kernel(*_filled(template, tensors))
+        (results,) = _filled(self.results, tensors)
+        return results if self.names is None else dict(zip(self.names, results))
+
+
+class Template(NamedTuple):
+    """Arguments of a kernel, fields of a group, or results, and indices of the tensors in them."""
+
+    values: list[Any]
+    tensors: list[tuple[int, int]]
+    descriptors: list[tuple[int, int]]  # of TMA
+    groups: list[tuple[int, Callable[[list[Any]], Any], Template]]
+
+
+def _filled(template: Template, tensors: list[Tensor]) -> list[Any]:
+    values, indices, descriptors, groups = template
+    filled = values.copy()
+    for n, index in indices:
+        filled[n] = tensors[index]
+    for n, index in descriptors:
+        filled[n] = _descriptor_of(values[n], tensors[index])
+    for n, kind, group in groups:
+        filled[n] = kind(_filled(group, tensors))
+    return filled
 
 
 def _descriptor_of(described: Any, base: Tensor | None) -> Any:
@@ -156,17 +180,3 @@ def _descriptor_of(described: Any, base: Tensor | None) -> Any:
     made = object.__new__(type(described))
     made.__dict__.update(described.__dict__, base=base)
     return made
-
-
-def _maker(value: Any, place: Callable[[Tensor], int]) -> Callable[[list[Tensor]], Any]:
-    """A function from the list of tensors to a structure like ``value`` with these tensors."""
-    if isinstance(value, Tensor):
-        return itemgetter(place(value))
-    if isinstance(value, dict):
-        names, make = list(value), _maker(tuple(value.values()), place)
-        return lambda tensors: dict(zip(names, make(tensors)))
-    if isinstance(value, tuple):
-        makers = [_maker(x, place) for x in value]
-        kind: Callable[[list[Any]], Any] = getattr(value, "_make", tuple)
-        return lambda tensors: kind([make(tensors) for make in makers])
-    return lambda tensors: value

@@ -1,8 +1,4 @@
-"""Runs pairwise forms of few queries in Triton kernels, without gradients.
-
-Many keys are split among programs. Each program reads its keys once for all queries and heads of a
-group. This backend is for decoding, with one or a few new tokens; `flash` is for many queries.
-"""
+"""Runs pairwise forms of few queries, as in decoding, in Triton kernels, without gradients."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ def unsupported(form: Form, call: Call) -> str | None:
     if uses_transforms():
         return "does not support torch.func transforms (sdpa does for softmax, eager for all)"
     rows = call.queries * (call.heads // max(1, call.kv_heads))
-    most = MOST_ROWS[call.input_dtype.itemsize]
-    if rows > most:
+    if rows > (most := MOST_ROWS[call.input_dtype.itemsize]):
         return (
             f"does not support more than {most} queries × query heads per key/value head, got "
             f"{rows} (flash does)"
@@ -41,28 +36,14 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
     reject_transforms("decode", q, k, v)
-    q, k, v = flash.readable(q, k, v)
     layout, gain, products = layout_of(call), form.gain, None
     if isinstance(gain, FromStatistics):
         products, *statistics = ops.decode_statistics(q=q, k=k, layout=layout)
         gain = gain.of(Statistics(*statistics))
     layout, vectors, extras = vectors_of(form, gain, layout, call)
-    kernel_form = flash.form_of(form)
-    if form.normalize == "threshold":
-        alpha = flash.alpha_of(form)
-        products, peak, tau = ops.decode_threshold(
-            q=q,
-            k=k,
-            vectors=vectors,
-            extras=extras,
-            layout=layout,
-            form=kernel_form,
-            alpha=alpha,
-        )
-        vectors, extras = vectors._replace(offset=tau), extras._replace(peak=peak)
     return ops.decode_forward(
         q=q, k=k, v=v, products=products, vectors=vectors, extras=extras, layout=layout,
-        form=kernel_form, want_lse=call.return_lse,
+        form=flash.form_of(form), alpha=flash.alpha_of(form), want_lse=call.return_lse,
     )  # fmt: skip
 
 

@@ -6,37 +6,20 @@ multiprocessor has work. The number of splits affects only the order of summatio
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.triton.common import launch, measured, prepared
 from attnzoo.backends.triton.common.activations import LN2
-from attnzoo.backends.triton.common.configurations import Config, decode_config
-from attnzoo.backends.triton.common.kernel_operands import (
-    Extras,
-    Form,
-    is_peaked,
-    like,
-    new_vector,
-)
-from attnzoo.backends.triton.common.launch import (
-    PARTIALS,
-    PER_PROCESSOR,
-    Launch,
-    align_of,
-    arguments,
-    blocks_of,
-    common,
-    count_extras,
-    dense_mask,
-    row_launch,
-    strides,
-    values,
-)
-from attnzoo.backends.triton.common.merge import MOST_SPLITS, OF_MERGE, merge_splits
+from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, Tile, constants
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, like, new_vector
+from attnzoo.backends.triton.common.launch import Launch
+from attnzoo.backends.triton.common.merge import MOST_SPLITS, new_partial, split_keys
 from attnzoo.backends.triton.decode import kernels
 from attnzoo.backends.triton.flash.segments import ranges_of
 
@@ -49,13 +32,10 @@ KEYS = 128
 SCORES = 2048
 
 
-class Splits(NamedTuple):
-    """The blocks of keys [first, last), split among ``number`` programs of ``span`` blocks each."""
-
-    first: int
-    last: int
-    span: int
-    number: int
+def run(describe: Callable[..., Any], q: Tensor, *operands: Any) -> Any:
+    """Run the launches that ``describe`` returns, and return its results."""
+    machine = launch.architecture(q.device), launch.processors(q.device)
+    return prepared.launch(describe, q, *operands, *machine)
 
 
 def key_range(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
@@ -68,155 +48,120 @@ def key_range(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
 def new_products(q: Tensor, k: Tensor, layout: Layout) -> Tensor:
     """Return an empty tensor for q kᵀ: fp32 (B, Hkv, queries × group, keys in `key_range`)."""
     first, last = key_range(q, k, layout)
-    shape = q.shape[0], k.shape[1], _rows(q, k), (last - first) * KEYS
+    rows = q.shape[1] * q.shape[2] // max(1, k.shape[1])
+    shape = q.shape[0], k.shape[1], rows, (last - first) * KEYS
     return q.new_empty(shape, dtype=torch.float32)
 
 
-def _rows(q: Tensor, k: Tensor) -> int:
-    return q.shape[1] // max(1, k.shape[1]) * q.shape[2]
-
-
-def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: int) -> Splits:
-    unit = KEYS // config.block_n
+def _splits(q: Tensor, k: Tensor, layout: Layout, block_n: int, processors: int) -> dict[str, int]:
+    """Return the blocks of keys [first, last), and the number of splits of ``span`` blocks each."""
+    unit = KEYS // block_n
     first, last = (unit * x for x in key_range(q, k, layout))
-    blocks, keys = last - first, k.shape[2] - first * config.block_n
-    wanted = triton.cdiv(PER_PROCESSOR * processors, max(1, q.shape[0] * k.shape[1]))
+    blocks, keys = last - first, k.shape[2] - first * block_n
+    wanted = triton.cdiv(launch.PER_PROCESSOR * processors, max(1, q.shape[0] * k.shape[1]))
     wanted = max(1, min(wanted, MOST_SPLITS.value, keys // LEAST_KEYS))
     span = max(1, triton.cdiv(blocks, wanted))
-    return Splits(first, last, span, max(1, triton.cdiv(blocks, span)))
+    splits, width = max(1, triton.cdiv(blocks, span)), blocks * block_n
+    return {"first": first, "last": last, "span": span, "splits": splits, "width": width}
 
 
-def _arguments(
-    q: Tensor, k: Tensor, layout: Layout, extras: Extras, arch: int, processors: int,
-    *v_and_out: Tensor,
-) -> tuple[dict[str, Any], Config, Splits, list[Launch]]:  # fmt: skip
-    """Return the arguments and configuration of kernels with a loop over keys, and the splits.
+def _walk(
+    kernel: Any, q: Tensor, k: Tensor, layout: Layout, form: Form | None, extras: Extras,
+    arch: int, processors: int, *, vectors: Vectors, **operands: Any,
+) -> list[Launch]:  # fmt: skip
+    """Return launches of which the last is that of a kernel with a loop over keys.
 
-    The launches, if any, must run before.
+    ``operands``: the other arguments of the kernel, with v and o if it reads values.
     """
-    dim = max(x.shape[3] for x in (q, *v_and_out))
-    block_m = max(16, triton.next_power_of_2(_rows(q, k)))
-    many_rows = block_m * q.element_size() > 64
-    mask_per_head = layout.mask is not None and layout.mask.shape[1] > 1
-    several = mask_per_head or dense_mask(layout) or count_extras(layout, extras.key_bias) > 1
-    safe = many_rows or several or align_of(q, k, *v_and_out) == 1
-    config = decode_config(arch, 8 * q.element_size(), dim, safe)._replace(block_m=block_m)
-    splits = _splits(q, k, layout, config, processors)
+    tensors = {"q": q, "k": k, **{name: operands[name] for name in "vo" if name in operands}}
+    unit, v = launch.unit_of(q), operands.get("v")
     # One tile holds all queries.
     ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
     args = {
-        **common(q, k, layout), "ranges": ranges, "key_bias": extras.key_bias, "base": extras.base,
-        "decay": extras.decay,
-        "first": splits.first, "last": splits.last, "span": splits.span,
-        "splits": splits.number, "width": (splits.last - splits.first) * config.block_n,
-        **blocks_of(config),
+        **launch.arguments_of(q, k, layout, extras, vectors, ranges, 1),
+        **launch.strides(unit, **tensors), "partials": Partials(), **operands,
     }  # fmt: skip
-    if layout.mask is not None and layout.mask.shape[1] == 1:
+    block_m = max(16, triton.next_power_of_2(args["group"] * args["queries"]))
+    shared_mask = layout.mask is None or layout.mask.shape[1] == 1
+    if shared_mask:
         args["mask_h"] = None
-    return args, config, splits, before
-
-
-def _partial(q: Tensor, k: Tensor, splits: Splits, *dim: int) -> Tensor:
-    shape = q.shape[0], k.shape[1], splits.number, _rows(q, k), *dim
-    return q.new_empty(shape, dtype=torch.float32)
-
-
-def _programs(q: Tensor, k: Tensor, splits: Splits) -> int:
-    return q.shape[0] * k.shape[1] * splits.number if q.numel() else 0
-
-
-def _products_pass(
-    q: Tensor, k: Tensor, gain: Tensor | None, extras: Extras, distance: Any, unit: float,
-    layout: Layout, arch: int, processors: int, statistics: tuple[Tensor, Tensor] | None,
-) -> tuple[list[Launch], dict[str, Any], Tensor]:  # fmt: skip
-    """Return the launches that compute q kᵀ, their arguments, and the tensor for q kᵀ.
-
-    With one split, the last launch writes the ``statistics`` lse and entropy, if wanted.
-    """
-    args, config, splits, before = _arguments(q, k, layout, extras, arch, processors)
-    align, products = align_of(q, k), new_products(q, k, layout)
-    m, z, t, lse, entropy = None, None, None, None, None
-    if statistics is not None and splits.number == 1:
-        lse, entropy = statistics
-    else:
-        m = _partial(q, k, splits)
-    if statistics is not None and splits.number > 1:
-        z, t = _partial(q, k, splits), _partial(q, k, splits)
-    args |= {
-        **strides(align, q=q, k=k), "q": q, "k": k, "products": products,
-        "m": m, "z": z, "t": t, "lse": lse, "entropy": entropy,
-        "gain": gain, "DISTANCE": distance, "UNIT": unit, "ALIGN": align,
-    }  # fmt: skip
-    # Products of keys in other segments are not computed. The operator returns them as 0.
-    zeroed = ("products",) if before else ()
-    launch = Launch(kernels.decode_products, _programs(q, k, splits), args, config, zeroed)
-    return [*before, launch], args, products
+    values = k if v is None else v
+    safe = not shared_mask or block_m * q.element_size() > 64
+    safe |= launch.is_safe("decode", values, layout, form, vectors, extras)
+    dim, bits = max(q.shape[3], values.shape[3]), 8 * q.element_size()
+    config = measured.tile_of_kernel("decode", arch, bits, dim, safe, q.device)
+    config = config._replace(block_m=block_m)
+    args.update(_splits(q, k, layout, config.block_n, processors))
+    args["tile"] = launch.tile_of(config, q, v, ALIGN=unit)
+    programs = q.shape[0] * k.shape[1] * args["splits"] if q.numel() else 0
+    # Products of keys in other segments are not computed, and stay 0.
+    zeroed = (args["products"],) if before and v is None else ()
+    return [*before, Launch(kernel, programs, args, config, zeroed)]
 
 
 def describe_statistics(
     q: Tensor, k: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """Return the launches and their results: products, lse and entropy of the logits."""
-    unit, lse, entropy = 1 / LN2.value, new_vector(q), new_vector(q)
-    launches, args, products = _products_pass(
-        q, k, None, Extras(), None, unit, layout, arch, processors, (lse, entropy)
-    )
-    if args["splits"] > 1:
-        merge_args = {**args, "lse": lse, "entropy": entropy}
-        launches.append(row_launch(kernels.decode_stats, merge_args, q))
+    products, lse, entropy = new_products(q, k, layout), new_vector(q), new_vector(q)
+    launches = _walk(
+        kernels.decode_products, q, k, layout, None, Extras(), arch, processors, vectors=Vectors(),
+        rule=constants(Rule, UNIT=1 / LN2.value), products=products, lse=lse, entropy=entropy,
+    )  # fmt: skip
+    args = launches[-1].args
+    if (splits := args["splits"]) > 1:
+        m, z, t = (new_partial(q, k.shape[1], splits) for _ in range(3))
+        args["partials"] = Partials(None, m, z, t)
+        launches.append(launch.row_launch(kernels.decode_stats, dict(args), q))
+        args.update(lse=None, entropy=None)
     return launches, (products, lse, entropy)
 
 
-def describe_threshold(
-    q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
-    alpha: float | None, arch: int, processors: int,
-) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Return the launches, the products, the peak and τ.
-
-    Only gain and shape of ``vectors`` are read.
-    """
-    walk, args, products = _products_pass(
-        q, k, vectors.gain, extras, form.distance_act, 1.0, layout, arch, processors, None
-    )
-    peak, tau = new_vector(q), new_vector(q)
-    args = {
+def _describe_threshold(
+    q: Tensor, k: Tensor, layout: Layout, form: Form, alpha: float | None, vectors: Vectors,
+    extras: Extras, arch: int, processors: int,
+) -> tuple[list[Launch], Tensor, Vectors, Extras]:  # fmt: skip
+    """Return the launches, the products, and vectors and extras with τ and its peak."""
+    products, tau, peak = new_products(q, k, layout), new_vector(q), new_vector(q)
+    terms = extras._replace(factor=None, peak=None)
+    scores = {"UNIT": 1.0, "DISTANCE": form.distance_act}
+    launches = _walk(
+        kernels.decode_products, q, k, layout, None, terms, arch, processors,
+        vectors=Vectors(vectors.gain), rule=constants(Rule, **scores), products=products, lse=None,
+        entropy=None,
+    )  # fmt: skip
+    args = launches[-1].args
+    args["partials"] = Partials(m=new_partial(q, k.shape[1], args["splits"]))
+    solver = {
         **args, "candidates": torch.empty_like(products), "peak": peak, "tau": tau,
-        "shape": vectors.shape, "ACT": form.act, "ALPHA": alpha,
+        "vectors": Vectors(vectors.gain, shape=vectors.shape),
+        "rule": constants(Rule, ACT=form.act, ALPHA=alpha, **scores),
+        "tile": Tile(BLOCK_N=args["tile"].BLOCK_N, PRECISION=args["tile"].PRECISION),
         "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
-    return [*walk, row_launch(kernels.decode_threshold, args, q)], (products, peak, tau)
+    launches.append(launch.row_launch(kernels.decode_threshold, solver, q))
+    return launches, products, vectors._replace(offset=tau), extras._replace(peak=peak)
 
 
 def describe_decode(
     q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, layout: Layout, form: Form,
-    vectors: Vectors, extras: Extras, want_lse: bool, arch: int, processors: int,
+    alpha: float | None, vectors: Vectors, extras: Extras, want_lse: bool, arch: int,
+    processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out and lse."""
+    launches: list[Launch] = []
+    if form.normalize == "threshold":
+        launches, products, vectors, extras = _describe_threshold(
+            q, k, layout, form, alpha, vectors, extras, arch, processors
+        )
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
-    args, config, splits, before = _arguments(q, k, layout, extras, arch, processors, v, out)
-    one_split = splits.number == 1
-    online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")
-    has_m, has_z = (online or form.shifted) and not one_split, (online or sums) and not one_split
-    align = align_of(q, k, v, out)
-    args |= {
-        **strides(align, q=q, k=k, v=v, o=out), **values(v),
-        **arguments(vectors, extras),
-        "q": None if products is not None else q, "k": None if products is not None else k,
-        "v": v, "products": products,
-        "o": out, "lse": lse, "part": None if one_split else _partial(q, k, splits, v.shape[3]),
-        "m": _partial(q, k, splits) if has_m else None,
-        "z": _partial(q, k, splits) if has_z else None,
-        "ACT": form.act, "DISTANCE": form.distance_act, "UNIT": form.unit,
-        "VANISHES": form.vanishes, "ONLINE": online,
-        "NORMALIZER": form.normalizer, "SHIFTED": form.shifted, "eps": form.eps or None,
-        "SUM": sums, "PEAKED": is_peaked(form, v),
-        "ALIGN": align, "CHUNK": PARTIALS, "stat": None, "weight_sum": None,
-    }  # fmt: skip
-    kernel_args = {name: args[name] for name in kernels.decode.arg_names}
-    if not one_split:
-        kernel_args |= dict.fromkeys(("o", *OF_MERGE))
-    launches = [*before, Launch(kernels.decode, _programs(q, k, splits), kernel_args, config)]
-    if not one_split:
-        merge_args = {**args, **strides(1, o=out)}
-        launches.append(row_launch(merge_splits, merge_args, q))
-    return launches, (out, lse)
+    *before, walk = _walk(
+        kernels.decode, q, k, layout, form, extras, arch, processors, vectors=vectors, v=v, o=out,
+        products=products, saved=Saved(lse=lse), eps=form.eps or None,
+        rule=launch.rule_of(form, v),
+    )  # fmt: skip
+    if products is not None:
+        walk.args.update(q=None, k=None)
+    splits = walk.args["splits"]
+    walks = [walk] if splits == 1 else split_keys(walk, q, v, splits, groups=k.shape[1])
+    return [*launches, *before, *walks], (out, lse)

@@ -1,12 +1,10 @@
 """The kernels of `decode` as PyTorch operators, without derivatives.
 
 Triton is imported by the first call that runs a kernel or needs the size of the products.
-`decode_statistics` and `decode_threshold` return ``products``, q kᵀ, for `decode_forward`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -14,19 +12,17 @@ from torch import Tensor
 from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, like, new_vector
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, aligned, like, new_vector
 
 
-def _launch(describe: Callable[..., Any], q: Tensor, *operands: Any) -> Any:
-    from attnzoo.backends.triton.common import launch
-    from attnzoo.backends.triton.common.prepared import launch as run
+def _launches() -> Any:
+    from attnzoo.backends.triton.decode import launch
 
-    device = q.device
-    return run(describe, q, *operands, launch.architecture(device), launch.processors(device))
+    return launch
 
 
 class Statistics(NamedTuple):
-    """`attnzoo.Statistics` together with the products."""
+    """`attnzoo.Statistics` together with the products q kᵀ, for `decode_forward`."""
 
     products: Tensor
     lse: Tensor
@@ -35,47 +31,16 @@ class Statistics(NamedTuple):
 
 @operator
 def decode_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
-    from attnzoo.backends.triton.decode.launch import describe_statistics
-
-    return Statistics(*_launch(describe_statistics, q, k, layout))
+    launches = _launches()
+    return Statistics(*launches.run(launches.describe_statistics, *aligned(q, k), layout))
 
 
 @decode_statistics.fake
 def _(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
-    from attnzoo.backends.triton.decode import launch
-
-    return Statistics(launch.new_products(q, k, layout), new_vector(q), new_vector(q))
+    return Statistics(_launches().new_products(q, k, layout), new_vector(q), new_vector(q))
 
 
 @decode_statistics.flops
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
-    return 2 * flops.pairs(q, k, layout) * q.shape[3]
-
-
-class Threshold(NamedTuple):
-    products: Tensor
-    peak: Tensor
-    tau: Tensor
-
-
-@operator
-def decode_threshold(
-    *, q: Tensor, k: Tensor, vectors: Vectors, extras: Extras, layout: Layout, form: Form,
-    alpha: float | None,
-) -> Threshold:  # fmt: skip
-    from attnzoo.backends.triton.decode.launch import describe_threshold
-
-    return Threshold(*_launch(describe_threshold, q, k, layout, form, vectors, extras, alpha))
-
-
-@decode_threshold.fake
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> Threshold:
-    from attnzoo.backends.triton.decode import launch
-
-    return Threshold(launch.new_products(q, k, layout), new_vector(q), new_vector(q))
-
-
-@decode_threshold.flops
 def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
     return 2 * flops.pairs(q, k, layout) * q.shape[3]
 
@@ -88,13 +53,16 @@ class Attended(NamedTuple):
 @operator
 def decode_forward(
     *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, vectors: Vectors, extras: Extras,
-    layout: Layout, form: Form, want_lse: bool,
+    layout: Layout, form: Form, alpha: float | None, want_lse: bool,
 ) -> Attended:  # fmt: skip
-    """Compute out and lse. If ``products`` are given, q and k are not read."""
-    from attnzoo.backends.triton.decode.launch import describe_decode
+    """Compute out and lse, and before them the threshold of a form that has one.
 
-    operands = products, layout, form, vectors, extras, want_lse
-    return Attended(*_launch(describe_decode, q, k, v, *operands))
+    ``products``: q kᵀ from `decode_statistics`, or None. They are read instead of q and k, except
+    for a threshold, which is solved from new products.
+    """
+    launches = _launches()
+    operands = products, layout, form, alpha, vectors, extras, want_lse
+    return Attended(*launches.run(launches.describe_decode, *aligned(q, k, v), *operands))
 
 
 @decode_forward.fake

@@ -29,7 +29,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SUPPORTED = ("key_bias", "offset", "distance", "factor", "eps", "normalizer", "softcap")
 # With 16-bit inputs, the error of a capped logit is 1e-7 · softcap.
 MOST_SOFTCAP = 1000.0
-LARGEST = 256  # largest head dimension with an entry in `configurations`
+LARGEST = 256  # largest head dimension in the tables of `tiles`
 
 
 def unsupported(form: Form, call: Call) -> str | None:
@@ -41,35 +41,29 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 
 def _unsupported_form(form: Pairwise, call: Call) -> str | None:
-    name = form.activation.name
+    activation, distance = form.activation, form.distance
     if (reason := unsupported_extras(form, call, *SUPPORTED)) is not None:
         return reason
     if form.normalize == "select":
         return "does not support top-k selection (tiled does)"
-    if form.activation.triton is None:
-        return f"does not support {name}, which has no Triton implementation (tiled does)"
-    if form.distance is not None and (reason := _unsupported_distance(form, call)) is not None:
-        return reason
-    if form.normalize == "threshold" and form.activation.alpha is None:
+    for function in (activation, distance):
+        if function is not None and function.triton is None:
+            name = function.name
+            return f"does not support {name}, which has no Triton implementation (tiled does)"
+    if form.normalize == "threshold" and activation.alpha is None:
+        name = activation.name
         return f"does not support a threshold for {name}, which has no alpha (tiled does)"
     if call.return_lse and not form.softmax:
         return "does not support return_lse except for a softmax (tiled does)"
     if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
         return "does not support a gradient through the statistics of the logits (tiled does)"
-    learned = isinstance(form.shape, Tensor) and form.shape.requires_grad
-    if call.needs_grad and learned and form.activation.triton_shape_slope is None:
-        return f"does not support a gradient for the parameter of {name} (tiled does)"
-    return None
-
-
-def _unsupported_distance(form: Pairwise, call: Call) -> str | None:
-    distance, decay = form.distance, form.decay
-    assert distance is not None
-    if distance.triton is None:
-        return f"does not support {distance.name}, which has no Triton implementation (tiled does)"
-    learned = isinstance(decay, Tensor) and decay.requires_grad
-    if call.needs_grad and learned and distance.triton_slope is None:
-        return f"does not support a gradient for the decay of {distance.name} (tiled does)"
+    slopes = [(form.shape, activation.triton_shape_slope, f"parameter of {activation.name}")]
+    if distance is not None:
+        slopes.append((form.decay, distance.triton_slope, f"decay of {distance.name}"))
+    for vector, slope, name in slopes:
+        learned = isinstance(vector, Tensor) and vector.requires_grad
+        if call.needs_grad and learned and slope is None:
+            return f"does not support a gradient for the {name} (tiled does)"
     return None
 
 
@@ -95,63 +89,47 @@ def unsupported_here(call: Call, other: str) -> str | None:
     """Return why kernels cannot run on the call's device, or None. Suggest backend ``other``."""
     if not HAS_TRITON:
         return "needs Triton: run pip install -e '.[gpu]' in the clone of attnzoo"
-    if call.device.type != "cuda" and not _interpreted():
-        return f"needs a CUDA device or Triton's interpreter, got tensors on {call.device}"
+    if call.device.type != "cuda":
+        from attnzoo.backends.triton.common.launch import interpreted
+
+        wrong = f"needs a CUDA device or Triton's interpreter, got tensors on {call.device}"
+        return None if interpreted() else wrong
     # Fake tensors may be on a device that this machine does not have.
-    if call.device.type != "cuda" or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return None
     if torch.version.hip is not None:
         return f"does not support AMD GPUs ({other} does)"
-    found = torch.cuda.get_device_properties(call.device)
-    if found.major < 8:
-        have = f"{found.major}.{found.minor}"
+    gpu = torch.cuda.get_device_properties(call.device)
+    if gpu.major < 8:
+        have = f"{gpu.major}.{gpu.minor}"
         return f"needs compute capability 8.0 or higher, got {have} ({other} runs on any GPU)"
     return None
-
-
-def _interpreted() -> bool:
-    """True if Triton's interpreter is on. It runs kernels on the CPU, for tests."""
-    from attnzoo.backends.triton.common import launch
-
-    return launch.interpreted()
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
     reject_transforms("flash", q, k, v)
-    q, k, v = readable(q, k, v)
     layout, gain = layout_of(call), form.gain
     if isinstance(gain, FromStatistics):
         with torch.no_grad():
-            found = ops.flash_statistics(q=q.detach(), k=k.detach(), layout=layout)
-        gain = gain.of(found)
+            statistics = ops.flash_statistics(q=q.detach(), k=k.detach(), layout=layout)
+        gain = gain.of(statistics)
     layout, vectors, extras = vectors_of(form, gain, layout, call)
     maps, kernel_form = Maps(), form_of(form)
     if form.normalize == "threshold":
         with torch.no_grad():
-            alpha = alpha_of(form)
-            peak, tau, *found = ops.flash_threshold(
+            peak, tau, *maps = ops.flash_threshold(
                 q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, extras=extras,
-                layout=layout, form=kernel_form, alpha=alpha,
+                layout=layout, form=kernel_form, alpha=alpha_of(form),
             )  # fmt: skip
         vectors, extras = vectors._replace(offset=tau), extras._replace(peak=peak)
-        maps = Maps(*found)
-    found = ops.flash_forward(
+        maps = Maps(*maps)
+    attended = ops.flash_forward(
         q=q, k=k, v=v, vectors=vectors, extras=extras, maps=maps, layout=layout,
         form=kernel_form, want_lse=call.return_lse,
     )  # fmt: skip
-    return found.out, found.lse
-
-
-def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copy each tensor whose last dimension is not contiguous. The kernels cannot read those."""
-    for x in tensors:
-        if x.stride(-1) != 1:
-            break
-    else:
-        return tensors
-    return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
+    return attended.out, attended.lse
 
 
 def normalize(form: Pairwise) -> str:

@@ -15,215 +15,209 @@ dk are in `backward_kv`.
 There are no atomics, so results are deterministic.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from attnzoo.backends.triton.common.groups import KeySides, MaskStrides, Matrix, Scoring, Side, Size
+from attnzoo.backends.triton.common.scores import (
+    activate,
+    by_distance,
+    cap_slope,
+    capped,
+    load_head,
+    load_vectors,
+    score_gradients,
+    scores,
+)
 from attnzoo.backends.triton.common.tile import (
     SMALLEST,
-    activate,
-    activate_both,
-    by_distance,
-    capped,
     dot,
-    key_blocks,
     load_block,
-    load_decay,
-    load_segments,
-    load_vectors,
-    place_mask,
-    query_tile,
+    load_queries,
     relative,
-    scores,
     store_tile,
     times,
 )
 from attnzoo.backends.triton.flash.forward import RUNTIME as FORWARD
-from attnzoo.backends.triton.flash.segments import narrowed
+from attnzoo.backends.triton.flash.segments import blocks_of_keys, list_of_keys
 
 RUNTIME = (*FORWARD, *"do_b do_h do_n dq_b dq_h dq_n dk_b dk_h dk_n dv_b dv_h dv_n".split())
 
 
+class RowNormalizers(NamedTuple):
+    """`Normalizers` of the queries of a program, loaded: [BM, 1] each."""
+
+    per_z: Any
+    dlse: Any  # dlse / Z without the sink
+    sink: Any  # the sink, as an argument of the activation
+    sink_per_z: Any  # 1/Z, of the sink's weight
+
+
+class RowSums(NamedTuple):
+    """Sums over the keys, [BM] each, of which only those that are wanted are computed."""
+
+    ds: Any  # Σ dS
+    distance: Any  # Σ dS |i − j|
+    product: Any  # Σ dS q·k, or Σ dS tanh
+    weight: Any  # Σ φ dP
+    shape: Any  # Σ ∂φ/∂shape (dP − δ) / Z
+    decay: Any  # Σ dS ∂s/∂decay
+
+
 @triton.jit(do_not_specialize=[n for n in RUNTIME if n[:2] not in ("dk", "dv")])
 def flash_dq(
-    q, k, v, o, do, dq,
-    k_descriptor, v_descriptor,  # for TMA, with blocks of BLOCK_N rows; or None
-    # Vectors to write, or None. delta: gain · δ/Z, or δ/Z with PLAIN_DELTA. dtau: of τ or of base.
-    delta, per_z, dgain, dtau, dshape, dsink, dalibi, dfactor, ddecay,
-    gain, tau, z, shape, sink, alibi, dlse, key_bias, base, peak, factor,  # vectors or None
-    decay,  # [B, H] or None
-    mask, q_segments, k_segments, ranges, blocks, counts,
+    q, k, v, o, do, dq, k_descriptor, v_descriptor,  # descriptors for TMA, or both None
+    vectors, terms, visible, maps, normalizers, gradients,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
-    mask_b, mask_h, mask_m, mask_n,
-    scale, inner, heads, group, queries, keys, left, right,
-    ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    SHAPE_SLOPE: tl.constexpr,  # function of (x, shape) that returns ∂φ/∂shape, or None
-    DISTANCE: tl.constexpr, DISTANCE_SLOPE: tl.constexpr,  # functions of (t, decay), or None
-    MEAN: tl.constexpr, PLAIN_DELTA: tl.constexpr,
-    NORMALIZER: tl.constexpr, PEAKED: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MAP_M: tl.constexpr,
-    PART: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    mask_b, mask_h, mask_m, mask_n, heads, group, queries, keys, left, right, rule, tile,
 ):  # fmt: skip
     """Write dq, δ and the gradients of per-query vectors for a block of queries."""
-    b, h, at, start, index, q, q_tile = query_tile(
-        q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
-    )
-    q_side = (q_tile, (q, q_n * ALIGN, queries, None, b, h), start, tl.arange(0, BLOCK_M))
-    i = index[:, None]
-    hk = h // group
-    k += (b * k_b + hk * k_h) * ALIGN
-    v += (b * v_b + hk * v_h) * ALIGN
-    do += (b * do_b + h * do_h) * ALIGN
-    dq += (b * dq_b + h * dq_h) * ALIGN
-    mask_at = place_mask(mask, b, h, mask_b, mask_h, MASK_ALIGN)
-    if mask_m is not None:
-        mask_m = mask_m.to(tl.int64) * MASK_ALIGN
-    if k_segments is not None:
-        k_segments += b * keys
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    do_matrix = (do, do_n * ALIGN, queries, None, b, h)
-    do_tile = load_block(do_matrix, start, q_side[3], dv, DV, True)  # [BM, DV]
-    do_side = (do_tile, do_matrix, start, q_side[3])
-    vectors = load_vectors(
-        i, at, scale, gain, tau, shape, alibi, base, peak, queries, UNIT, TAU_UNIT
-    )
-    segment = load_segments(q_segments, b * queries, i, queries)
-    decay_h = load_decay(decay, b * heads + h)
-    terms = (key_bias, (b * heads + h) * keys, base, inner, decay_h, peak)
-    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
-    size = (queries, keys, left, right)
-    b_now, h_now = b.to(tl.int32), hk.to(tl.int32)
-    k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b_now, h_now)
-    v_matrix = (v, v_n * ALIGN, keys, v_descriptor, b_now, h_now)
-    tiles_kv = (k_matrix, v_matrix, d, dv)
-    per_z_i = tl.full([BLOCK_M, 1], 1.0, tl.float32)
-    last, dlse_i, sink_per_z = per_z_i, per_z_i, per_z_i
-    if sink is not None:
-        last = tl.load(sink + at + i, mask=i < queries, other=0.0) * UNIT - vectors[1]
-        if tau is not None:
-            # The saved statistic of a softmax may lie far below the sink, whose exponential would
-            # then overflow. All other weights are 0.
-            far = last > 126.0
-            last = tl.minimum(last, 126.0)
-    if dlse is not None:
-        dlse_i = tl.load(dlse + at + i, mask=i < queries, other=0.0)
-    if z is not None:
-        z_i = tl.load(z + at + i, mask=i < queries, other=1.0)
-        dlse_i /= z_i  # lse does not include the sink
-        if sink is not None and tau is not None:
-            z_i += tl.exp2(last)
-        per_z_i = 1.0 / z_i
-        sink_per_z = per_z_i
-        if sink is not None and tau is not None:
-            per_z_i = tl.where(far, 0.0, per_z_i)
-        tl.store(per_z + at + i, per_z_i, mask=i < queries)
-    if factor is not None:
-        per_z_i = tl.load(factor + at + i, mask=i < queries, other=0.0)
+    size = Size(queries, keys, left, right)
+    block, q, q_tile = load_queries(q, q_b, q_h, q_n, heads, queries, tile)
+    b, h, hk, index = block.batch, block.head, block.head // group, block.first + block.local
+    q_matrix = Matrix(q, q_n * tile.ALIGN, queries, None, b, h)
+    q_side = Side(q_tile, q_matrix, block.first, block.local)
+    i = index[:, None]  # [BM, 1]
+    k += (b * k_b + hk * k_h) * tile.ALIGN
+    v += (b * v_b + hk * v_h) * tile.ALIGN
+    do += (b * do_b + h * do_h) * tile.ALIGN
+    dq += (b * dq_b + h * dq_h) * tile.ALIGN
+    strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, tile.MASK_ALIGN)
+    d, dv = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_DV)
+    do_matrix = Matrix(do, do_n * tile.ALIGN, queries, None, b, h)
+    do_tile = load_block(do_matrix, block.first, block.local, dv, tile.DV, True)  # [BM, DV]
+    do_side = Side(do_tile, do_matrix, block.first, block.local)
+    loaded = load_vectors(i, block.at, queries, vectors, terms, rule)
+    head = load_head(b, h, i, heads, terms, visible, strides, size)
+    scoring = Scoring(loaded, head, terms, visible, strides, size)
+    k_matrix = Matrix(k, k_n * tile.ALIGN, keys, k_descriptor, b, hk)
+    v_matrix = Matrix(v, v_n * tile.ALIGN, keys, v_descriptor, b, hk)
+    sides = KeySides(k_matrix, v_matrix, d, dv)
+    row = _load_normalizers(i, block.at, queries, loaded.tau, vectors, normalizers, terms, rule)
 
-    low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
-    tile_row = b * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
-    low, high = narrowed(low, high, ranges, tile_row, BLOCK_N)
-    if blocks is not None:
-        map_row = (b * heads + h) * tl.cdiv(queries, MAP_M) + start // MAP_M
-        blocks += map_row * tl.cdiv(keys, BLOCK_N)
-        low, high = 0, tl.load(counts + map_row)
-    mean = tl.zeros([BLOCK_M, 1], tl.float32)
-    THRESHOLD: tl.constexpr = MEAN == "slopes"
-    if MEAN == "output":
-        o += (b * o_b + h * o_h) * ALIGN
-        o_matrix = (o, o_n * ALIGN, queries, None, b, h)
-        mean = _output_products(mean, do_matrix, o_matrix, start, q_side[3], DV, BLOCK_DV)
-    if THRESHOLD or MEAN == "weights":
+    low, full, high = blocks_of_keys(block, visible.ranges, size, tile)
+    blocks = maps.blocks
+    if maps.blocks is not None:
+        map_row, start = list_of_keys(block, heads, size, tile)
+        blocks += start
+        low, high = 0, tl.load(maps.counts + map_row)
+    mean = tl.zeros([tile.BLOCK_M, 1], tl.float32)
+    if rule.MEAN == "output":
+        o += (b * o_b + h * o_h) * tile.ALIGN
+        o_matrix = Matrix(o, o_n * tile.ALIGN, queries, None, b, h)
+        mean = _output_products(mean, do_side, o_matrix, tile)
+    elif rule.MEAN is not None:
         mean, change = _mean_over_keys(
-            low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks, per_z_i,
-            ACT, DISTANCE, SHAPE_SLOPE, THRESHOLD, NORMALIZER, UNIT, VANISHES, D, DV, BLOCK_M,
-            BLOCK_N, PART, PRECISION,
-        )  # fmt: skip
-    if THRESHOLD and dshape is not None:
-        tl.store(dshape + at + index, change, mask=index < queries)
-    if dsink is not None:
+            low, high, q_side, do_side, i, sides, scoring, blocks, row.per_z, rule, tile
+        )
+        if rule.MEAN == "slopes" and gradients.shape is not None:
+            tl.store(gradients.shape + block.at + index, change, mask=index < queries)
+    if gradients.sink is not None:
         # The sink acts as a key whose value is 0.
-        slope = ACT(last, vectors[2])[3 if NORMALIZER else 1]
-        tl.store(dsink + at + i, -slope * mean * sink_per_z, mask=i < queries)
-    mean *= per_z_i
-    if dlse is not None:
-        mean -= dlse_i
-    if MEAN is not None:
-        # `flash_dkdv` multiplies the whole of dS by the gain.
-        gained = mean
-        if gain is not None and not PLAIN_DELTA:
-            gained *= tl.load(gain + at + i, mask=i < queries, other=0.0)
-        tl.store(delta + at + i, gained, mask=i < queries)
-    # A threshold's dshape is known, see `_mean_over_keys`.
-    SHAPE: tl.constexpr = None if THRESHOLD else SHAPE_SLOPE
-    TOTAL: tl.constexpr = dtau is not None
-    AMOUNT: tl.constexpr = dfactor is not None
-    DISTANT: tl.constexpr = dalibi is not None
+        _, _, _, slope = activate(row.sink, loaded.shape, None, rule, False)
+        dsink = -slope * mean * row.sink_per_z
+        tl.store(gradients.sink + block.at + i, dsink, mask=i < queries)
+    mean *= row.per_z
+    if normalizers.dlse is not None:
+        mean -= row.dlse
+    if rule.MEAN is not None:
+        # `flash_dkdv` multiplies dS, with δ in it, by the gain.
+        gained = mean if rule.PLAIN_DELTA else mean * loaded.gain
+        tl.store(normalizers.delta + block.at + i, gained, mask=i < queries)
     # dgain is q·Σ dS k, but a wide q does not fit in registers after the loop, and with a softcap
     # the sum over keys contains its slope.
-    WIDE: tl.constexpr = BLOCK_D > 128 and PART is None
-    PRODUCTS: tl.constexpr = dgain is not None and (WIDE or inner is not None)
-    # acc: Σ dS k, where dS includes the gain by distance. sums: Σ dS, Σ dS |i − j|, Σ dS q·k or
-    # Σ dS tanh, Σ φ dP, Σ ∂φ/∂shape (dP/Z − δ/Z), and Σ dS ∂s/∂decay.
-    # With PEAKED, acc is relative to the running maximum of |dS|.
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    peak_ds = tl.full([BLOCK_M], SMALLEST, tl.float32)
-    nothing = tl.zeros([BLOCK_M], tl.float32)
-    sums = (nothing, nothing, nothing, nothing, nothing, nothing)
-    if SPLIT and blocks is None:
+    WIDE: tl.constexpr = tile.BLOCK_D > 128 and tile.PART is None
+    PRODUCTS: tl.constexpr = gradients.gain is not None and (WIDE or terms.inner is not None)
+    # acc: Σ dS k, where dS includes the gain by distance. With PEAKED, acc is relative to the
+    # running maximum of |dS|.
+    acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_D], tl.float32)
+    peak_ds = tl.full([tile.BLOCK_M], SMALLEST, tl.float32)
+    zero = tl.zeros([tile.BLOCK_M], tl.float32)
+    sums = RowSums(zero, zero, zero, zero, zero, zero)
+    if tile.SPLIT and maps.blocks is None:
         acc, peak_ds, sums = _sum_over_keys(
-            acc, peak_ds, sums, low, full, q_side, do_side, i, tiles_kv, size, vectors, segment,
-            per_z_i, mean, where, None,
-            ACT, SHAPE, DISTANCE, DISTANCE_SLOPE, UNIT, VANISHES, TOTAL, DISTANT, PRODUCTS, AMOUNT,
-            NORMALIZER, PEAKED, D, DV, BLOCK_N, PART, False, PRECISION,
+            acc, peak_ds, sums, low, full, q_side, do_side, i, sides, scoring, row, mean, None,
+            gradients, rule, tile, PRODUCTS, False,
         )  # fmt: skip
         low = full
     acc, peak_ds, sums = _sum_over_keys(
-        acc, peak_ds, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment,
-        per_z_i, mean, where, blocks,
-        ACT, SHAPE, DISTANCE, DISTANCE_SLOPE, UNIT, VANISHES, TOTAL, DISTANT, PRODUCTS, AMOUNT,
-        NORMALIZER, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
+        acc, peak_ds, sums, low, high, q_side, do_side, i, sides, scoring, row, mean, blocks,
+        gradients, rule, tile, PRODUCTS, True,
     )  # fmt: skip
-    total, dist, products, amount, change, decays = sums
-    if PEAKED:
+    if rule.PEAKED:
         acc *= peak_ds[:, None]
-    acc *= scale if inner is None else scale * inner
-    if dgain is not None:
+    # The scale multiplies the sum [BM, D] once, instead of dS [BM, BN] in each block.
+    acc *= terms.scale if terms.inner is None else terms.scale * terms.inner
+    if gradients.gain is not None:
         # dgain is computed before acc is multiplied by the gain: q·dq / gain would fail where the
         # gain is 0, for example log 1.
-        if PRODUCTS:
-            products *= scale
-        else:
-            products = _row_products(q_side, acc, 0, D)
-        tl.store(dgain + at + index, products, mask=index < queries)
-    if gain is not None:
-        acc *= tl.load(gain + at + i, mask=i < queries, other=0.0)
-    if dtau is not None:
-        tl.store(dtau + at + index, -total, mask=index < queries)
-    if dfactor is not None:
-        tl.store(dfactor + at + index, amount, mask=index < queries)
-    if SHAPE is not None:
-        tl.store(dshape + at + index, change, mask=index < queries)
-    if dalibi is not None:
-        tl.store(dalibi + at + index, -dist, mask=index < queries)
-    if ddecay is not None:
-        tl.store(ddecay + at + index, decays, mask=index < queries)
-    store_tile(dq, index, dq_n * ALIGN, queries, d, D, acc)
+        product = sums.product * terms.scale if PRODUCTS else _row_products(q_side, acc, 0, tile.D)
+        tl.store(gradients.gain + block.at + index, product, mask=index < queries)
+    if vectors.gain is not None:
+        acc *= tl.load(vectors.gain + block.at + i, mask=i < queries, other=0.0)
+    _store_sums(sums, block.at, index, queries, gradients, rule)
+    store_tile(dq, index, dq_n * tile.ALIGN, queries, d, tile.D, acc)
 
 
 @triton.jit
-def _output_products(
-    total, do_matrix, o_matrix, start, local, DV: tl.constexpr, BLOCK_DV: tl.constexpr
-):
+def _load_normalizers(i, at, count, tau, vectors, normalizers, terms, rule):
+    """Return the `RowNormalizers` of the queries i [BM, 1]. Store 1/Z."""
+    per_z = tl.full(i.shape, 1.0, tl.float32)
+    sink, dlse, sink_per_z = per_z, per_z, per_z
+    # The saved maximum and sum of a softmax do not include the sink.
+    ADDS_SINK: tl.constexpr = vectors.sink is not None and vectors.offset is not None
+    if vectors.sink is not None:
+        sink = tl.load(vectors.sink + at + i, mask=i < count, other=0.0) * rule.UNIT - tau
+        if ADDS_SINK:
+            # The maximum may lie far below the sink, whose exponential would then overflow. All
+            # other weights are 0.
+            far = sink > 126.0
+            sink = tl.minimum(sink, 126.0)
+    if normalizers.dlse is not None:
+        dlse = tl.load(normalizers.dlse + at + i, mask=i < count, other=0.0)
+    if normalizers.z is not None:
+        z = tl.load(normalizers.z + at + i, mask=i < count, other=1.0)
+        dlse /= z
+        if ADDS_SINK:
+            z += tl.exp2(sink)
+        per_z = 1.0 / z
+        sink_per_z = per_z
+        if ADDS_SINK:
+            per_z = tl.where(far, 0.0, per_z)
+        tl.store(normalizers.per_z + at + i, per_z, mask=i < count)
+    if terms.factor is not None:
+        per_z = tl.load(terms.factor + at + i, mask=i < count, other=0.0)
+    return RowNormalizers(per_z, dlse, sink, sink_per_z)
+
+
+@triton.jit
+def _store_sums(sums, at, index, count, gradients, rule):
+    inside = index < count
+    if gradients.offset is not None:
+        tl.store(gradients.offset + at + index, -sums.ds, mask=inside)
+    if gradients.factor is not None:
+        tl.store(gradients.factor + at + index, sums.weight, mask=inside)
+    if gradients.shape is not None and rule.MEAN != "slopes":  # else see `_mean_over_keys`
+        tl.store(gradients.shape + at + index, sums.shape, mask=inside)
+    if gradients.alibi is not None:
+        tl.store(gradients.alibi + at + index, -sums.distance, mask=inside)
+    if gradients.decay is not None:
+        tl.store(gradients.decay + at + index, sums.decay, mask=inside)
+
+
+@triton.jit
+def _output_products(total, do_side, o_matrix, tile):
     """Add dO_i·o_i to the total [BM, 1].
 
-    In slices of the columns, because two whole tiles of 256 columns do not fit in registers.
+    In slices of the columns, because two tiles of 256 columns do not fit in registers.
     """
-    SLICE: tl.constexpr = min(BLOCK_DV, 64)
-    for column in range(0, DV, SLICE):
+    SLICE: tl.constexpr = min(tile.BLOCK_DV, 64)
+    for column in range(0, tile.DV, SLICE):
         columns = column + tl.arange(0, SLICE)
-        do_part = load_block(do_matrix, start, local, columns, DV, True)
-        o_part = load_block(o_matrix, start, local, columns, DV, True)
+        do_part = load_block(do_side.matrix, do_side.first, do_side.local, columns, tile.DV, True)
+        o_part = load_block(o_matrix, do_side.first, do_side.local, columns, tile.DV, True)
         total += tl.sum(do_part.to(tl.float32) * o_part.to(tl.float32), 1)[:, None]
     return total
 
@@ -240,131 +234,114 @@ def _row_products(q_side, x, first, D: tl.constexpr):
         halves = tl.permute(tl.reshape(x, [x.shape[0], 2, WIDTH // 2]), [0, 2, 1])
         low, high = tl.split(halves)
         product = _row_products(q_side, low, first, D)
-        tl.debug_barrier()
         product += _row_products(q_side, high, first + WIDTH // 2, D)
     else:
         columns = first + tl.arange(0, WIDTH)
-        q_part = load_block(q_side[1], q_side[2], q_side[3], columns, D, True)
+        q_part = load_block(q_side.matrix, q_side.first, q_side.local, columns, D, True)
         product = tl.sum(q_part.to(tl.float32) * x, 1)
     return product
 
 
 @triton.jit
-def _mean_over_keys(
-    low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks, per_z_i,
-    ACT: tl.constexpr, DISTANCE: tl.constexpr, SHAPE_SLOPE: tl.constexpr, THRESHOLD: tl.constexpr,
-    NORMALIZER: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PART: tl.constexpr, PRECISION: tl.constexpr,
+def _weights(
+    n, blocks, q_side, do_side, i, sides, scoring, rule, tile, EDGE: tl.constexpr,
+    HIDES: tl.constexpr,
 ):  # fmt: skip
+    """Return j [1, BN], k [BN, D], and q·k, s − τ, the visible keys, φ, φ', μ' and dO·v [BM, BN].
+
+    They are those of block n, or of the block in entry n of the list ``blocks``.
+    """
+    block = n
+    if blocks is not None:
+        block = tl.load(blocks + n)
+    first, local = block * tile.BLOCK_N, tl.arange(0, tile.BLOCK_N)
+    j = (first + local)[None, :]
+    k_tile = load_block(sides.k, first, local, sides.d, tile.D, EDGE)
+    v_tile = load_block(sides.v, first, local, sides.dv, tile.DV, EDGE)  # [BN, DV]
+    product = times(q_side, Side(k_tile, sides.k, first, local), tile.D, tile)
+    product = capped(product, scoring.terms.inner, tile.PRECISION)
+    s, seen = scores(product, i, j, scoring, rule, EDGE, HIDES)
+    x = s - scoring.vectors.tau
+    phi, slope, _, mu_slope = activate(x, scoring.vectors.shape, seen, rule, HIDES)
+    dp = times(do_side, Side(v_tile, sides.v, first, local), tile.DV, tile)
+    return j, k_tile, product, x, seen, phi, slope, mu_slope, dp
+
+
+@triton.jit
+def _mean_over_keys(low, high, q_side, do_side, i, sides, scoring, blocks, per_z, rule, tile):
     """Return δ_i [BM, 1] and dshape_i [BM].
 
-    With THRESHOLD, δ_i = Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij, and dshape_i =
+    If MEAN is "slopes", δ_i = Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij, and dshape_i =
     Σ_j ∂φ_ij/∂shape (dO_i·v_j − δ_i), or 0 without SHAPE_SLOPE. Z_i is 1 up to rounding.
     Otherwise δ_i = Σ_j φ_ij dO_i·v_j / Z_i, and dshape_i is 0.
     """
-    k, v, d, dv = tiles_kv
-    local, nothing = tl.arange(0, BLOCK_N), tl.zeros([BLOCK_M], tl.float32)
-    change, slope_sum, shape_change, shape_sum = nothing, nothing, nothing, nothing
+    SLOPES: tl.constexpr = rule.MEAN == "slopes"
+    zero = tl.zeros([tile.BLOCK_M], tl.float32)
+    change, slope_sum, shape_change, shape_sum = zero, zero, zero, zero
     for n in range(low, high):
-        block = n
-        if blocks is not None:
-            block = tl.load(blocks + n)
-        first = block * BLOCK_N
-        j = first + local
-        k_tile = load_block(k, first, local, d, D, True)
-        v_tile = load_block(v, first, local, dv, DV, True)
-        k_side, v_side = (k_tile, k, first, local), (v_tile, v, first, local)
-        product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
-        product = capped(product, where[6][3], PRECISION)
-        s, seen = scores(
-            product, i, j[None, :], vectors, segment, where, size, UNIT, DISTANCE, True, True
+        _, _, _, x, _, phi, slope, _, dp = _weights(
+            n, blocks, q_side, do_side, i, sides, scoring, rule, tile, True, True
         )
-        if NORMALIZER:
-            phi, slope, _mu, _other = activate_both(
-                ACT, s - vectors[1], vectors[2], seen, not VANISHES
-            )
-        else:
-            phi, slope = activate(ACT, s - vectors[1], vectors[2], seen, not VANISHES)
-        dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
-        change += tl.sum((slope if THRESHOLD else phi) * dp, 1)
+        change += tl.sum((slope if SLOPES else phi) * dp, 1)
         slope_sum += tl.sum(slope, 1)
-        if THRESHOLD and SHAPE_SLOPE is not None:
-            shape_slope = SHAPE_SLOPE(s - vectors[1], vectors[2])
+        if SLOPES and rule.SHAPE_SLOPE is not None:
+            shape_slope = rule.SHAPE_SLOPE(x, scoring.vectors.shape)
             shape_change += tl.sum(shape_slope * dp, 1)
             shape_sum += tl.sum(shape_slope, 1)
-    if THRESHOLD:
+    if SLOPES:
         change /= tl.where(slope_sum == 0.0, 1.0, slope_sum)
         shape_change -= change * shape_sum
         mean = change[:, None]
     else:
-        mean = change[:, None] * per_z_i
+        mean = change[:, None] * per_z
     return mean, shape_change
 
 
 @triton.jit
 def _sum_over_keys(
-    acc, peak_ds, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
-    mean, where, blocks,
-    ACT: tl.constexpr, SHAPE: tl.constexpr, DISTANCE: tl.constexpr, DISTANCE_SLOPE: tl.constexpr,
-    UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    TOTAL: tl.constexpr, DISTANT: tl.constexpr, PRODUCTS: tl.constexpr, AMOUNT: tl.constexpr,
-    NORMALIZER: tl.constexpr, PEAKED: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
-    EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    acc, peak_ds, sums, low, high, q_side, do_side, i, sides, scoring, row, mean, blocks,
+    gradients, rule, tile, PRODUCTS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Add the blocks of keys [low, high) to Σ dS k and to ``sums``, of those that are wanted."""
-    k, v, d, dv = tiles_kv
-    total, dist, products, amount, change, decays = sums
-    local = tl.arange(0, BLOCK_N)
+    """Add the blocks of keys [low, high) to Σ dS k and to the sums that are wanted."""
+    terms, visible, size, decay = scoring.terms, scoring.visible, scoring.size, scoring.head.decay
+    ds_sum, distance_sum, product_sum = sums.ds, sums.distance, sums.product
+    weight_sum, shape_sum, decay_sum = sums.weight, sums.shape, sums.decay
     HIDES: tl.constexpr = (
-        EDGE or where[0] is not None or where[4] is not None or where[6][0] is not None
-    )
+        EDGE or visible.mask is not None or visible.k_segments is not None
+        or terms.key_bias is not None
+    )  # fmt: skip
     for n in range(low, high):
-        block = n
-        if blocks is not None:
-            block = tl.load(blocks + n)
-        first = block * BLOCK_N
-        j = first + local
-        k_tile = load_block(k, first, local, d, D, EDGE)  # [BN, D]
-        v_tile = load_block(v, first, local, dv, DV, EDGE)  # [BN, DV]
-        k_side, v_side = (k_tile, k, first, local), (v_tile, v, first, local)
-        product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
-        product = capped(product, where[6][3], PRECISION)
-        s, seen = scores(
-            product, i, j[None, :], vectors, segment, where, size, UNIT, DISTANCE, EDGE, HIDES
+        j, k_tile, product, x, seen, phi, slope, mu_slope, dp = _weights(
+            n, blocks, q_side, do_side, i, sides, scoring, rule, tile, EDGE, HIDES
         )
-        MASKED: tl.constexpr = HIDES and not VANISHES
-        if NORMALIZER:
-            phi, slope, _mu, other = activate_both(ACT, s - vectors[1], vectors[2], seen, MASKED)
-        else:
-            phi, slope = activate(ACT, s - vectors[1], vectors[2], seen, MASKED)
-        dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
-        if AMOUNT:
-            amount += tl.sum(phi * dp, 1)
-        if SHAPE is not None:
-            shape_slope = SHAPE(s - vectors[1], vectors[2])
-            if HIDES and not VANISHES:
+        # ``row.per_z`` and the mean are [BM, 1], the tiles [BM, BN].
+        if gradients.factor is not None:
+            weight_sum += tl.sum(phi * dp, 1)
+        dp *= row.per_z
+        if rule.SHAPE_SLOPE is not None and rule.MEAN != "slopes":
+            shape_slope = rule.SHAPE_SLOPE(x, scoring.vectors.shape)
+            if HIDES and not rule.VANISHES:
                 shape_slope = tl.where(seen, shape_slope, 0.0)
-            change += tl.sum(shape_slope * (dp * per_z_i - mean), 1)
-        ds = slope * dp * per_z_i - other * mean if NORMALIZER else slope * (dp * per_z_i - mean)
-        if TOTAL:
-            total += tl.sum(ds, 1)
-        if DISTANT:
-            dist += tl.sum(ds * tl.abs(i + (size[1] - size[0]) - j[None, :]), 1)
-        if DISTANCE_SLOPE is not None:
-            da, dm = by_distance(DISTANCE_SLOPE, i, j[None, :], size, where[6][4])
-            logit = product * (vectors[0] * (1.0 / UNIT))
-            decays += tl.sum(ds * (da * logit + dm), 1)
-        if DISTANCE is not None:
-            ds *= by_distance(DISTANCE, i, j[None, :], size, where[6][4])[0]
+            shape_sum += tl.sum(shape_slope * (dp - mean), 1)
+        ds = score_gradients(dp, mean, slope, mu_slope, rule)
+        if gradients.offset is not None:
+            ds_sum += tl.sum(ds, 1)
+        if gradients.alibi is not None:
+            distance_sum += tl.sum(ds * tl.abs(i + (size.keys - size.queries) - j), 1)
+        if rule.DISTANCE_SLOPE is not None:
+            da, dm = by_distance(rule.DISTANCE_SLOPE, i, j, size, decay)
+            logit = product * (scoring.vectors.factor * (1.0 / rule.UNIT))
+            decay_sum += tl.sum(ds * (da * logit + dm), 1)
+        if rule.DISTANCE is not None:
+            a, _ = by_distance(rule.DISTANCE, i, j, size, decay)
+            ds *= a
         if PRODUCTS:
-            products += tl.sum(ds * product, 1)
-        if where[6][3] is not None:
-            ds *= (1.0 - product) * (1.0 + product)
-        if PEAKED:
+            product_sum += tl.sum(ds * product, 1)
+        ds = cap_slope(ds, product, terms.inner)
+        if rule.PEAKED:
             # φ' of a query that does not exist may be ∞, and ∞ · 0 has no maximum.
-            ds = tl.where(i < size[0], ds, 0.0)
+            ds = tl.where(i < size.queries, ds, 0.0)
             ds, acc, peak_ds = relative(ds, acc, peak_ds, 1)
-        acc = dot(ds.to(k_tile.dtype), k_tile, acc, PRECISION)  # [BM, D]
-    return acc, peak_ds, (total, dist, products, amount, change, decays)
+        acc = dot(ds.to(k_tile.dtype), k_tile, acc, tile.PRECISION)  # [BM, D]
+    sums = RowSums(ds_sum, distance_sum, product_sum, weight_sum, shape_sum, decay_sum)
+    return acc, peak_ds, sums

@@ -12,18 +12,11 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.fold import factor_out, finish, walk
+from attnzoo.backends.triton.common.groups import KeySides, MaskStrides, Matrix, Scoring, Side, Size
 from attnzoo.backends.triton.common.merge import store_split
-from attnzoo.backends.triton.common.tile import (
-    SMALLEST,
-    key_blocks,
-    load_decay,
-    load_segments,
-    load_vectors,
-    place_mask,
-    query_tile,
-    store_tile,
-)
-from attnzoo.backends.triton.flash.segments import narrowed
+from attnzoo.backends.triton.common.scores import load_head, load_vectors
+from attnzoo.backends.triton.common.tile import SMALLEST, load_queries, store_tile
+from attnzoo.backends.triton.flash.segments import blocks_of_keys, list_of_keys
 
 # Lengths and strides change from call to call, and must not trigger a recompilation.
 RUNTIME = (
@@ -34,101 +27,67 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def flash_forward(
-    # stat, weight_sum and lse are outputs: per-query vectors or None. With SUM, stat is Z. With
-    # ONLINE and no weight_sum, stat is log2 Σ 2^s. With ONLINE and weight_sum, stat is the largest
-    # score m and weight_sum is Σ 2^{s−m}. With SHIFTED, stat is M and weight_sum is Z.
-    # lse, and with ONLINE weight_sum and the m beside it, do not include the sink. Of a query
-    # without keys stat is 0 with ONLINE, weight_sum and Z are 1, and lse is −∞.
-    q, k, v, o, stat, weight_sum, lse,
-    k_descriptor, v_descriptor,  # for TMA, or both None
-    gain, tau, shape, sink, alibi, key_bias, base, peak, factor,  # vectors or None
-    decay,  # [B, H] or None
-    mask, q_segments, k_segments, ranges,  # ranges: see `segments`
-    blocks, counts,  # key blocks with nonzero weights, per tile of MAP_M queries; or None
+    q, k, v, o, k_descriptor, v_descriptor,  # descriptors for TMA, or both None
+    vectors, terms, visible,
+    maps,  # key blocks with nonzero weights, per tile of MAP_M queries
+    saved, partials,  # with splits, the partials are written instead of o and saved
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, mask_b, mask_h, mask_m, mask_n,
-    scale, inner, eps, heads, group, queries, keys, left, right,
-    splits,  # or None; with splits, o, stat and weight_sum are the parts of o, m and Z
-    ACT: tl.constexpr, DISTANCE: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr, LATE: tl.constexpr,
-    NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    PART: tl.constexpr, MAP_M: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    eps, heads, group, queries, keys, left, right, splits, rule, tile,
 ):  # fmt: skip
-    b, h, at, start, index, q, q_tile = query_tile(
-        q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN, splits
-    )
-    q_side = (q_tile, (q, q_n * ALIGN, queries, None, b, h), start, tl.arange(0, BLOCK_M))
-    i = index[:, None]
-    hk = h // group
-    k += (b * k_b + hk * k_h) * ALIGN
-    v += (b * v_b + hk * v_h) * ALIGN
+    size = Size(queries, keys, left, right)
+    block, q, q_tile = load_queries(q, q_b, q_h, q_n, heads, queries, tile, splits)
+    b, h, hk, index = block.batch, block.head, block.head // group, block.first + block.local
+    i = index[:, None]  # [BM, 1]
+    k += (b * k_b + hk * k_h) * tile.ALIGN
+    v += (b * v_b + hk * v_h) * tile.ALIGN
     if splits is None:
-        o += (b * o_b + h * o_h) * ALIGN
-    mask_at = place_mask(mask, b, h, mask_b, mask_h, MASK_ALIGN)
-    if mask_m is not None:
-        mask_m = mask_m.to(tl.int64) * MASK_ALIGN
-    if k_segments is not None:
-        k_segments += b * keys
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    # The vectors are [BM, 1] each.
-    vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, base, peak, queries, UNIT, UNIT)
-    segment = load_segments(q_segments, b * queries, i, queries)
-    decay_h = load_decay(decay, b * heads + h)
-    terms = (key_bias, (b * heads + h) * keys, base, inner, decay_h, peak)
-    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
-    size = (queries, keys, left, right)
-    k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b, hk)
-    v_matrix = (v, v_n * ALIGN, keys, v_descriptor, b, hk)
-    tiles_kv = (k_matrix, v_matrix, d, dv)
-    late = None  # scores are computed before the maximum
-    if LATE is not None:
-        q_tile, late = factor_out(q_tile, vectors, LATE)
-        q_side = (q_tile, q_side[1], start, q_side[3])
+        o += (b * o_b + h * o_h) * tile.ALIGN
+    strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, tile.MASK_ALIGN)
+    loaded = load_vectors(i, block.at, queries, vectors, terms, rule)
+    head = load_head(b, h, i, heads, terms, visible, strides, size)
+    scoring = Scoring(loaded, head, terms, visible, strides, size)
+    k_matrix = Matrix(k, k_n * tile.ALIGN, keys, k_descriptor, b, hk)
+    v_matrix = Matrix(v, v_n * tile.ALIGN, keys, v_descriptor, b, hk)
+    dv = tl.arange(0, tile.BLOCK_DV)
+    sides = KeySides(k_matrix, v_matrix, tl.arange(0, tile.BLOCK_D), dv)
+    factor = None  # scores are computed before the maximum
+    if rule.LATE is not None:
+        q_tile, factor = factor_out(q_tile, loaded.factor, rule.LATE)
+    q_matrix = Matrix(q, q_n * tile.ALIGN, queries, None, b, h)
+    q_side = Side(q_tile, q_matrix, block.first, block.local)
 
     # m is the running maximum of the scores (ONLINE), or of 0 and the scores (SHIFTED).
-    m = tl.full([BLOCK_M], float("-inf") if ONLINE else 0.0, tl.float32)
-    peak_phi = tl.full([BLOCK_M], SMALLEST, tl.float32)
-    z = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
-    tile_row = b * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
-    low, high = narrowed(low, high, ranges, tile_row, BLOCK_N)
-    if blocks is not None:
-        map_row = (b * heads + h) * tl.cdiv(queries, MAP_M) + start // MAP_M
-        blocks += map_row * tl.cdiv(keys, BLOCK_N)
-        low, high = 0, tl.load(counts + map_row)
+    m = tl.full([tile.BLOCK_M], float("-inf") if rule.ONLINE else 0.0, tl.float32)
+    peak = tl.full([tile.BLOCK_M], SMALLEST, tl.float32)
+    z = tl.zeros([tile.BLOCK_M], tl.float32)
+    acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_DV], tl.float32)
+    low, full, high = blocks_of_keys(block, visible.ranges, size, tile)
+    blocks = maps.blocks
+    if maps.blocks is not None:
+        row, start = list_of_keys(block, heads, size, tile)
+        blocks += start
+        low, high = 0, tl.load(maps.counts + row)
     if splits is not None:
         split, span = tl.program_id(0) % splits, tl.cdiv(high - low, splits)
         low = tl.minimum(low + split * span, high)
         high = tl.minimum(low + span, high)
         full = tl.minimum(tl.maximum(full, low), high)
-    if SPLIT and blocks is None:
-        acc, m, z, peak_phi = walk(
-            acc, m, z, peak_phi, low, full, q_side, late, i, tiles_kv, size, vectors, segment,
-            where, None,
-            ACT, DISTANCE, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
-            D, DV, BLOCK_N, PART, False, PRECISION,
-        )  # fmt: skip
+    # Two loops, because masks and bounds cost instructions for each score, and most blocks need
+    # none. The list of a block map is walked in one loop, with masks.
+    if tile.SPLIT and maps.blocks is None:
+        acc, m, z, peak = walk(
+            acc, m, z, peak, low, full, q_side, factor, i, sides, scoring, None, rule, tile, False
+        )
         low = full
-    acc, m, z, peak_phi = walk(
-        acc, m, z, peak_phi, low, high, q_side, late, i, tiles_kv, size, vectors, segment,
-        where, blocks,
-        ACT, DISTANCE, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
-        D, DV, BLOCK_N, PART, True, PRECISION,
-    )  # fmt: skip
-    if PEAKED:
-        acc *= peak_phi[:, None]
+    acc, m, z, peak = walk(
+        acc, m, z, peak, low, high, q_side, factor, i, sides, scoring, blocks, rule, tile, True
+    )
+    if rule.PEAKED:
+        acc *= peak[:, None]
 
     if splits is not None:
-        at = at * splits + split * queries
-        store_split(
-            o, stat, weight_sum, at, index, queries, dv, acc, m, z, ONLINE, SUM, SHIFTED, DV
-        )  # fmt: skip
+        at = block.at * splits + split * queries
+        store_split(partials, at, index, queries, dv, acc, m, z, rule, tile)
     else:
-        acc = finish(
-            acc, m, z, at, index, queries, vectors, stat, weight_sum, lse, sink, tau, factor,
-            eps, ACT, UNIT, ONLINE, SUM, NORMALIZER, SHIFTED,
-        )  # fmt: skip
-        store_tile(o, index, o_n * ALIGN, queries, dv, DV, acc)
+        acc = finish(acc, m, z, block.at, index, queries, loaded, vectors, terms, saved, eps, rule)
+        store_tile(o, index, o_n * tile.ALIGN, queries, dv, tile.DV, acc)

@@ -13,36 +13,33 @@ from torch import Tensor
 from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.triton.common import kernel_operands
 from attnzoo.backends.triton.common.kernel_operands import (
     Extras,
     Form,
     Maps,
+    aligned,
     like,
     new_vector,
-    stands_apart,
 )
 from attnzoo.core.forms import Statistics
 
 
-class Modules(NamedTuple):
-    common: Any
-    prepared: Any
-    flash: Any
-
-
 @cache
-def _modules() -> Modules:
+def _modules() -> tuple[Any, ...]:
     """The modules that launch kernels. Importing them once is faster than in every call."""
     from attnzoo.backends.triton.common import launch, prepared
-    from attnzoo.backends.triton.flash import launch as flash
+    from attnzoo.backends.triton.flash import launch as forward
+    from attnzoo.backends.triton.flash import launch_backward as backward
 
-    return Modules(launch, prepared, flash)
+    return launch, prepared, forward, backward
 
 
 @operator
 def flash_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
-    common, prepared, flash = _modules()
-    return prepared.launch(flash.describe_stats, q, k, layout, common.architecture(q.device))
+    launch, prepared, forward, _ = _modules()
+    operands = *aligned(q, k), layout, launch.architecture(q.device)
+    return prepared.launch(forward.describe_stats, *operands)
 
 
 @flash_statistics.fake
@@ -71,17 +68,16 @@ def flash_threshold(
     form: Form, alpha: float | None,
 ) -> Threshold:  # fmt: skip
     """Solve for τ and make the block map, whose tile size depends on v's head dimension."""
-    common, prepared, flash = _modules()
-    operands = q, k, v, layout, form, vectors, extras, alpha, common.architecture(q.device)
-    return Threshold(*prepared.launch(flash.describe_threshold, *operands))
+    launch, prepared, forward, _ = _modules()
+    machine = launch.architecture(q.device)
+    operands = *aligned(q, k, v), layout, form, vectors, extras, alpha, machine
+    return Threshold(*prepared.launch(forward.describe_threshold, *operands))
 
 
 @flash_threshold.fake
-def _(
-    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, layout: Layout
-) -> Threshold:
-    maps = _modules().flash.empty_maps(q, k, v, layout, vectors.shape, extras)
-    return Threshold(new_vector(q), new_vector(q), *maps)
+def _(*, q: Tensor, k: Tensor, v: Tensor) -> Threshold:
+    _, _, forward, _ = _modules()
+    return Threshold(new_vector(q), new_vector(q), *forward.empty_maps(q, k, v))
 
 
 @flash_threshold.flops
@@ -93,7 +89,7 @@ def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
 class Attended(NamedTuple):
     """The outputs of the forward.
 
-    The backward recomputes the weights from ``stat`` and ``weight_sum``, see `stands_apart`.
+    The backward recomputes the weights from ``stat`` and ``weight_sum``; see `groups.Saved`.
     """
 
     out: Tensor
@@ -107,10 +103,10 @@ def flash_forward(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, maps: Maps,
     layout: Layout, form: Form, want_lse: bool,
 ) -> Attended:  # fmt: skip
-    common, prepared, flash = _modules()
-    machine = common.architecture(q.device), common.processors(q.device)
-    operands = q, k, v, layout, form, vectors, extras, maps, want_lse, *machine
-    return Attended(*prepared.launch(flash.describe_forward, *operands))
+    launch, prepared, forward, _ = _modules()
+    machine = launch.architecture(q.device), launch.processors(q.device)
+    operands = *aligned(q, k, v), layout, form, vectors, extras, maps, want_lse, *machine
+    return Attended(*prepared.launch(forward.describe_forward, *operands))
 
 
 @flash_forward.fake
@@ -118,12 +114,9 @@ def _(
     *, q: Tensor, v: Tensor, vectors: Vectors, extras: Extras, layout: Layout, form: Form,
     want_lse: bool,
 ) -> Attended:  # fmt: skip
-    return Attended(
-        like(q, v.shape[3]),
-        None if form.normalize == "none" else new_vector(q),
-        new_vector(q) if stands_apart(form, layout, vectors, extras, want_lse) else None,
-        new_vector(q) if want_lse else None,
-    )
+    two = kernel_operands.saves_weight_sum(form, layout, vectors, extras, want_lse)
+    saved = form.normalize != "none", two, want_lse
+    return Attended(like(q, v.shape[3]), *(new_vector(q) if each else None for each in saved))
 
 
 @flash_forward.flops
@@ -141,23 +134,22 @@ def flash_backward(
     layout: Layout, form: Form, out: Tensor, stat: Tensor | None, weight_sum: Tensor | None,
     lse: Tensor | None, dout: Tensor, dlse: Tensor | None, wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    common, prepared, flash = _modules()
-    # A gradient may be expanded, or have strides that allow only narrower loads than the output's.
-    dout = dout if common.readable(dout, out) else dout.contiguous()
+    launch, prepared, _, backward = _modules()
+    dout, q, k, v, out = aligned(dout, q, k, v, out)
     if dlse is not None and lse is not None:
         # For a query without keys lse is the constant −∞, so its dlse has no effect. The kernels
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
-    found = prepared.launch(
-        flash.describe_backward, dout, dlse, q, k, v, out, stat, weight_sum, layout, form, vectors,
-         extras, maps, wanted, common.architecture(q.device), common.processors(q.device),
+    grads = prepared.launch(
+        backward.describe_backward, dout, dlse, q, k, v, out, stat, weight_sum, layout, form,
+        vectors, extras, maps, wanted, launch.architecture(q.device), launch.processors(q.device),
     )  # fmt: skip
-    found |= {name: _joined(found[name], x) for name, x in (("k", k), ("v", v))}
+    grads |= {name: _joined(grads[name], x) for name, x in (("k", k), ("v", v))}
     if "key_bias" in wanted:
-        found["key_bias"] = found["key_bias"].sum(0)
+        grads["key_bias"] = grads["key_bias"].sum(0)
     if "decay" in wanted:
-        found["decay"] = found["decay"].sum(-1)
-    return found
+        grads["decay"] = grads["decay"].sum(-1)
+    return grads
 
 
 @flash_backward.flops

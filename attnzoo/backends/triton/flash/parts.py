@@ -6,25 +6,16 @@ the results are added in a fixed order.
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout
-from attnzoo.backends.triton.common.launch import (
-    PARTIALS,
-    PER_PROCESSOR,
-    Launch,
-    row_launch,
-    strides,
-)
-from attnzoo.backends.triton.common.merge import MOST_SPLITS, OF_MERGE, merge_splits
+from attnzoo.backends.triton.common.launch import PER_PROCESSOR
+from attnzoo.backends.triton.common.merge import MOST_SPLITS
 
-# Fewest queries per part of a group of heads, all heads together. A part with fewer costs more time
-# than it saves, because the gradients of all parts are written, read and added.
-LEAST_QUERIES = 1024
-# Fewest keys per split in the forward, for the same reason.
-LEAST_KEYS = 1024
+# Fewest queries per part of a group of heads, all heads together, and fewest keys per split in the
+# forward. Smaller parts cost more time than they save: their results are written, read and added.
+LEAST_QUERIES = LEAST_KEYS = 1024
 
 
 def programs_of(x: Tensor, block: int) -> int:
@@ -48,19 +39,3 @@ def splits_of_keys(q: Tensor, k: Tensor, layout: Layout, block_m: int, processor
     wanted = PER_PROCESSOR * processors // max(1, programs_of(q, block_m))
     # Two halves, one after the other, would take as long as one program for all keys.
     return min(wanted, MOST_SPLITS.value, max(1, seen // LEAST_KEYS)) if wanted > 2 else 1
-
-
-def split_keys(launch: Launch, q: Tensor, v: Tensor, splits: int) -> list[Launch]:
-    """Return the launches that replace one of `flash_forward`, if the keys are split."""
-    args, (b, h, n, _) = launch.args, q.shape
-    part = q.new_empty(b, h, splits, n, v.shape[3], dtype=torch.float32)
-    m = part.new_empty(b, h, splits, n) if args["ONLINE"] or args["SHIFTED"] else None
-    z = part.new_empty(b, h, splits, n) if args["ONLINE"] or args["SUM"] else None
-    partial = {"o": part, "stat": m, "weight_sum": z, "splits": splits}
-    partial |= dict.fromkeys(OF_MERGE)
-    merge_args = {
-        **args, **strides(1, o=args["o"]), "part": part, "m": m, "z": z, "group": 1,
-        "splits": splits, "CHUNK": PARTIALS,
-    }  # fmt: skip
-    walk = launch._replace(programs=launch.programs * splits, args={**args, **partial})
-    return [walk, row_launch(merge_splits, merge_args, q)]

@@ -18,20 +18,17 @@ All steps run in one launch, so that the host does not wait for the result of ea
 import triton
 import triton.language as tl
 
-from attnzoo.backends.triton.common.tile import (
-    INTERPRETED,
-    capped,
-    key_blocks,
-    load_block,
-    load_decay,
-    load_segments,
-    load_vectors,
-    place_mask,
-    query_tile,
-    scores,
-    times,
+from attnzoo.backends.triton.common.groups import (
+    MaskStrides,
+    Matrix,
+    QueryVectors,
+    Scoring,
+    Side,
+    Size,
 )
-from attnzoo.backends.triton.flash.segments import narrowed
+from attnzoo.backends.triton.common.scores import capped, load_head, load_vectors, scores
+from attnzoo.backends.triton.common.tile import INTERPRETED, load_block, load_queries, times
+from attnzoo.backends.triton.flash.segments import blocks_of_keys
 
 # A step is the last one of a query if |Z − 1| ≤ RESIDUAL before the step. Convergence is quadratic,
 # so every weight is then accurate to 1e-6. With many equal scores, rounding τ alone can change Z by
@@ -48,114 +45,101 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def threshold(
-    q, k, peak, tau, blocks, counts,  # blocks: int32 [B·H, tiles of queries, tiles of keys]
-    live,  # uint8, shaped as blocks, initially 0: 1 where a tile has nonzero weights
-    gain, shape, alibi, key_bias, base, decay, mask, q_segments, k_segments, ranges,
+    q, k, peak, tau, maps, vectors, terms, visible,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
-    scale, inner, heads, group, queries, keys, left, right,
-    ACT: tl.constexpr, DISTANCE: tl.constexpr,
-    ALPHA: tl.constexpr,  # None if the vector shape holds α
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, FLIPS: tl.constexpr,  # FLIPS: factors may be negative
-    PART: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    heads, group, queries, keys, left, right, rule, tile,
+    FLIPS: tl.constexpr,  # factors may be negative
 ):  # fmt: skip
-    b, h, at, start, index, q, q_tile = query_tile(
-        q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
-    )
-    q_side = (q_tile, (q, q_n * ALIGN, queries, None, b, h), start, tl.arange(0, BLOCK_M))
-    i = index[:, None]
-    k += (b * k_b + (h // group) * k_h) * ALIGN
-    mask_at = place_mask(mask, b, h, mask_b, mask_h, MASK_ALIGN)
-    if mask_m is not None:
-        mask_m = mask_m.to(tl.int64) * MASK_ALIGN
-    if k_segments is not None:
-        k_segments += b * keys
-    map_row = (b * heads + h) * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
-    blocks += map_row * tl.cdiv(keys, BLOCK_N)
-    live += map_row * tl.cdiv(keys, BLOCK_N)
-    k_matrix = (k, k_n * ALIGN, keys, None, b, h // group)
-    vectors = load_vectors(i, at, scale, gain, None, shape, alibi, base, None, queries, 1.0, 1.0)
-    segment = load_segments(q_segments, b * queries, i, queries)
-    decay_h = load_decay(decay, b * heads + h)
-    terms = (key_bias, (b * heads + h) * keys, base, inner, decay_h, None)
-    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
-    size = (queries, keys, left, right)
-    if ALPHA is None:
-        a = tl.load(shape + at + index, mask=index < queries, other=1.5) - 1.0  # α − 1
+    size = Size(queries, keys, left, right)
+    block, q, q_tile = load_queries(q, q_b, q_h, q_n, heads, queries, tile)
+    b, h, hk, index = block.batch, block.head, block.head // group, block.first + block.local
+    i = index[:, None]  # [BM, 1]
+    k += (b * k_b + hk * k_h) * tile.ALIGN
+    strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, tile.MASK_ALIGN)
+    map_row = (b * heads + h) * tl.cdiv(queries, tile.BLOCK_M) + block.first // tile.BLOCK_M
+    blocks = maps.blocks + map_row * tl.cdiv(keys, tile.BLOCK_N)
+    live = maps.live + map_row * tl.cdiv(keys, tile.BLOCK_N)
+    k_matrix = Matrix(k, k_n * tile.ALIGN, keys, None, b, hk)
+    q_matrix = Matrix(q, q_n * tile.ALIGN, queries, None, b, h)
+    loaded = load_vectors(i, block.at, queries, vectors, terms, rule)
+    head = load_head(b, h, i, heads, terms, visible, strides, size)
+    if rule.ALPHA is None:
+        alpha = tl.load(vectors.shape + block.at + index, mask=index < queries, other=1.5)
+        a = alpha - 1.0
     else:
-        a = tl.full([BLOCK_M], ALPHA - 1.0, tl.float32)
+        a = tl.full([tile.BLOCK_M], rule.ALPHA - 1.0, tl.float32)
 
     # Loops use r = score / late, with late > 0: queries with a negative factor flip q's sign. The
     # factor is then applied to r − m, which is exactly 0 for each of several equal maxima. If the
     # factor came first, the compiler could fuse it with the subtraction, which then would not give
     # 0 for large scores. Where something is added to the products, r is the score.
-    late = tl.full([BLOCK_M, 1], 1.0, tl.float32)
-    MULTIPLE: tl.constexpr = mask is None and alibi is None and DISTANCE is None
-    PLAIN: tl.constexpr = MULTIPLE and key_bias is None and base is None
+    late = tl.full([tile.BLOCK_M, 1], 1.0, tl.float32)
+    factor, sign = loaded.factor, late
+    MULTIPLE: tl.constexpr = visible.mask is None and terms.alibi is None and rule.DISTANCE is None
+    PLAIN: tl.constexpr = MULTIPLE and terms.key_bias is None and terms.base is None
     if PLAIN:
-        sign, factor = late, vectors[0]
         # late is not 0, because 0 times the −∞ of hidden keys is NaN. A NaN must stay.
-        late = tl.maximum(tl.abs(vectors[0]), 1e-37, propagate_nan=tl.PropagateNan.ALL)
+        late = tl.maximum(tl.abs(factor), 1e-37, propagate_nan=tl.PropagateNan.ALL)
         if FLIPS:
-            sign = tl.where(vectors[0] < 0.0, -1.0, 1.0)
-            if PART is None:  # otherwise the product reads q from memory
-                q_tile = (q_side[0].to(tl.float32) * sign).to(q.dtype.element_ty)
-                q_side = (q_tile, q_side[1], q_side[2], q_side[3])
-                sign = tl.full([BLOCK_M, 1], 1.0, tl.float32)
-        vectors = (sign, vectors[1], vectors[2], vectors[3], vectors[4])
-    tiles = (q_side, i, k_matrix, vectors, segment, where, size)
+            sign = tl.where(factor < 0.0, -1.0, 1.0)
+            if tile.PART is None:  # otherwise the product reads q from memory
+                q_tile = (q_tile.to(tl.float32) * sign).to(q.dtype.element_ty)
+                sign = tl.full([tile.BLOCK_M, 1], 1.0, tl.float32)
+        loaded = QueryVectors(
+            loaded.gain, sign, loaded.tau, loaded.shape, loaded.slope, loaded.base, loaded.peak,
+            loaded.threshold,
+        )  # fmt: skip
+    q_side = Side(q_tile, q_matrix, block.first, block.local)
+    scoring = Scoring(loaded, head, terms, visible, strides, size)
 
-    low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
-    tile_row = b * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
-    low, high = narrowed(low, high, ranges, tile_row, BLOCK_N)
-    if not SPLIT:
+    low, full, high = blocks_of_keys(block, visible.ranges, size, tile)
+    if not tile.SPLIT:
         full = low
     # Find the maximum m of r. List the blocks that can have nonzero weights, given the running
-    # maximum. The list is ascending: blocks that all queries see are its first ``whole`` entries.
-    # For rows beyond the last query m is ∞, so that no block counts for them.
+    # maximum. The list is ascending: blocks that all queries see are its first ``full_length``
+    # entries. For rows beyond the last query m is ∞, so that no block counts for them.
     m = tl.where(index < queries, float("-inf"), float("inf"))
     reach = -1.0 / a  # x at or below it has weight 0
-    kept = 0
-    if SPLIT:
-        m, kept = find_peaks(
-            m, kept, low, full, tiles, late, reach, blocks,
-            DISTANCE, D, BLOCK_N, PART, False, PRECISION,
+    length = 0
+    if tile.SPLIT:
+        m, length = find_peaks(
+            m, length, low, full, q_side, i, k_matrix, scoring, late, reach, blocks, rule, tile,
+            False,
         )  # fmt: skip
-    whole = kept
-    m, kept = find_peaks(
-        m, kept, full, high, tiles, late, reach, blocks,
-        DISTANCE, D, BLOCK_N, PART, True, PRECISION,
-    )  # fmt: skip
+    full_length = length
+    m, length = find_peaks(
+        m, length, full, high, q_side, i, k_matrix, scoring, late, reach, blocks, rule, tile, True
+    )
     # NaN if a score of the query is NaN. Then τ is NaN, and no weight counts.
     top = tl.where(m == float("-inf"), 0.0, m)
-    t = tl.zeros([BLOCK_M], tl.float32)  # τ − maximum score
-    unsolved, step = kept > 0, 0
+    t = tl.zeros([tile.BLOCK_M], tl.float32)  # τ − maximum score
+    unsolved, step = length > 0, 0
     while unsolved:
         tl.debug_barrier()  # one thread writes the list, all threads read it
-        z, slopes = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-        count, edge, kept = kept, whole, 0
-        if SPLIT:
-            z, slopes, kept = add_weights(
-                z, slopes, kept, 0, edge, tiles, late, top, t, blocks,
-                ACT, DISTANCE, D, BLOCK_N, PART, False, PRECISION,
+        z, slopes = tl.zeros([tile.BLOCK_M], tl.float32), tl.zeros([tile.BLOCK_M], tl.float32)
+        count, edge, length = length, full_length, 0
+        if tile.SPLIT:
+            z, slopes, length = add_weights(
+                z, slopes, length, 0, edge, q_side, i, k_matrix, scoring, late, top, t, blocks,
+                rule, tile, False,
             )  # fmt: skip
-        whole = kept
-        z, slopes, kept = add_weights(
-            z, slopes, kept, edge, count, tiles, late, top, t, blocks,
-            ACT, DISTANCE, D, BLOCK_N, PART, True, PRECISION,
+        full_length = length
+        z, slopes, length = add_weights(
+            z, slopes, length, edge, count, q_side, i, k_matrix, scoring, late, top, t, blocks,
+            rule, tile, True,
         )  # fmt: skip
         t, unsolved_queries = newton(t, z, slopes, a)
         step += 1
         unsolved = (tl.max(unsolved_queries.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
     # Here 0 again for a query without keys, even if its gain is NaN.
     first = tl.where(m == float("-inf"), 0.0, m)
-    base = tl.where(m == float("-inf"), 0.0, m * tl.reshape(late, [BLOCK_M]))
+    base = tl.where(m == float("-inf"), 0.0, m * tl.reshape(late, [tile.BLOCK_M]))
     if PLAIN:
-        first = tl.where(tl.reshape(factor, [BLOCK_M]) < 0.0, -first, first)
-    store_threshold(peak, tau, at + index, first, base, t, index < queries)
-    tl.store(counts + map_row, kept)
-    tl.debug_barrier()
-    for n in range(kept):
+        first = tl.where(tl.reshape(factor, [tile.BLOCK_M]) < 0.0, -first, first)
+    store_threshold(peak, tau, block.at + index, first, base, t, index < queries)
+    tl.store(maps.counts + map_row, length)
+    tl.debug_barrier()  # as above, for the last list
+    for n in range(length):
         tl.store(live + tl.load(blocks + n), 1)
 
 
@@ -175,60 +159,57 @@ def row_peaks(r):
 
 @triton.jit
 def find_peaks(
-    m, kept, low, high, tiles, late, reach, blocks, DISTANCE: tl.constexpr,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, EDGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    m, length, low, high, q_side, i, k_matrix, scoring, late, reach, blocks, rule, tile,
+    EDGE: tl.constexpr,
 ):  # fmt: skip
     """Return the maximum of m and the blocks [low, high), and the new length of the list."""
     late = tl.reshape(late, m.shape)
     for block in range(low, high):
-        r = block_scores(tiles, block, DISTANCE, D, BLOCK_N, PART, EDGE, PRECISION)
+        r = block_scores(block, q_side, i, k_matrix, scoring, rule, tile, EDGE)  # [BM, BN]
         peak = row_peaks(r)
         m = larger(m, peak)
         # r − m is compared with −1/(α−1), because m − 1/(α−1) may round to m for a large m.
         alive = tl.max(((peak - m) * late > reach).to(tl.int32))
-        tl.store(blocks + kept, block, mask=alive > 0)
-        kept += alive
-    return m, kept
+        tl.store(blocks + length, block, mask=alive > 0)
+        length += alive
+    return m, length
 
 
 @triton.jit
 def add_weights(
-    z, slopes, kept, low, high, tiles, late, top, t, blocks,
-    ACT: tl.constexpr, DISTANCE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    z, slopes, length, low, high, q_side, i, k_matrix, scoring, late, top, t, blocks, rule, tile,
+    EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add Σφ and Σφ' of the list's entries [low, high). Keep the entries with nonzero weights."""
     for n in range(low, high):
         block = tl.load(blocks + n)
-        r = block_scores(tiles, block, DISTANCE, D, BLOCK_N, PART, EDGE, PRECISION)
-        phi, slope = ACT((r - top[:, None]) * late - t[:, None], tiles[3][2])
+        r = block_scores(block, q_side, i, k_matrix, scoring, rule, tile, EDGE)  # [BM, BN]
+        # [BM, BN]
+        phi, slope = rule.ACT((r - top[:, None]) * late - t[:, None], scoring.vectors.shape)
         part = tl.sum(phi, 1)
         z += part
         slopes += tl.sum(slope, 1)
         alive = tl.max((part > 0.0).to(tl.int32))
-        # Overwriting the list is safe: kept is at most n, and entry n has been read.
-        tl.store(blocks + kept, block, mask=alive > 0)
-        kept += alive
-    return z, slopes, kept
+        # Overwriting the list is safe: its length is at most n, and entry n has been read.
+        tl.store(blocks + length, block, mask=alive > 0)
+        length += alive
+    return z, slopes, length
 
 
 @triton.jit
-def block_scores(
-    tiles, block, DISTANCE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def block_scores(block, q_side, i, k_matrix, scoring, rule, tile, EDGE: tl.constexpr):
     """Return r [BM, BN] of a block of keys, −∞ for hidden keys."""
-    q_side, i, k, vectors, segment, where, size = tiles
-    local, first = tl.arange(0, BLOCK_N), tl.full([], BLOCK_N, tl.int32) * block
-    k_tile = load_block(k, first, local, tl.arange(0, q_side[0].shape[1]), D, EDGE)  # [BN, D]
-    product = times(q_side, (k_tile, k, first, local), D, PART, PRECISION)
-    product = capped(product, where[6][3], PRECISION)
-    j = (first + local)[None, :]
+    terms, visible = scoring.terms, scoring.visible
+    local, first = tl.arange(0, tile.BLOCK_N), tl.full([], tile.BLOCK_N, tl.int32) * block
+    k_tile = load_block(k_matrix, first, local, tl.arange(0, tile.BLOCK_D), tile.D, EDGE)  # [BN, D]
+    product = times(q_side, Side(k_tile, k_matrix, first, local), tile.D, tile)
+    product = capped(product, terms.inner, tile.PRECISION)
     HIDES: tl.constexpr = (
-        EDGE or where[0] is not None or where[4] is not None or where[6][0] is not None
-    )
-    return scores(product, i, j, vectors, segment, where, size, 1.0, DISTANCE, EDGE, HIDES)[0]
+        EDGE or visible.mask is not None or visible.k_segments is not None
+        or terms.key_bias is not None
+    )  # fmt: skip
+    r, _ = scores(product, i, (first + local)[None, :], scoring, rule, EDGE, HIDES)
+    return r
 
 
 @triton.jit

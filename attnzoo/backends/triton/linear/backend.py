@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.backends import linear
 from attnzoo.backends.base import Backend
 from attnzoo.backends.transforms import reject_transforms
-from attnzoo.backends.triton.common.configurations import LINEAR_WIDEST
+from attnzoo.backends.triton.common.tiles import LINEAR_WIDEST
 from attnzoo.backends.triton.flash import backend as flash
 from attnzoo.backends.triton.linear import operators as ops
 from attnzoo.backends.triton.linear.state import pack, unpack
@@ -40,73 +40,57 @@ def unsupported(form: Form, call: Call) -> str | None:
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, None]:
     assert isinstance(form, Linear)
     reject_transforms("flash_linear", q, k, v)
-    if call.right == 0:
-        return scan(q, k, v, call, form)[0], None
-    call, k, v, _ = linear.prepare(call, k, v, None, form)
-    v = _values(v, call)
-    y, out = _keys(k, call, form), []
-    x = _features(form.of_queries, call.scale, q, call.query_positions, call)
-    for part in v.split(_widest(call), dim=-1):
-        state = ops.linear_state(y=y, v=part.contiguous(), first=None)
-        read = ops.linear_read(x=x, state=state, value_dim=part.shape[-1], dtype=call.input_dtype)
-        out.append(read.out)
-    return torch.cat(out, dim=-1), None
+    return scan(q, k, v, call, form)[0], None
 
 
 def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the causal output and the final state, given the state ``sums``; see `linear.scan`."""
+    """Return the output and the final state, given the state ``sums``; see `linear.scan`.
+
+    Without causality all keys precede all queries.
+    """
     call, k, v, sums = linear.prepare(call, k, v, sums, form)
-    v = _values(v, call)
-    keyless, lead = linear.offsets(call)
-    y = _keys(k, call, form)
+    causal = call.right == 0
+    keyless, lead = linear.offsets(call) if causal else (0, call.keys)
+    y = _unmasked(_features(form.features, 1.0, k, call.key_positions, call), call)
     positions = call.query_positions[keyless:]
-    before, y = y[:, :, :lead].contiguous(), y[:, :, lead:].contiguous()
     x = _features(form.of_queries, call.scale, q[:, :, keyless:], positions, call)
-    size, out, states, normalizer = form.size(call.head_dim), [], [], None
-    widest = _widest(call)
+    v = _unmasked(v, call)
+    y_before, y = y[:, :, :lead].contiguous(), y[:, :, lead:].contiguous()
+    size, out, states = form.size(call.head_dim), [], []
+    widest = LINEAR_WIDEST[8 * x.element_size()]
     for start, part in zip(range(0, call.value_dim + 1, widest), v.split(widest, dim=-1)):
-        state = None
+        value_dim, first, before, inside = part.shape[-1], None, (None, None), (None, None)
         if sums is not None:
-            columns = sums[..., start : start + part.shape[-1]]
-            state = torch.cat([columns, sums[..., -1:]], dim=-1)
-            state = pad(pack(state, part.shape[-1]), (0, 0, 0, y.shape[-1] - size))
-        if lead:
-            state = ops.linear_state(y=before, v=part[:, :, :lead].contiguous(), first=state)
-        scanned = ops.linear_causal(x=x, y=y, v=part[:, :, lead:].contiguous(), first=state)
-        out.append(scanned.out)
-        last = unpack(scanned.last[..., :size, :], part.shape[-1])
-        states.append(last[..., :-1])
-        normalizer = last[..., -1:]
-    assert normalizer is not None
-    out = pad(torch.cat(out, dim=-1), (0, 0, keyless, 0))
-    return out, torch.cat([*states, normalizer], dim=-1)
+            columns = sums[..., start : start + value_dim]
+            first = pack(columns, sums[..., -1:], y.shape[-1])
+        if lead or not causal:
+            before = y_before, part[:, :, :lead].contiguous()
+        if causal:
+            inside = y, part[:, :, lead:].contiguous()
+        attended = ops.linear_forward(
+            x=x, y=inside[0], v=inside[1], y_before=before[0], v_before=before[1], first=first,
+            value_dim=value_dim, dtype=v.dtype,
+        )  # fmt: skip
+        out.append(attended.out)
+        states.append(unpack(attended.last[..., :size, :], value_dim))
+    out, (values, normalizers) = torch.cat(out, dim=-1), zip(*states)
+    if keyless:
+        out = pad(out, (0, 0, keyless, 0))
+    return out, torch.cat([*values, normalizers[0]], dim=-1)
 
 
-def _feature_dtype(call: Call) -> torch.dtype:
-    return torch.bfloat16 if call.input_dtype == torch.bfloat16 else torch.float32
+def _unmasked(x: Tensor, call: Call) -> Tensor:
+    """Return features or values of keys with 0 for masked keys.
 
-
-def _widest(call: Call) -> int:
-    return LINEAR_WIDEST[8 * _feature_dtype(call).itemsize]
-
-
-def _values(v: Tensor, call: Call) -> Tensor:
-    """Return v with 0 for masked keys, because NaN times a feature of 0 would be NaN."""
-    return v if call.mask is None else v.masked_fill(~call.mask[:, :, 0, :, None], 0.0)
-
-
-def _keys(k: Tensor, call: Call, form: Linear) -> Tensor:
-    """Return ψ(k). The features of masked keys are 0, so that these keys add 0 to every sum."""
-    y = _features(form.features, 1.0, k, call.key_positions, call)
-    if call.mask is None:
-        return y
-    return y.masked_fill(~call.mask[:, :, 0, :, None], 0.0)
+    Features of 0 add nothing to a sum, but NaN times 0 would be NaN.
+    """
+    return x if call.mask is None else x.masked_fill(~call.mask[:, :, 0, :, None], 0.0)
 
 
 def _features(function: Features, scale: float, x: Tensor, at: Tensor, call: Call) -> Tensor:
-    dtype = _feature_dtype(call)
+    dtype = torch.bfloat16 if call.input_dtype == torch.bfloat16 else torch.float32
 
     def make(x: Tensor) -> Tensor:
         made = function(scale * x.to(call.dtype), at).to(dtype)

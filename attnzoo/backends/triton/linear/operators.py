@@ -1,210 +1,140 @@
-"""The kernels of linear forms as PyTorch operators, with fake functions and first derivatives.
+"""The kernels of linear forms as a PyTorch operator, with fake function and first derivative.
 
-`linear_state` computes the state after the given keys. `linear_read` computes the output of queries
-that all read one state. `linear_causal` computes the causal output and the final state. Shapes are
-as in ``launch``.
-A denominator Z of 0 is returned as 1. Triton is imported by the first call that runs a kernel.
+Shapes are as in ``launch``. Triton is imported by the first call that runs, counts or traces the
+operator.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnzoo.backends.operator import operator
-from attnzoo.backends.triton.linear.state import split, width
+from attnzoo.backends.triton.linear.state import layout, split
 
 
-def _new_state(y: Tensor, v: Tensor) -> Tensor:
-    shape = (*y.shape[:2], y.shape[3], width(v.shape[3]))
-    return y.new_empty(shape, dtype=torch.float32)
+@cache
+def _launch() -> Any:
+    from attnzoo.backends.triton.linear import launch
+
+    return launch
 
 
-def _of_state(x: Tensor, value_dim: int) -> int:
-    """Operations to add x (B, H, N, F) to a state, to read it with x, or to differentiate these."""
-    return 2 * x.numel() * (value_dim + 1)
+def _operations(x: Tensor, value_dim: int, states: int, products: int = 0) -> int:
+    """Operations of x (B, H, N, F): products with a state, and with features and values of a chunk.
 
-
-def _of_chunks(x: Tensor, size: int) -> int:
-    """Operations of products with ``size`` operations per pair of tokens of a chunk."""
-    from attnzoo.backends.triton.linear.launch import chunk_length
-
-    batch, heads, length, _ = x.shape
-    return 2 * batch * heads * length * min(chunk_length(x), length) * size
-
-
-def _upstream(do: Tensor, out: Tensor, z: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return G = dO/Z and δ = G·o, see `launch.Upstream`.
-
-    δ is computed from G after rounding, so that all gradients are those of the same dO.
+    ``states`` and ``products`` are how often these are computed.
     """
-    g = (do / z[..., None]).to(features.dtype).contiguous()
-    return g, (g.float() * out.float()).sum(-1)
+    *_, length, features = x.shape
+    chunk = min(_launch().chunk_length(x), length) if products else 0
+    with_chunks = products * chunk * (features + value_dim)
+    return 2 * x.numel() * states * (value_dim + 1) + 2 * x[..., 0].numel() * with_chunks
+
+
+def _sum(
+    x: Tensor, values: Tensor, delta: Tensor | None, first: Tensor | None, kv_heads: int
+) -> Tensor:
+    """Return the state (B, Hkv, F, WIDTH) after all tokens."""
+    launch = _launch()
+    _, sums = launch.run(launch.describe_states, x, values, delta, None, kv_heads, False)
+    return sums.sum(2) if first is None else sums.sum(2) + first
+
+
+class Attended(NamedTuple):
+    out: Tensor  # (B, H, N, Dv)
+    z: Tensor  # the denominators, 1 where they are 0
+    states: Tensor | None  # before each chunk; None without causality
+    last: Tensor  # the state after all keys
 
 
 @operator
-def linear_state(*, y: Tensor, v: Tensor, first: Tensor | None) -> Tensor:
-    """Return the state ``first`` + Σ_j y_j [v_j, 1]ᵀ."""
-    from attnzoo.backends.triton.common.launch import architecture, run
-    from attnzoo.backends.triton.linear import launch
+def linear_forward(
+    *, x: Tensor, y: Tensor | None, v: Tensor | None, y_before: Tensor | None,
+    v_before: Tensor | None, first: Tensor | None, value_dim: int, dtype: torch.dtype,
+) -> Attended:  # fmt: skip
+    """All queries attend to the keys in the state ``first`` and to those of y_before and v_before.
 
-    work, _, last = launch.describe_states(
-        y, v, first, None, y.shape[1], False, architecture(y.device)
-    )
-    run(work)
-    return last.sum(2)
-
-
-@linear_state.fake
-def _(*, y: Tensor, v: Tensor) -> Tensor:
-    return _new_state(y, v)
-
-
-@linear_state.flops
-def _(*, y: Tensor, v: Tensor) -> int:
-    return _of_state(y, v.shape[3])
-
-
-@linear_state.backward("y", "v", "first")
-def linear_state_backward(
-    *, y: Tensor, v: Tensor, first: Tensor | None, dout: Tensor
-) -> dict[str, Tensor]:
-    from attnzoo.backends.triton.common.launch import architecture, run
-    from attnzoo.backends.triton.linear import launch
-
-    dout = dout.contiguous()
-    state = split(dout, v.shape[3], y.dtype)[:, :, None]
-    launches, dy, dv = launch.describe_dy_dv(None, y, v, None, state, architecture(y.device))
-    for work in launches:
-        run(work)
-    return {"y": dy, "v": dv, "first": dout.clone()}
+    Causally, query i attends also to the keys j ≤ i of y and v. Without causality these are None,
+    and y_before and v_before are not.
+    """
+    launch, state = _launch(), first
+    if y_before is not None and v_before is not None:
+        state = _sum(y_before, v_before, None, first, y_before.shape[1])
+    if y is None:
+        assert state is not None
+        states, last, read = None, state, split(state, value_dim, x.dtype)[:, :, None]
+    else:
+        states, sums = launch.run(launch.describe_states, y, v, None, state, y.shape[1], True)
+        last, read = sums.sum(2), states
+    out, z = launch.run(launch.describe_output, x, y, v, read, value_dim, dtype)
+    return Attended(out, z, states, last)
 
 
-@linear_state_backward.flops
-def _(*, y: Tensor, v: Tensor) -> int:
-    return 2 * _of_state(y, v.shape[3])
-
-
-class Read(NamedTuple):
-    out: Tensor
-    z: Tensor
-
-
-@operator
-def linear_read(*, x: Tensor, state: Tensor, value_dim: int, dtype: torch.dtype) -> Read:
-    """Return o and Z of queries that all read one state."""
-    from attnzoo.backends.triton.common.launch import architecture, run
-    from attnzoo.backends.triton.linear import launch
-
-    kept = split(state, value_dim, x.dtype)[:, :, None]
-    work, out, z = launch.describe_output(
-        x, None, None, kept, value_dim, dtype, architecture(x.device)
-    )
-    run(work)
-    return Read(out, z)
-
-
-@linear_read.fake
-def _(*, x: Tensor, value_dim: int, dtype: torch.dtype) -> Read:
+@linear_forward.fake
+def _(
+    *, x: Tensor, y: Tensor | None, y_before: Tensor | None, value_dim: int, dtype: torch.dtype
+) -> Attended:
+    keys = y if y_before is None else y_before
+    assert keys is not None
+    shape = *keys.shape[:2], keys.shape[3]
+    last = keys.new_empty(*shape, layout(value_dim, 32).WIDTH, dtype=torch.float32)
+    states = None
+    if y is not None:
+        chunk, width = _launch().chunk_length(y), layout(value_dim, 8 * y.element_size()).WIDTH
+        chunks = (y.shape[2] + chunk - 1) // chunk
+        states = y.new_empty(*y.shape[:2], chunks, y.shape[3], width)
     out = x.new_empty(*x.shape[:3], value_dim, dtype=dtype)
-    return Read(out, x.new_empty(x.shape[:3], dtype=torch.float32))
+    return Attended(out, x.new_empty(x.shape[:3], dtype=torch.float32), states, last)
 
 
-@linear_read.flops
-def _(*, x: Tensor, value_dim: int) -> int:
-    return _of_state(x, value_dim)
+@linear_forward.flops
+def _(*, x: Tensor, y: Tensor | None, y_before: Tensor | None, value_dim: int) -> int:
+    in_chunks = _operations(x, value_dim, 0, 0 if y is None else 1)
+    return in_chunks + sum(_operations(t, value_dim, 1) for t in (x, y, y_before) if t is not None)
 
 
-@linear_read.backward("x", "state")
-def linear_read_backward(
-    *, x: Tensor, state: Tensor, out: Tensor, z: Tensor, dout: Tensor
-) -> dict[str, Tensor]:
-    from attnzoo.backends.triton.common.launch import architecture, run
-    from attnzoo.backends.triton.linear import launch
-
-    arch, upstream = architecture(x.device), launch.Upstream(*_upstream(dout, out, z, x))
-    kept = split(state, out.shape[3], x.dtype)[:, :, None]
-    of_x, dx = launch.describe_dx(x, None, None, upstream, kept, arch)
-    of_state, _, dstate = launch.describe_states(
-        x, upstream.g, None, upstream.delta, state.shape[1], False, arch
-    )
-    run(of_x)
-    run(of_state)
-    return {"x": dx, "state": dstate.sum(2)}
-
-
-@linear_read_backward.flops
-def _(*, x: Tensor, out: Tensor) -> int:
-    return 2 * _of_state(x, out.shape[3])
-
-
-class Scanned(NamedTuple):
-    """o, Z, the state before each chunk, and the state after the last chunk."""
-
-    out: Tensor
-    z: Tensor
-    kept: Tensor
-    last: Tensor
-
-
-@operator
-def linear_causal(*, x: Tensor, y: Tensor, v: Tensor, first: Tensor | None) -> Scanned:
-    """Attend causally: query i to the keys j ≤ i and to the keys in the state ``first``."""
-    from attnzoo.backends.triton.common.launch import architecture, run
-    from attnzoo.backends.triton.linear import launch
-
-    arch = architecture(x.device)
-    work, kept, last = launch.describe_states(y, v, first, None, y.shape[1], True, arch)
-    run(work)
-    work, out, z = launch.describe_output(x, y, v, kept, v.shape[3], v.dtype, arch)
-    run(work)
-    return Scanned(out, z, kept, last.sum(2))
-
-
-@linear_causal.fake
-def _(*, x: Tensor, y: Tensor, v: Tensor) -> Scanned:
-    from attnzoo.backends.triton.linear.launch import chunk_length
-
-    chunk = chunk_length(y)
-    chunks = (y.shape[2] + chunk - 1) // chunk
-    kept = y.new_empty(*y.shape[:2], chunks, y.shape[3], width(v.shape[3], y.dtype))
-    out = v.new_empty(*x.shape[:3], v.shape[3])
-    return Scanned(out, x.new_empty(x.shape[:3], dtype=torch.float32), kept, _new_state(y, v))
-
-
-@linear_causal.flops
-def _(*, x: Tensor, y: Tensor, v: Tensor) -> int:
-    features, value_dim = x.shape[3], v.shape[3]
-    states = _of_state(x, value_dim) + _of_state(y, value_dim)
-    return states + _of_chunks(x, features + value_dim)
-
-
-@linear_causal.backward("x", "y", "v", "first")
-def linear_causal_backward(
-    *, x: Tensor, y: Tensor, v: Tensor, first: Tensor | None, out: Tensor, z: Tensor, kept: Tensor,
-    dout: Tensor, dlast: Tensor | None,
+@linear_forward.backward("x", "y", "v", "y_before", "v_before", "first")
+def linear_backward(
+    *, x: Tensor, y: Tensor | None, v: Tensor | None, y_before: Tensor | None,
+    v_before: Tensor | None, first: Tensor | None, out: Tensor, z: Tensor, states: Tensor | None,
+    last: Tensor, dout: Tensor, dlast: Tensor | None, wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    from attnzoo.backends.triton.common.launch import architecture, run
-    from attnzoo.backends.triton.linear import launch
+    launch, kv_heads = _launch(), last.shape[1]
+    if states is None:
+        states = split(last, out.shape[3], x.dtype)[:, :, None]
+    # δ is computed from G after rounding, so that all gradients are those of the same dO.
+    g = (dout / z[..., None]).to(x.dtype).contiguous()
+    delta = (g.float() * out.float()).sum(-1)
+    grads = {"x": launch.run(launch.describe_dx, x, y, v, g, delta, states)}
+    if wanted == ["x"]:
+        return grads
+    if y is None:
+        dfirst = _sum(x, g, delta, dlast, kv_heads)
+    else:
+        dlast = None if dlast is None else dlast.contiguous()
+        operands = x, g, delta, dlast, kv_heads, True
+        after, sums = launch.run(launch.describe_states, *operands)
+        dfirst = sums.sum(2)
+        dy_dv = launch.run(launch.describe_dy_dv, y, v, x, g, delta, after)
+        grads |= zip(("y", "v"), dy_dv)
+    if {"y_before", "v_before"} & {*wanted}:
+        after = split(dfirst, out.shape[3], x.dtype)[:, :, None]
+        operands = y_before, v_before, None, None, None, after
+        grads |= zip(("y_before", "v_before"), launch.run(launch.describe_dy_dv, *operands))
+    return {**grads, "first": dfirst}
 
-    dlast = None if dlast is None else dlast.contiguous()
-    arch, upstream = architecture(x.device), launch.Upstream(*_upstream(dout, out, z, x))
-    of_x, dx = launch.describe_dx(x, y, v, upstream, kept, arch)
-    back, after, dfirst = launch.describe_states(
-        x, upstream.g, dlast, upstream.delta, y.shape[1], True, arch
-    )
-    others, dy, dv = launch.describe_dy_dv(x, y, v, upstream, after, arch)
-    for work in (of_x, back, *others):
-        run(work)
-    return {"x": dx, "y": dy, "v": dv, "first": dfirst.sum(2)}
 
-
-@linear_causal_backward.flops
-def _(*, x: Tensor, y: Tensor, v: Tensor) -> int:
+@linear_backward.flops
+def _(
+    *, x: Tensor, y: Tensor | None, y_before: Tensor | None, out: Tensor, wanted: list[str]
+) -> int:
     # dx reads the states of the keys, dy and dv read a state of the gradients. In a chunk, each of
     # the three takes two products.
-    features, value_dim = x.shape[3], v.shape[3]
-    states = 2 * _of_state(x, value_dim) + 2 * _of_state(y, value_dim)
-    return states + _of_chunks(x, 3 * (features + value_dim))
+    value_dim = out.shape[3]
+    if wanted == ["x"]:
+        return _operations(x, value_dim, 1, 0 if y is None else 1)
+    in_chunks = _operations(x, value_dim, 0, 0 if y is None else 3)
+    return in_chunks + sum(_operations(t, value_dim, 2) for t in (x, y, y_before) if t is not None)

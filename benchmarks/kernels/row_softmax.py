@@ -1,4 +1,7 @@
-"""Three algorithms for the softmax of rows of any length.
+"""Softmax of rows of any length in Triton, by three algorithms, for ``python -m benchmarks rows``.
+
+`torch.softmax` computes the same. Attention and losses never store a row of weights, so they use
+none of these kernels.
 
 Grid: one program per row. A program walks over its row in blocks of BLOCK columns. Memory accesses
 per entry, for rows that do not fit in the cache:
@@ -21,23 +24,26 @@ NaN. In `two_pass` finite entries beyond ±2e38 count as ±2e38.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attnzoo.backends.triton.common.activations import LN2
+from attnzoo.backends.triton.common.launch import Launch, unit_of
 from attnzoo.backends.triton.common.tile import INTERPRETED
+from attnzoo.backends.triton.common.tiles import Config
 
 LOG2E = tl.constexpr(1.4426950216293335)  # log2 e in fp32
-LOG2E_REST = tl.constexpr(1.92596298909109e-08)
+LOG2E_LOW = tl.constexpr(1.92596298909109e-08)
 # A maximum starts here, because −∞ − (−∞) is NaN, and −∞ minus this number is −∞.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 MOST = tl.constexpr(2e38)  # times log2 e, this is finite
-RUNTIME = ("columns", "x_row", "out_row")
+COLUMNS = 2048  # per block
 
 
 @triton.jit
-def rows_of(x, out, x_row, out_row, ALIGN: tl.constexpr):
-    """Return pointers to this program's rows. Strides are in units of ALIGN, for wide loads."""
-    row = tl.program_id(0).to(tl.int64)
-    return x + row * x_row * ALIGN, out + row * out_row * ALIGN
+def rows_of(x, out, columns, ALIGN: tl.constexpr):
+    """Return pointers to this program's rows. ALIGN divides ``columns``, for wide loads."""
+    start = tl.program_id(0).to(tl.int64) * (columns // ALIGN * ALIGN)
+    return x + start, out + start
 
 
 @triton.jit
@@ -79,9 +85,9 @@ def write_weights(xs, ys, columns, top, total, BLOCK: tl.constexpr):
     store_columns(ys, full, columns, exp(x - top) * factor, BLOCK, True)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
-def three_pass(x, out, columns, x_row, out_row, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    xs, ys = rows_of(x, out, x_row, out_row, ALIGN)
+@triton.jit(do_not_specialize=["columns"])
+def three_pass(x, out, columns, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+    xs, ys = rows_of(x, out, columns, ALIGN)
     full = columns // BLOCK * BLOCK
     tops = tl.full([BLOCK], LOWEST, tl.float32)
     for start in range(0, full, BLOCK):
@@ -107,9 +113,9 @@ def add_online(x, tops, totals):
     return tl.where(rises, x, tops), totals
 
 
-@triton.jit(do_not_specialize=RUNTIME)
-def online(x, out, columns, x_row, out_row, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    xs, ys = rows_of(x, out, x_row, out_row, ALIGN)
+@triton.jit(do_not_specialize=["columns"])
+def online(x, out, columns, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+    xs, ys = rows_of(x, out, columns, ALIGN)
     full = columns // BLOCK * BLOCK
     tops = tl.full([BLOCK], LOWEST, tl.float32)
     totals = tl.zeros([BLOCK], tl.float32)
@@ -139,9 +145,9 @@ def split_exp(x):
     # Not tl.maximum and tl.minimum, which drop NaN.
     bounded = tl.where(x < -MOST, -MOST, tl.where(x > MOST, MOST, x))
     n = tl.floor(bounded * LOG2E + 0.5)
-    rest = fma(bounded, LOG2E_REST, fma(bounded, LOG2E, -n))
-    rest = tl.where(rest > 60.0, 60.0, tl.where(rest < -60.0, -60.0, rest))
-    m = tl.where(x == float("inf"), float("nan"), tl.exp2(rest))
+    fraction = fma(bounded, LOG2E_LOW, fma(bounded, LOG2E, -n))
+    fraction = tl.where(fraction > 60.0, 60.0, tl.where(fraction < -60.0, -60.0, fraction))
+    m = tl.where(x == float("inf"), float("nan"), tl.exp2(fraction))
     return tl.where(x == float("-inf"), 0.0, m), n
 
 
@@ -157,8 +163,8 @@ def add_pair(x, mantissas, exponents):
     """Return the pairs (mantissa, exponent) updated with e^x of one entry each."""
     m, n = split_exp(x)
     common = tl.maximum(exponents, n)
-    kept = mantissas * power_of_two(exponents - common)
-    return kept + m * power_of_two(n - common), common
+    scaled = mantissas * power_of_two(exponents - common)
+    return scaled + m * power_of_two(n - common), common
 
 
 @triton.jit
@@ -167,9 +173,9 @@ def pair_weights(x, factor, exponent):
     return m * factor * power_of_two(n - exponent)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
-def two_pass(x, out, columns, x_row, out_row, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    xs, ys = rows_of(x, out, x_row, out_row, ALIGN)
+@triton.jit(do_not_specialize=["columns"])
+def two_pass(x, out, columns, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+    xs, ys = rows_of(x, out, columns, ALIGN)
     full = columns // BLOCK * BLOCK
     m, n = tl.zeros([BLOCK], tl.float32), tl.full([BLOCK], LOWEST, tl.float32)
     for start in range(0, full, BLOCK):
@@ -182,3 +188,21 @@ def two_pass(x, out, columns, x_row, out_row, BLOCK: tl.constexpr, ALIGN: tl.con
         store_columns(ys, start, columns, weights, BLOCK, False)
     weights = pair_weights(load_columns(xs, full, columns, BLOCK, True), factor, exponent)
     store_columns(ys, full, columns, weights, BLOCK, True)
+
+
+KERNELS = {"three-pass": three_pass, "online": online, "two-pass": two_pass}
+
+
+def describe(algorithm: str, x: Tensor, out: Tensor, block: int = COLUMNS) -> Launch:
+    """Return the launch that writes softmax(x) to ``out``.
+
+    Args:
+        algorithm: a key of `KERNELS`.
+        x: (rows, columns), fp16, bf16 or fp32, contiguous. Offsets in a row have 32 bits.
+        out: the same shape, contiguous.
+        block: columns per block.
+    """
+    args = {"x": x, "out": out, "columns": x.shape[1], "BLOCK": block}
+    narrow = x.shape[1] % unit_of(x) or x.data_ptr() % 16 or out.data_ptr() % 16
+    args["ALIGN"] = 1 if narrow else unit_of(x)
+    return Launch(KERNELS[algorithm], x.shape[0], args, Config(1, block, 8, 2))

@@ -1,0 +1,123 @@
+"""The weights and dS of a block of queries and a block of keys, for `backward_kv`."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from attnzoo.backends.triton.common.groups import Head, Scoring, Size
+from attnzoo.backends.triton.common.scores import (
+    activate,
+    by_distance,
+    cap_slope,
+    capped,
+    load_decay,
+    load_segments,
+    load_vector,
+    load_vectors,
+    score_gradients,
+    scores,
+)
+
+
+class Group(NamedTuple):
+    """What the scores of a group's queries with a block of keys are made from.
+
+    Sizes, and offsets in per-key data, begin at the first key of the block.
+    """
+
+    batch: Any
+    head: Any  # the first query head of the group
+    at: Any  # its offset in vectors [B, H, Nq]
+    start: Any  # `Head` of the first query head, without segment and decay
+    size: Any
+    keys: Any  # number of all keys
+    vectors: Any
+    terms: Any
+    visible: Any
+    strides: Any
+    normalizers: Any
+    dkey_bias: Any  # pointer to the first key, or None
+
+
+@triton.jit
+def _limited(seen, i, j, offset, left, right, TRANSPOSED: tl.constexpr):
+    """Return the keys in ``seen`` that causality and window allow.
+
+    Query index + offset is the index of the key at the same position. One limit per row needs fewer
+    registers than one per column.
+    """
+    if right is not None:
+        inside = (j <= i + (offset + right)) if TRANSPOSED else (j - (offset + right) <= i)
+        seen = seen & inside
+    if left is not None:
+        inside = (j >= i + (offset - left)) if TRANSPOSED else (j - (offset - left) >= i)
+        seen = seen & inside
+    return seen
+
+
+@triton.jit
+def _head_now(group, member, begin, i, count):
+    """Return the `Head` of a member of the group, for the queries begin + i."""
+    start, strides, visible = group.start, group.strides, group.visible
+    segment = load_segments(visible.q_segments, group.batch * group.size.queries + begin, i, count)
+    mask = start.mask
+    if visible.mask is not None:
+        mask += member.to(tl.int64) * (strides.head.to(tl.int64) * strides.align)
+        if strides.query is not None:
+            mask += begin.to(tl.int64) * (strides.query.to(tl.int64) * strides.align)
+    key_bias = start.key_bias + member.to(tl.int64) * group.keys
+    decay = load_decay(group.terms.decay, start.decay + member)
+    return Head(mask, start.k_segments, key_bias, decay, segment)
+
+
+@triton.jit
+def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE: tl.constexpr):
+    """Return the weights, dS times the gain, and ``total`` [BN], to which Σ_i dS_ij is added.
+
+    dS is [BN, BM], or [BM, BN] with TRANSPOSED, as the ``product`` q·k and ``dp`` dO·v.
+    """
+    visible, terms, normalizers, size = group.visible, group.terms, group.normalizers, group.size
+    MASKED: tl.constexpr = visible.mask is not None or visible.k_segments is not None
+    HIDES: tl.constexpr = EDGE or MASKED
+    ADDED: tl.constexpr = (
+        visible.mask is not None or terms.key_bias is not None or terms.alibi is not None
+        or terms.base is not None or rule.DISTANCE is not None
+    )  # fmt: skip
+    WINDOW: tl.constexpr = size.left is not None or size.right is not None
+    # ``row``: offset of the block in vectors [B, H, Nq]. ``count``: number of queries from it on.
+    row, count = group.at + member.to(tl.int64) * size.queries + begin, size.queries - begin
+    product = capped(product, terms.inner, tile.PRECISION)
+    loaded = load_vectors(i, row, count, group.vectors, terms, rule, EDGE, HIDES)
+    head = _head_now(group, member, begin, i, count)
+    size_now = Size(count, size.keys, None, None)
+    scoring = Scoring(loaded, head, terms, visible, group.strides, size_now)
+    s, seen = scores(product, i, j, scoring, rule, EDGE, MASKED)
+    if EDGE:
+        # Queries that do not exist are loaded as 0. Added terms may make φ of their scores ∞, and
+        # ∞ · 0 is NaN; φ of 0 may be the running maximum. Keys that do not exist need no
+        # comparison: their results are not stored.
+        seen = _limited(
+            seen & (i < count), i, j, size.keys - count, size.left, size.right, tile.TRANSPOSED
+        )
+        # Otherwise `activate` sets the weights of hidden keys to 0.
+        if rule.VANISHES and (ADDED or rule.PEAKED or WINDOW):
+            s = tl.where(seen, s, float("-inf"))
+    p, slope, _, mu_slope = activate(s - loaded.tau, loaded.shape, seen, rule, HIDES)
+    # δ includes 1/Z and, except with a gradient of the key bias, the gain. So must dP.
+    factor = tl.full(i.shape, 1.0, tl.float32) if group.dkey_bias is not None else loaded.gain
+    if normalizers.per_z is not None:
+        per_z = load_vector(normalizers.per_z, row, i, count, 1.0, EDGE)
+        p *= per_z
+        factor *= per_z
+    delta = 0.0
+    if normalizers.delta is not None:
+        delta = load_vector(normalizers.delta, row, i, count, 0.0, EDGE)
+    ds = score_gradients(dp * factor, delta, slope, mu_slope, rule)
+    if group.dkey_bias is not None:
+        total += tl.sum(ds, 0 if tile.TRANSPOSED else 1)
+        ds *= loaded.gain
+    if rule.DISTANCE is not None:
+        a, _ = by_distance(rule.DISTANCE, i, j, size_now, head.decay)
+        ds *= a
+    return p, cap_slope(ds, product, terms.inner), total
