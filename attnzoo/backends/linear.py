@@ -163,9 +163,9 @@ def prepare(
     Heads of a group differ if the mask, the given state or the features have H heads. Masked keys
     are set to 0 because a NaN in them would spread to features and gradients.
     """
-    whole = sums is not None and sums.shape[1] != call.kv_heads
-    if whole or form.per_query_head or (call.mask is not None and call.mask.shape[1] > 1):
-        if sums is not None and not whole:
+    per_head = sums is not None and sums.shape[1] != call.kv_heads
+    if per_head or form.per_query_head or (call.mask is not None and call.mask.shape[1] > 1):
+        if sums is not None and not per_head:
             sums = sums.repeat_interleave(call.group, dim=1)
         call, (k, v) = call.with_repeated_keys(k, v)
     if call.mask is not None:

@@ -206,8 +206,8 @@ class Operator(Generic[P, R]):
             assert not self._operands.keys() & self._outputs.keys()
             for n, (name, hint) in enumerate((self._operands | self._outputs).items()):
                 if name in gradient._operands:
-                    kept = self._saved if hint in (Tensor, Tensor | None) else self._others
-                    kept[name] = n
+                    indices = self._saved if hint in (Tensor, Tensor | None) else self._others
+                    indices[name] = n
             self._keep_alive = keep_alive
             return gradient
 
@@ -215,9 +215,9 @@ class Operator(Generic[P, R]):
 
     def _named(self, values: Sequence[Any]) -> dict[str, Any]:
         """Undo `flat`: return the operands by name, with groups, from the flat list ``values``."""
-        rest = iter(values)
+        items = iter(values)
         return {
-            name: next(rest) if group is None else group(*islice(rest, len(group._fields)))
+            name: next(items) if group is None else group(*islice(items, len(group._fields)))
             for name, group in self._groups.items()
         }
 
@@ -304,21 +304,21 @@ class Operator(Generic[P, R]):
         if all(grad is None for grad in grads):
             return (None,) * len(self._operands)
         # saved_tensors can be read only once, because a checkpoint discards recomputed tensors.
-        given = dict(zip(self._saved, ctx.saved_tensors))
-        given.update(zip(self._others, ctx.others))
+        operands = dict(zip(self._saved, ctx.saved_tensors))
+        operands.update(zip(self._others, ctx.others))
         for output, requested, grad in zip(self._outputs, ctx.requested, grads):
             missing = grad is None and gradient._operands.get(f"d{output}") is Tensor
-            grad = torch.zeros_like(given[output]) if missing else grad
-            given[f"d{output}"] = grad if requested else None
+            grad = torch.zeros_like(operands[output]) if missing else grad
+            operands[f"d{output}"] = grad if requested else None
         needs = zip(self._operands, ctx.needs_input_grad)
         wanted = [name for name, needed in needs if needed and name in self._differentiable]
         if not wanted:
             return (None,) * len(self._operands)
-        given["wanted"] = wanted
-        values = [given[name] for name in gradient._operands]
+        operands["wanted"] = wanted
+        values = [operands[name] for name in gradient._operands]
         plain = gradient._is_plain(values) and not gradient._needs_grad(values)
-        found = gradient._run(*values) if plain else gradient.overload(*values)
-        by_name = dict(zip(wanted, found))
+        results = gradient._run(*values) if plain else gradient.overload(*values)
+        by_name = dict(zip(wanted, results))
         return tuple([by_name.get(name) for name in self._operands])
 
 

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from attnzoo.backends.tiled import partials, walk
 from attnzoo.backends.tiled.threshold import MAX_STEPS, largest_excess, newton_step, solved
-from attnzoo.backends.tiled.walk import Partial, Saved
+from attnzoo.backends.tiled.walk import Partial, TiledSaved
 from attnzoo.core.collectives import all_reduce_max, circulate
 from attnzoo.distributed.query_chunks import (
     NAMES,
@@ -91,7 +91,7 @@ class _Attention(torch.autograd.Function):
         for i, mine in enumerate(chunks):
             tau, z, peak, mean = more[4 * i : 4 * i + 4]
             own_lse = lse[:, :, mine.part] if mine.formed.call.return_lse else None
-            saved.append(Saved(out[:, :, mine.part], own_lse, tau, z, peak, mean))
+            saved.append(TiledSaved(out[:, :, mine.part], own_lse, tau, z, peak, mean))
 
         def gradients(meeting: Meeting, held: Sequence[Tensor]) -> dict[str, Tensor]:
             mine, i = meeting.chunk, meeting.number
@@ -112,7 +112,7 @@ class _Attention(torch.autograd.Function):
         return None, None, dq, dk, dv, *flat_gradients(others, flat)
 
 
-def _sink_gradient(mine: QueryChunk, saved: Saved, dout: Tensor) -> Tensor:
+def _sink_gradient(mine: QueryChunk, saved: TiledSaved, dout: Tensor) -> Tensor:
     _, how, vectors, _, _ = mine.formed
     assert vectors.sink is not None
     c = (dout / walk.weight_sum(mine.formed, saved.tau, saved.z)[..., None] * saved.out).sum(-1)
@@ -120,7 +120,9 @@ def _sink_gradient(mine: QueryChunk, saved: Saved, dout: Tensor) -> Tensor:
     return gradient.sum_to_size(vectors.sink.shape)
 
 
-def _sums(ring: Ring, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[QueryChunk]) -> list[Saved]:
+def _sums(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[QueryChunk]
+) -> list[TiledSaved]:
     """Forms whose partials merge."""
     sums = [partials.nothing(mine.formed) for mine in chunks]
     for source, (some_k, some_v) in circulate((k, v), ring.ranks):
@@ -133,7 +135,7 @@ def _sums(ring: Ring, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[QueryChu
 
 def _threshold(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[QueryChunk], needs_grad: bool
-) -> list[Saved]:
+) -> list[TiledSaved]:
     """Solve for the thresholds, with one round of the keys per step, then sum the outputs."""
     tops = [partials.nothing(mine.formed).z.fill_(walk.NEG_INF) for mine in chunks]
     for source, (some_k,) in circulate((k,), ring.ranks):

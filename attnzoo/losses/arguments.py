@@ -228,7 +228,7 @@ def check_softcap(softcap: Any) -> float | None:
     return check_number("softcap", softcap, above=True, other=" or None")
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """Validated operands, with one row per token."""
 
     input: Tensor  # [N, d]; without weight, the logits [N, V]
@@ -288,7 +288,7 @@ def bind_batch(
     input: Any, weight: Any, bias: Any, target: Any, ignore_index: Any, reduction: Any,
     class_mask: Any = None, params: tuple[Any, ...] = (), logits: bool = False,
     shard: ClassShard = ALL_CLASSES,
-) -> Batch:  # fmt: skip
+) -> TokenBatch:  # fmt: skip
     """Validate the operands of a loss. ``logits``: ``input`` holds logits, and ``weight`` is None.
 
     ``params`` are other arguments of the loss. They may not be used in torch.func transforms.
@@ -316,4 +316,4 @@ def bind_batch(
             "forward-mode derivatives"
         )
     rows = input.reshape(-1, input.shape[-1])
-    return Batch(rows, weight, bias, mask, target, ignore_index, reduction, lead, shard)
+    return TokenBatch(rows, weight, bias, mask, target, ignore_index, reduction, lead, shard)

@@ -22,7 +22,7 @@ from attnzoo.core.activations import EXP
 from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.core.checks import check_bool, check_dense, is_number, plain, shown
 from attnzoo.functional.attention import attention
-from attnzoo.losses.arguments import Batch, bind_batch, check_number
+from attnzoo.losses.arguments import TokenBatch, bind_batch, check_number
 from attnzoo.losses.forms import form_loss
 from attnzoo.losses.operators import hidden_and_target, hidden_states, token_losses
 from attnzoo.losses.rules import NEG_INF, Options, Tokens, rule
@@ -323,12 +323,12 @@ def target_score_loss(
     return result
 
 
-def _target_score_loss(batch: Batch, score: Tensor) -> Tensor:
+def _target_score_loss(batch: TokenBatch, score: Tensor) -> Tensor:
     """Cross entropy with these scores (N,) of the targets."""
     return token_losses(batch, target_score_loss, Options(), Vectors(sink=score))[0]
 
 
-def _cross_entropy(batch: Batch, vectors: Vectors | None = None) -> Tensor:
+def _cross_entropy(batch: TokenBatch, vectors: Vectors | None = None) -> Tensor:
     options = Options(activation=EXP.key, normalize="sum")
     return token_losses(batch, form_loss, options, vectors)[0]
 

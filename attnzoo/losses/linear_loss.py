@@ -12,8 +12,8 @@ from attnzoo.core.checks import is_dtensor
 from attnzoo.core.forms import Pairwise
 from attnzoo.losses import moments
 from attnzoo.losses.arguments import (
-    Batch,
     LossCall,
+    TokenBatch,
     bind_batch,
     check_class_weight,
     check_options,
@@ -226,7 +226,7 @@ def _loss(call: LossCall) -> Any:
     return _computed(*_checked(call))
 
 
-def _checked(call: LossCall) -> tuple[LossCall, Batch, BoundForm]:
+def _checked(call: LossCall) -> tuple[LossCall, TokenBatch, BoundForm]:
     check_options(call.reduction, call.label_smoothing, call.lse_penalty, call.softcap,
                   call.ignore_index, call.return_stats)  # fmt: skip
     batch = bind_batch(
@@ -245,7 +245,7 @@ def _checked(call: LossCall) -> tuple[LossCall, Batch, BoundForm]:
     return call, batch, layer
 
 
-def _computed(call: LossCall, batch: Batch, layer: BoundForm) -> Any:
+def _computed(call: LossCall, batch: TokenBatch, layer: BoundForm) -> Any:
     form = layer.form
     with in_full_precision(batch.input.device):
         vectors = layer.vectors
@@ -261,7 +261,7 @@ def _computed(call: LossCall, batch: Batch, layer: BoundForm) -> Any:
     return (loss, _stats(stats, form, batch.lead)) if call.return_stats else loss
 
 
-def _by_moments(call: LossCall, batch: Batch, form: Pairwise) -> bool:
+def _by_moments(call: LossCall, batch: TokenBatch, form: Pairwise) -> bool:
     """Whether moments of the classes give the loss at a lower cost than scores; see `moments`."""
     return (
         form.normalize == "sum"
@@ -276,7 +276,7 @@ def _by_moments(call: LossCall, batch: Batch, form: Pairwise) -> bool:
     )
 
 
-def _quadratic_loss(batch: Batch, gain: Tensor | None, form: Pairwise) -> tuple[Tensor, ...]:
+def _quadratic_loss(batch: TokenBatch, gain: Tensor | None, form: Pairwise) -> tuple[Tensor, ...]:
     """log Σ_j φ(s_j) − log φ(s_y), and the statistics of `token_losses`."""
     assert form.activation.quadratic is not None
     a, b, c = form.activation.quadratic

@@ -21,7 +21,7 @@ from torch import Tensor
 from attnzoo.backends.operator import operator
 from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import is_known
-from attnzoo.losses.arguments import Batch, bind_batch, check_number
+from attnzoo.losses.arguments import TokenBatch, bind_batch, check_number
 from attnzoo.losses.operators import FIRST_ONLY, hidden_and_target
 
 ROWS = 4096  # number of classes per step; a step copies their rows to subtract the mean
@@ -101,7 +101,7 @@ class Logits(NamedTuple):
     rounding: Tensor  # a variance up to this may be that of equal logits
 
 
-def logits_of(batch: Batch, scaled: bool = False) -> Logits:
+def logits_of(batch: TokenBatch, scaled: bool = False) -> Logits:
     """Target logits and moments; differentiable. Rows of ignored tokens count as 0.
 
     If the logits themselves cost less than the moments, they are computed, and take less memory

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnzoo.backends.operator import Operator, operator
 from attnzoo.backends.shared_operands import Vectors
 from attnzoo.core.call import in_full_precision, score_dtype
-from attnzoo.losses.arguments import Batch
+from attnzoo.losses.arguments import TokenBatch
 from attnzoo.losses.chunks import PER_TOKEN, Layer, losses
 from attnzoo.losses.rules import RULES, ClassShard, Options, Rule, Tokens
 
@@ -130,7 +130,7 @@ def _reduced(loss: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor:
 
 
 def token_losses(
-    batch: Batch, rule: Rule, options: Options, vectors: Vectors | None = None
+    batch: TokenBatch, rule: Rule, options: Options, vectors: Vectors | None = None
 ) -> tuple[Tensor, ...]:
     """(loss, *statistics). The loss is reduced and shaped as the batch asks for."""
     reduced, shard = batch.reduction != "none", batch.shard
@@ -176,13 +176,13 @@ def _() -> int:
     return 0
 
 
-def hidden_states(batch: Batch) -> Tensor:
+def hidden_states(batch: TokenBatch) -> Tensor:
     """Hidden states (N, d) in the dtype of scores, 0 for ignored tokens."""
     # NaN in an ignored token must not reach the gradients.
     return batch.input.to(score_dtype(batch.input)).masked_fill(~batch.counted[:, None], 0.0)
 
 
-def hidden_and_target(batch: Batch) -> tuple[Tensor, Tensor]:
+def hidden_and_target(batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Hidden states and rows of the targets, both (N, d), or with a bias (N, d + 1).
 
     The bias is one more column of the rows, and 1 in the hidden states.

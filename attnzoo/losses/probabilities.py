@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Vectors
-from attnzoo.backends.tiled.walk import kept
+from attnzoo.backends.tiled.walk import top_k_mask
 from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.core.checks import check_dense
 from attnzoo.core.forms import FromStatistics, Pairwise
@@ -135,7 +135,7 @@ def check_loss(
         )
 
 
-class Head(NamedTuple):
+class OutputHead(NamedTuple):
     """An output layer with the parameters of its variant."""
 
     weight: Tensor  # [V, d]
@@ -145,7 +145,7 @@ class Head(NamedTuple):
     params: dict[str, Any]
 
 
-def check_head(head: Head, label_smoothing: float, lse_penalty: float) -> Pairwise:
+def check_head(head: OutputHead, label_smoothing: float, lse_penalty: float) -> Pairwise:
     """The form of the layer's variant; raises ValueError if it has no loss with these options."""
     tensors = [x for x in head.params.values() if isinstance(x, Tensor)]
     token = torch.zeros(1, 1, device=tensors[0].device if tensors else "cpu")
@@ -154,7 +154,7 @@ def check_head(head: Head, label_smoothing: float, lse_penalty: float) -> Pairwi
     return layer.form
 
 
-def _bind(head: Head, input: Tensor, lead: torch.Size) -> BoundForm:
+def _bind(head: OutputHead, input: Tensor, lead: torch.Size) -> BoundForm:
     classes = head.weight.shape[0]
     return bind_form("OutputLayer", head.variant, input, classes, None, head.params, lead)
 
@@ -165,7 +165,7 @@ def has_zeros(form: Pairwise) -> bool:
     return form.normalize == "select" or not (phi.exponential or phi.positive)
 
 
-def log_probabilities(input: Tensor, head: Head) -> Tensor:
+def log_probabilities(input: Tensor, head: OutputHead) -> Tensor:
     """log w (*, V) of all classes for hidden states (*, d), in fp32 or fp64; differentiable."""
     check_plain(input=input, linear_weight=head.weight, linear_bias=head.bias)
     input, weight = cast_by_autocast(input, head.weight)
@@ -211,7 +211,7 @@ def _log_weights(z: Tensor, layer: BoundForm, params: dict[str, Any]) -> Tensor:
     elif gain is not None:
         s = z * gain[:, None]
     if form.normalize == "select":
-        s = s.masked_fill(~kept(s.detach(), form.keep), NEG_INF)
+        s = s.masked_fill(~top_k_mask(s.detach(), form.keep), NEG_INF)
     # Unlike log(softmax), this is accurate where w underflows. The difference of two large numbers
     # would lose digits.
     peak = s.detach().amax(-1, keepdim=True)
@@ -230,7 +230,7 @@ def _log(w: Tensor) -> Tensor:
 
 @torch.no_grad()
 def target_log_probabilities(
-    input: Tensor, head: Head, target: Tensor, stats: LossStats, ignore_index: int
+    input: Tensor, head: OutputHead, target: Tensor, stats: LossStats, ignore_index: int
 ) -> Tensor:
     """log w_y (*) of the targets, NaN where they are ignored.
 
@@ -259,7 +259,7 @@ def target_log_probabilities(
     return log_w.reshape(target.shape).masked_fill(ignored, float("nan"))
 
 
-def _by_chunks(input: Tensor, head: Head, target: Tensor, ignore_index: int) -> Tensor:
+def _by_chunks(input: Tensor, head: OutputHead, target: Tensor, ignore_index: int) -> Tensor:
     column = target.where(target != ignore_index, 0)[:, None]
     size = rows_per_step(LOGITS, head.weight.shape[0], input.device)
     pairs = zip(input.split(size), column.split(size))

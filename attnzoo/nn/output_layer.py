@@ -18,7 +18,7 @@ from attnzoo.functional.topk import TopK
 from attnzoo.losses.arguments import check_layer, check_options
 from attnzoo.losses.linear_loss import linear_loss
 from attnzoo.losses.probabilities import (
-    Head,
+    OutputHead,
     check_head,
     has_zeros,
     linear_topk,
@@ -309,8 +309,8 @@ class OutputLayer(VariantParameters):
         check_layer(input, weight, bias)
         return input
 
-    def _head(self) -> Head:
-        return Head(self.weight, self.bias, self.variant, self.softcap, self._params())
+    def _head(self) -> OutputHead:
+        return OutputHead(self.weight, self.bias, self.variant, self.softcap, self._params())
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments of `linear_loss` except input and target."""

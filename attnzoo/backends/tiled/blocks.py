@@ -71,7 +71,7 @@ def call_of(
 class Block:
     """A range of queries and heads of a call, and the keys that causality and window allow."""
 
-    whole: Call
+    parent: Call
     batches: slice
     heads: slice
     rows: slice
@@ -82,7 +82,7 @@ class Block:
     @property
     def call(self) -> Call:
         """The block as a call. It is needed only for a mask, segments, ALiBi or a definition."""
-        return self.whole.block(self.batches, self.heads, self.rows)[0]
+        return self.parent.block(self.batches, self.heads, self.rows)[0]
 
     @property
     def part(self) -> tuple[slice, slice, slice]:

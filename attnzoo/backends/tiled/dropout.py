@@ -37,5 +37,5 @@ def keep_mask(block: Block, call: Call, seed: Tensor) -> Tensor:
     # Key indices are hashed before they are combined with row indices. Otherwise the masks of two
     # rows could be shifted copies of each other.
     bits = _hash(_hash(row ^ seed)[..., None] ^ _hash(j + 0x9E3779B9))
-    kept = bits >= int(call.dropout_p * (_MAX_UINT32 + 1))
-    return kept.to(call.dtype) / (1 - call.dropout_p)
+    keep = bits >= int(call.dropout_p * (_MAX_UINT32 + 1))
+    return keep.to(call.dtype) / (1 - call.dropout_p)

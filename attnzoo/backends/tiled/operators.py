@@ -16,12 +16,12 @@ from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Terms, Vectors
 from attnzoo.backends.tiled.blocks import call_of
-from attnzoo.backends.tiled.walk import Normalizer, PairwiseCall, Saved, gradients, outputs
+from attnzoo.backends.tiled.walk import Normalizer, PairwiseCall, TiledSaved, gradients, outputs
 from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.core.function_keys import ACTIVATIONS, DISTANCES
 
 
-class Attended(NamedTuple):
+class TiledResult(NamedTuple):
     """Outputs of the forward. The backward recomputes the weights from τ and Z (B, H, Nq)."""
 
     out: Tensor
@@ -35,12 +35,12 @@ def tiled_forward(
     *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, origin: int, vectors: Vectors,
     terms: Terms, seed: Tensor | None, dropout_p: float, want_lse: bool, activation: str,
     normalize: str, keep: int | None, eps: float, distance: str | None,
-) -> Attended:  # fmt: skip
+) -> TiledResult:  # fmt: skip
     call = call_of(q, k, layout, origin, v.shape[3], dropout_p, want_lse)
     how = _normalizer(activation, normalize, keep, eps, distance)
     with in_full_precision(q.device):
-        found = outputs(PairwiseCall(call, how, vectors, terms, seed), q, k, v)
-    return Attended(found.out, found.lse, found.tau, found.z)
+        saved = outputs(PairwiseCall(call, how, vectors, terms, seed), q, k, v)
+    return TiledResult(saved.out, saved.lse, saved.tau, saved.z)
 
 
 def _normalizer(
@@ -56,10 +56,10 @@ def _keep_alive(operands: dict[str, Any]) -> object:
 
 
 @tiled_forward.fake
-def _(*, q: Tensor, v: Tensor, want_lse: bool) -> Attended:
+def _(*, q: Tensor, v: Tensor, want_lse: bool) -> TiledResult:
     dtype, shape = score_dtype(q), q.shape[:3]
     out, tau = q.new_empty((*shape, v.shape[3]), dtype=dtype), q.new_empty(shape, dtype=dtype)
-    return Attended(out, torch.empty_like(tau) if want_lse else None, tau, torch.empty_like(tau))
+    return TiledResult(out, torch.empty_like(tau) if want_lse else None, tau, torch.empty_like(tau))
 
 
 @tiled_forward.flops
@@ -80,7 +80,7 @@ def tiled_backward(
 ) -> dict[str, Tensor]:  # fmt: skip
     call = call_of(q, k, layout, origin, v.shape[3], dropout_p, dlse is not None)
     how = _normalizer(activation, normalize, keep, eps, distance)
-    saved = Saved(out, lse, tau, z)
+    saved = TiledSaved(out, lse, tau, z)
     with in_full_precision(q.device):
         formed = PairwiseCall(call, how, vectors, terms, seed)
         return gradients(formed, q, k, v, saved, dout, dlse, wanted)

@@ -59,10 +59,10 @@ def merge(how: Normalizer, a: Partial, b: Partial) -> Partial:
 
 def peaks(formed: PairwiseCall, q: Tensor, k: Tensor) -> Tensor:
     """The maximum of the scores of each query, −inf without keys: (B, H, Nq)."""
-    found = nothing(formed).z.fill_(NEG_INF)
+    largest = nothing(formed).z.fill_(NEG_INF)
     for block, s in _scores(formed, q, k):
-        found[block.part] = s.amax(-1)
-    return found
+        largest[block.part] = s.amax(-1)
+    return largest
 
 
 def threshold_sums(
@@ -98,20 +98,20 @@ def threshold_partial(
     call, seed, values = formed.call, formed.seed, flat_keys(v, formed.call)
     out, z, _ = nothing(formed)
     slope_out = torch.zeros_like(out) if needs_grad else out.new_zeros(())
-    found = ThresholdPartial(out, z, slope_out, torch.zeros_like(z))
+    sums = ThresholdPartial(out, z, slope_out, torch.zeros_like(z))
     for block, s in _scores(formed, q, k):
         phi, slope = _weigh(formed, block, s, peak, tau)
-        found.z[block.part] = phi.sum(-1)
-        pairs = [(found.out, phi)]
+        sums.z[block.part] = phi.sum(-1)
+        pairs = [(sums.out, phi)]
         if needs_grad:
-            found.slope[block.part] = slope.sum(-1)
-            pairs.append((found.slope_out, slope))
-        kept = None if seed is None else keep_mask(block, call, seed)
-        own = values[block.kv, block.keys]
+            sums.slope[block.part] = slope.sum(-1)
+            pairs.append((sums.slope_out, slope))
+        keep = None if seed is None else keep_mask(block, call, seed)
+        block_values = values[block.kv, block.keys]
         for into, weights in pairs:
-            flat = block.flat(weights if kept is None else weights * kept)
-            into[block.part] = torch.bmm(flat, own).view(*block.shape, v.shape[-1])
-    return found
+            flat = block.flat(weights if keep is None else weights * keep)
+            into[block.part] = torch.bmm(flat, block_values).view(*block.shape, v.shape[-1])
+    return sums
 
 
 def _scores(formed: PairwiseCall, q: Tensor, k: Tensor) -> Iterator[tuple[Block, Tensor]]:

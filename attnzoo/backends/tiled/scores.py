@@ -227,11 +227,11 @@ class ScoreGradients:
 
     def named(self, k: Tensor) -> dict[str, Tensor]:
         """The gradients by name, in the dtypes and shapes of their inputs."""
-        found = {"q": self.dq.to(self.q.dtype), "k": self.dk.view(k.shape).to(k.dtype)}
+        by_name = {"q": self.dq.to(self.q.dtype), "k": self.dk.view(k.shape).to(k.dtype)}
         for name, gradient in self.made.items():
             like = self.inputs[name]
             assert like is not None
-            found[name] = gradient.to(like.dtype)
+            by_name[name] = gradient.to(like.dtype)
         if self.dgain is not None and self.scores.gain is not None:
-            found["gain"] = reduce_vector(self.dgain, self.scores.gain)
-        return found
+            by_name["gain"] = reduce_vector(self.dgain, self.scores.gain)
+        return by_name

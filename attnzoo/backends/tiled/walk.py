@@ -85,7 +85,7 @@ class Partial(NamedTuple):
     tau: Tensor
 
 
-class Saved(NamedTuple):
+class TiledSaved(NamedTuple):
     """What the backward needs of the forward: (B, H, Nq, Dv) for out and mean, else (B, H, Nq).
 
     peak and mean are given if the keys of the backward are only some of the keys of a threshold:
@@ -100,7 +100,7 @@ class Saved(NamedTuple):
     mean: Tensor | None = None
 
 
-def outputs(formed: PairwiseCall, q: Tensor, k: Tensor, v: Tensor) -> Saved:
+def outputs(formed: PairwiseCall, q: Tensor, k: Tensor, v: Tensor) -> TiledSaved:
     """Return out (B, H, Nq, Dv), lse (B, H, Nq) if requested, and the per-query vectors τ and Z.
 
     For a normalized exp, τ is the maximum of the query's scores, and Z does not include the sink.
@@ -134,12 +134,12 @@ def partial(formed: PairwiseCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     return Partial(out, z, tau)
 
 
-def divided(formed: PairwiseCall, found: Partial) -> Saved:
+def divided(formed: PairwiseCall, sums: Partial) -> TiledSaved:
     """The outputs from the sums over all keys. The sums are overwritten."""
-    out, z, tau = found
+    out, z, tau = sums
     how, sink, shape = formed.how, formed.vectors.sink, formed.vectors.shape
     if how.normalize == "none":
-        return Saved(out, None, tau, z.fill_(1.0))
+        return TiledSaved(out, None, tau, z.fill_(1.0))
     lse = None
     if how.online:
         if formed.call.return_lse:
@@ -148,18 +148,18 @@ def divided(formed: PairwiseCall, found: Partial) -> Saved:
             top = torch.maximum(tau, sink)
             top = top.masked_fill(top == NEG_INF, 0.0)  # no keys and no sink
             down = (tau - top).exp()
-            whole = z * down + (sink - top).exp()
-            out.mul_((down / whole.masked_fill(whole == 0, 1.0))[..., None])
+            total = z * down + (sink - top).exp()
+            out.mul_((down / total.masked_fill(total == 0, 1.0))[..., None])
         empty = tau == NEG_INF
         tau, z = tau.masked_fill(empty, 0.0), z.masked_fill(empty, 1.0)
-        return Saved(out if sink is not None else out.div_(z[..., None]), lse, tau, z)
+        return TiledSaved(out if sink is not None else out.div_(z[..., None]), lse, tau, z)
     if sink is not None:
         at = sink.expand(z.shape).clone()
         z = z + (how.activation.normalizer or how.activation.value)(at, shape)
     if how.eps:
         z = z + (how.eps * (-tau).exp() if how.activation.shifted else how.eps)
     z = z.masked_fill(z == 0, 1.0)
-    return Saved(out.div_(z[..., None]), lse, tau, z)
+    return TiledSaved(out.div_(z[..., None]), lse, tau, z)
 
 
 def gradients(
@@ -167,7 +167,7 @@ def gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    saved: Saved,
+    saved: TiledSaved,
     do: Tensor,
     dlse: Tensor | None,
     wanted: Collection[str],
@@ -176,7 +176,7 @@ def gradients(
     call, how, vectors, terms, seed = formed
     out, lse, tau, z, peak, mean = saved
     shape, sink, factor = vectors.shape, vectors.sink, terms.factor
-    scores, whole = formed.scores(k), weight_sum(formed, tau, z)
+    scores, z_with_sink = formed.scores(k), weight_sum(formed, tau, z)
     grads = ScoreGradients(scores, q, wanted)
     values = flat_keys(v, call)
     dv = torch.zeros_like(values)
@@ -195,16 +195,16 @@ def gradients(
         # Dividing dO by Z divides both dV and dP.
         do_z = do[block.part].to(call.dtype)
         if how.normalize != "none":
-            do_z = do_z / block.of(whole)[..., None]
+            do_z = do_z / block.of(z_with_sink)[..., None]
         flat_do = block.flat(do_z)
         dp = product(flat_do, values[block.kv, block.keys], second).view(s.shape)
-        kept = None if seed is None else keep_mask(block, call, seed)
-        flat_phi = block.flat(phi if kept is None else phi * kept)
+        keep = None if seed is None else keep_mask(block, call, seed)
+        flat_phi = block.flat(phi if keep is None else phi * keep)
         if factor is not None:
             flat_do = block.flat(do_z * block.of(factor)[..., None])
         dv[block.kv, block.keys].baddbmm_(flat_phi.transpose(1, 2), flat_do)
-        if kept is not None:
-            dp.mul_(kept)
+        if keep is not None:
+            dp.mul_(keep)
         if factor is not None:
             if "factor" in made:
                 made["factor"][block.part] = torch.linalg.vecdot(phi, dp)
@@ -235,8 +235,8 @@ def gradients(
         if "offset" in made:
             made["offset"][block.part] = -ds.sum(-1)
         grads.add(block, ds, queries, scored)
-    found = {**grads.named(k), "v": dv.view(v.shape).to(v.dtype)}
-    return found | {name: reduce_vector(made[name], x) for name, x in others.items()}
+    by_name = {**grads.named(k), "v": dv.view(v.shape).to(v.dtype)}
+    return by_name | {name: reduce_vector(made[name], x) for name, x in others.items()}
 
 
 def weight_sum(formed: PairwiseCall, tau: Tensor, z: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def _relative(sink: Tensor, tau: Tensor) -> Tensor:
     return (sink - tau).clamp(max=math.log(torch.finfo(tau.dtype).max) - 8)
 
 
-def kept(s: Tensor, top_k: int | None) -> Tensor:
+def top_k_mask(s: Tensor, top_k: int | None) -> Tensor:
     """Mask of the top_k largest scores of each row. Of equal scores the first ones are kept."""
     assert top_k is not None
     top_k = min(top_k, s.shape[-1])
@@ -284,7 +284,7 @@ def _weigh(
     value = how.activation.value
     wide = None if shape is None else block.of(shape)[..., None]
     if how.normalize == "select":
-        s.masked_fill_(~kept(s, how.keep), NEG_INF)
+        s.masked_fill_(~top_k_mask(s, how.keep), NEG_INF)
     if how.normalize == "none":
         phi = value(s, wide)
         hide(phi, hidden, 0.0)
@@ -327,7 +327,7 @@ def _recompute_weights(
     s becomes x, or φ(x) for φ = exp. μ' is None if μ = φ.
     """
     if how.normalize == "select":
-        s.masked_fill_(~kept(s, how.keep), NEG_INF)
+        s.masked_fill_(~top_k_mask(s, how.keep), NEG_INF)
     if how.normalize == "threshold":
         s.sub_(_peak(s) if peak is None else block.of(peak)[..., None])
     if how.normalize == "threshold" or how.activation.exponential:

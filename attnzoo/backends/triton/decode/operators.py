@@ -21,7 +21,7 @@ def _launches() -> Any:
     return launch
 
 
-class Statistics(NamedTuple):
+class ProductStatistics(NamedTuple):
     """`attnzoo.Statistics` together with the products q kᵀ, for `decode_forward`."""
 
     products: Tensor
@@ -30,14 +30,14 @@ class Statistics(NamedTuple):
 
 
 @operator
-def decode_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
+def decode_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> ProductStatistics:
     launches = _launches()
-    return Statistics(*launches.run(launches.describe_statistics, *aligned(q, k), layout))
+    return ProductStatistics(*launches.run(launches.describe_statistics, *aligned(q, k), layout))
 
 
 @decode_statistics.fake
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
-    return Statistics(_launches().new_products(q, k, layout), new_vector(q), new_vector(q))
+def _(*, q: Tensor, k: Tensor, layout: Layout) -> ProductStatistics:
+    return ProductStatistics(_launches().new_products(q, k, layout), new_vector(q), new_vector(q))
 
 
 @decode_statistics.flops
@@ -45,7 +45,7 @@ def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
     return 2 * flops.pairs(q, k, layout) * q.shape[3]
 
 
-class Attended(NamedTuple):
+class DecodeResult(NamedTuple):
     out: Tensor
     lse: Tensor | None
 
@@ -54,7 +54,7 @@ class Attended(NamedTuple):
 def decode_forward(
     *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, vectors: Vectors, extras: Extras,
     layout: Layout, form: Form, alpha: float | None, want_lse: bool,
-) -> Attended:  # fmt: skip
+) -> DecodeResult:  # fmt: skip
     """Compute out and lse, and before them the threshold of a form that has one.
 
     ``products``: q kᵀ from `decode_statistics`, or None. They are read instead of q and k, except
@@ -62,12 +62,12 @@ def decode_forward(
     """
     launches = _launches()
     operands = products, layout, form, alpha, vectors, extras, want_lse
-    return Attended(*launches.run(launches.describe_decode, *aligned(q, k, v), *operands))
+    return DecodeResult(*launches.run(launches.describe_decode, *aligned(q, k, v), *operands))
 
 
 @decode_forward.fake
-def _(*, q: Tensor, v: Tensor, want_lse: bool) -> Attended:
-    return Attended(like(q, v.shape[3]), new_vector(q) if want_lse else None)
+def _(*, q: Tensor, v: Tensor, want_lse: bool) -> DecodeResult:
+    return DecodeResult(like(q, v.shape[3]), new_vector(q) if want_lse else None)
 
 
 @decode_forward.flops

@@ -86,7 +86,7 @@ def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
     return 2 * flops.pairs(q, k, layout) * q.shape[3]
 
 
-class Attended(NamedTuple):
+class FlashResult(NamedTuple):
     """The outputs of the forward.
 
     The backward recomputes the weights from ``stat`` and ``weight_sum``; see `groups.Saved`.
@@ -102,21 +102,21 @@ class Attended(NamedTuple):
 def flash_forward(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, maps: Maps,
     layout: Layout, form: Form, want_lse: bool,
-) -> Attended:  # fmt: skip
+) -> FlashResult:  # fmt: skip
     launch, prepared, forward, _ = _modules()
     machine = launch.architecture(q.device), launch.processors(q.device)
     operands = *aligned(q, k, v), layout, form, vectors, extras, maps, want_lse, *machine
-    return Attended(*prepared.launch(forward.describe_forward, *operands))
+    return FlashResult(*prepared.launch(forward.describe_forward, *operands))
 
 
 @flash_forward.fake
 def _(
     *, q: Tensor, v: Tensor, vectors: Vectors, extras: Extras, layout: Layout, form: Form,
     want_lse: bool,
-) -> Attended:  # fmt: skip
+) -> FlashResult:  # fmt: skip
     two = kernel_operands.saves_weight_sum(form, layout, vectors, extras, want_lse)
     saved = form.normalize != "none", two, want_lse
-    return Attended(like(q, v.shape[3]), *(new_vector(q) if each else None for each in saved))
+    return FlashResult(like(q, v.shape[3]), *(new_vector(q) if each else None for each in saved))
 
 
 @flash_forward.flops

@@ -43,7 +43,7 @@ def _sum(
     return sums.sum(2) if first is None else sums.sum(2) + first
 
 
-class Attended(NamedTuple):
+class LinearResult(NamedTuple):
     out: Tensor  # (B, H, N, Dv)
     z: Tensor  # the denominators, 1 where they are 0
     states: Tensor | None  # before each chunk; None without causality
@@ -54,7 +54,7 @@ class Attended(NamedTuple):
 def linear_forward(
     *, x: Tensor, y: Tensor | None, v: Tensor | None, y_before: Tensor | None,
     v_before: Tensor | None, first: Tensor | None, value_dim: int, dtype: torch.dtype,
-) -> Attended:  # fmt: skip
+) -> LinearResult:  # fmt: skip
     """All queries attend to the keys in the state ``first`` and to those of y_before and v_before.
 
     Causally, query i attends also to the keys j ≤ i of y and v. Without causality these are None,
@@ -70,13 +70,13 @@ def linear_forward(
         states, sums = launch.run(launch.describe_states, y, v, None, state, y.shape[1], True)
         last, read = sums.sum(2), states
     out, z = launch.run(launch.describe_output, x, y, v, read, value_dim, dtype)
-    return Attended(out, z, states, last)
+    return LinearResult(out, z, states, last)
 
 
 @linear_forward.fake
 def _(
     *, x: Tensor, y: Tensor | None, y_before: Tensor | None, value_dim: int, dtype: torch.dtype
-) -> Attended:
+) -> LinearResult:
     keys = y if y_before is None else y_before
     assert keys is not None
     shape = *keys.shape[:2], keys.shape[3]
@@ -87,7 +87,7 @@ def _(
         chunks = (y.shape[2] + chunk - 1) // chunk
         states = y.new_empty(*y.shape[:2], chunks, y.shape[3], width)
     out = x.new_empty(*x.shape[:3], value_dim, dtype=dtype)
-    return Attended(out, x.new_empty(x.shape[:3], dtype=torch.float32), states, last)
+    return LinearResult(out, x.new_empty(x.shape[:3], dtype=torch.float32), states, last)
 
 
 @linear_forward.flops
