@@ -129,7 +129,7 @@ def unit_of(x: Tensor) -> int:
 
 def strides(unit: int, **tensors: Tensor) -> dict[str, int]:
     steps = {
-        f"{name}_{axis}": x.stride(n) if x.shape[n] > 1 and x.numel() else 0
+        f"{name}_{axis}": x.stride(n) if x.shape[n] > 1 else 0
         for name, x in tensors.items()
         for n, axis in enumerate("bhn")
     }
