@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
+from torch.utils._pytree import tree_leaves
 
 import attnzoo
 from attnzoo.backends.triton.common import measured, tiles
@@ -48,10 +49,13 @@ def test_compile_writes_resource_usage_to_json(tmp_path: Path) -> None:
         "exp D=64 bf16",
         "exp D=64 fp32",
         "exp D=64 bf16 all",
+        "exp D=64 bf16 all unaligned",
         "exp D=64 bf16 mask",
         "exp D=64 bf16 softcap",
         "exp D=64 bf16 fp32 mask",
         "exp D=64 bf16 narrow mask",
+        "exp D=64 bf16 offset",
+        "exp D=64 fp32 offset",
     ]
     for row in rows:
         assert set(row) == {
@@ -241,6 +245,19 @@ def test_every_kernel_architecture_and_activation_is_compiled() -> None:
         names = {c.activation for c in flash if (c.arch, c.head_dim) == (arch, dim)}
         assert names - rare - once == filled.get(dim, every)
         assert names & rare == (rare if dim in (64, 128) else set())
+
+
+@pytest.mark.parametrize(("kernel", "names"), [("dq", "qkv"), ("dkdv", "qkv"), ("decode", "qk")])
+def test_unaligned_addresses_are_compiled_without_wide_loads(kernel: str, names: str) -> None:
+    """Only q, k and v are slices of a user's tensors."""
+    for dtype in ("bf16", "fp32"):
+        spec = Specialization(kernel, "sm_90", dtype, 64, "exp", "offset")
+        args = describe(spec).args
+        assert {args[name].data_ptr() % 16 for name in names} == {8}
+        assert args["tile"].ALIGN == 1
+        others = [value for name, value in args.items() if name not in ("q", "k", "v")]
+        others = [x for x in tree_leaves(others) if torch.is_tensor(x)]
+        assert all(x.data_ptr() % 16 == 0 for x in others)
 
 
 def test_calls_of_models_are_compiled() -> None:

@@ -244,12 +244,12 @@ def test_kernels_of_a_plugin_compile_and_tune(cube: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [text.split()[:3] for text in done.stdout.splitlines() if " sm_90 " in text]
     assert rows == [["forward", "cube", "D=64"], ["decode", "cube", "D=64"]]
-    few = ["--blocks", "32", "--warps", "4", "--stages", "1", "--head-dim", "64"]
+    few = ["--blocks", "64", "--warps", "4", "--stages", "1", "--head-dim", "64"]
     done = command_line(
         ".", "benchmarks", "tune", "--kernel", "forward", "--activation", "cube", *few, *small
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Config(32, 32, 4, 1)" in done.stdout
+    assert "Config(64, 64, 4, 1)" in done.stdout
 
 
 @pytest.mark.slow

@@ -127,30 +127,11 @@ def new_vector(q: Tensor) -> Tensor:
 
 
 def like(x: Tensor, dim: int) -> Tensor:
-    """Return an empty (B, H, N, dim) tensor whose heads and positions have x's memory order.
-
-    Rows are 16 bytes apart, or a multiple of that, so that the kernels use wide loads and stores.
-    """
+    """Return an empty (B, H, N, dim) tensor whose heads and positions have x's memory order."""
     b, h, n, _ = x.shape
-    width = -dim % (16 // x.element_size()) + dim
     if x.stride(1) < x.stride(2):
-        return x.new_empty(b, n, h, width).transpose(1, 2)[..., :dim]
-    return x.new_empty(b, h, n, width)[..., :dim]
-
-
-def aligned(*tensors: Tensor) -> list[Tensor]:
-    """Copy each tensor of which the kernels cannot read 16 bytes at a time, see `like`.
-
-    For example, a slice of packed projections may start anywhere. Narrower loads would take many
-    instructions and registers.
-    """
-    return [x if _is_aligned(x) else like(x, x.shape[3]).copy_(x) for x in tensors]
-
-
-def _is_aligned(x: Tensor) -> bool:
-    b, h, n, d = x.stride()
-    # The unit is a power of two, so it divides all three strides if it divides their bits.
-    return d == 1 and not (b | h | n) % (16 // x.element_size()) and not x.data_ptr() % 16
+        return x.new_empty(b, n, h, dim).transpose(1, 2)
+    return x.new_empty(b, h, n, dim)
 
 
 def adds_terms(layout: Layout, extras: Extras) -> bool:

@@ -36,6 +36,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
     reject_transforms("decode", q, k, v)
+    q, k, v = flash.readable(q, k, v)
     layout, gain, products = layout_of(call), form.gain, None
     if isinstance(gain, FromStatistics):
         products, *statistics = ops.decode_statistics(q=q, k=k, layout=layout)

@@ -110,6 +110,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
     reject_transforms("flash", q, k, v)
+    q, k, v = readable(q, k, v)
     layout, gain = layout_of(call), form.gain
     if isinstance(gain, FromStatistics):
         with torch.no_grad():
@@ -130,6 +131,16 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         form=kernel_form, want_lse=call.return_lse,
     )  # fmt: skip
     return attended.out, attended.lse
+
+
+def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Copy each tensor whose last dimension is not contiguous. The kernels cannot read those."""
+    for x in tensors:
+        if x.stride(-1) != 1:
+            break
+    else:
+        return tensors
+    return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
 
 
 def normalize(form: Pairwise) -> str:
