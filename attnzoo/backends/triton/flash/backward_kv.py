@@ -181,12 +181,12 @@ def _first_head(b, h, heads, start, bias_at, visible, strides, size):
 
 @triton.jit
 def _no_sums(tile):
-    turned: tl.constexpr = tile.TRANSPOSED
+    TRANSPOSED: tl.constexpr = tile.TRANSPOSED
     acc_k = tl.zeros(
-        [tile.BLOCK_D, tile.BLOCK_N] if turned else [tile.BLOCK_N, tile.BLOCK_D], tl.float32
+        [tile.BLOCK_D, tile.BLOCK_N] if TRANSPOSED else [tile.BLOCK_N, tile.BLOCK_D], tl.float32
     )
     acc_v = tl.zeros(
-        [tile.BLOCK_DV, tile.BLOCK_N] if turned else [tile.BLOCK_N, tile.BLOCK_DV], tl.float32
+        [tile.BLOCK_DV, tile.BLOCK_N] if TRANSPOSED else [tile.BLOCK_N, tile.BLOCK_DV], tl.float32
     )
     peak = tl.full([tile.BLOCK_N], SMALLEST, tl.float32)
     return Sums(acc_k, acc_v, peak, peak)
