@@ -1,8 +1,8 @@
 """The memory layouts of a linear form's state in the kernels; see `layout`.
 
 Between operators a state (B, Hkv, F, WIDTH) is in fp32. So is the state of a chunk if features are
-fp32. If they are bf16, each number is stored as bf16 parts that add up to it: two of a value, and up
-to six of the normalizer.
+fp32. If they are bf16, each number is stored as bf16 parts that add up to it: two of a value,
+and up to six of the normalizer.
 """
 
 from __future__ import annotations
