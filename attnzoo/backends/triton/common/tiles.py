@@ -62,7 +62,7 @@ PLAIN: dict[tuple[str, int], Row] = {
 SAFE: dict[tuple[str, int], Row] = {
     ("forward", 16): {64: full(64, 64, 8, 2), 128: full(64, 32, 4, 2), 256: full(64, 32, 8, 1, 64)},
     ("dq", 16): {64: full(64, 64, 8, 2), 128: full(64, 16, 8, 2), 256: full(64, 16, 8, 1, 64)},
-    ("dkdv", 16): {64: full(32, 64, 8, 2), 256: full(32, 32, 8, 1)},
+    ("dkdv", 16): {64: full(32, 64, 8, 2), 128: full(32, 32, 8, 1), 256: full(64, 16, 8, 2)},
     ("stats", 16): {64: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
     ("threshold", 16): {128: full(128, 64, 8, 1, 64), 256: full(128, 32, 8, 1, 64)},
     ("decode", 16): {128: full(64, 16, 8, 2), 256: full(64, 16, 8, 1, 32)},
@@ -89,7 +89,6 @@ OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
         ("plain", "dkdv"): {
             **dict.fromkeys((64, 128), full(64, 128, 8, 2)), 256: Config(64, 64, 8, 1),
         },
-        ("safe", "forward"): {128: full(64, 16, 8, 2)},
     },
 }  # fmt: skip
 
