@@ -54,7 +54,7 @@ class VariantForm(NamedTuple):
 
 
 def variant_forms(variants: Iterable[str]) -> list[VariantForm]:
-    """The variants' forms with a Triton activation: with numbers, tensors, and other ints.
+    """The variants' forms with a Triton activation: once for numbers, once for tensor parameters.
 
     In the form, a tensor parameter becomes a per-query vector, such as ``gain`` or ``shape``.
     """
@@ -62,21 +62,15 @@ def variant_forms(variants: Iterable[str]) -> list[VariantForm]:
     x = torch.empty(1, 1, 1, 1)
     for name in variants:
         numbers = complete(VariantCall(name), LENGTH).params
-        known = attnzoo.get_variant(name).params
         tensors = {
             p.name: torch.tensor(float(p.default))
-            for p in known
+            for p in attnzoo.get_variant(name).params
             if p.kind not in ("int", "float", "bool") and isinstance(p.default, (int, float))
         }
-        # Another order of a polynomial has another activation. Other ints may be invalid.
-        ints = {p.name: 2 * p.default for p in known if p.kind == "int" and type(p.default) is int}
-        others = {**numbers, **ints}
-        for params in (numbers, {**numbers, **tensors}, others):
+        for params in (numbers, {**numbers, **tensors}):
             try:
                 plan = attnzoo.explain(x, x, x, name, is_causal=True, **params)
             except (TypeError, ValueError) as error:
-                if params is others:
-                    continue
                 raise UsageError(f"cannot compile a form of {name}: {error}") from error
             for form in (candidate.form for candidate in plan.candidates):
                 if not isinstance(form, attnzoo.Pairwise) or form.normalize == "select":

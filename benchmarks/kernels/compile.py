@@ -6,7 +6,8 @@ code. The exit status is 1 if a kernel
 
 - does not compile;
 - spills registers at all with a plain tile (see `launch.is_safe`) in bf16 with head dimension 64 or
-  128, or more than 64 bytes otherwise, or 128 with Triton before 3.9;
+  128, or more than 64 bytes otherwise, or 128 with Triton before 3.9. Calls with all masks and
+  terms at once, and operands or masks that allow no wide loads, are rare: they may spill 512 bytes;
 - needs more registers or shared memory than the architecture has; or
 - multiplies 16-bit matrices without tensor cores, or with such a plain tile without those of the
   architecture's generation.
@@ -38,6 +39,7 @@ from benchmarks.kernels.specializations import (
     HEAD_DIMS,
     KERNELS,
     QUICK_DIMS,
+    RARE_EXTRAS,
     Specialization,
     quick_specializations,
     specializations,
@@ -49,9 +51,10 @@ from commandline.variants import load_plugin
 # Registers of a multiprocessor. A warp gets them for its 32 threads in units of 8 per thread.
 REGISTERS = 65_536
 
-# Bytes of registers that kernels may spill, apart from those in which none may be. With the same
-# tiles, older versions of Triton spill more.
-SPILLED, SPILLED_BEFORE_3_9 = 64, 128
+# Bytes of registers that kernels may spill, apart from those in which none may be
+SPILLED, SPILLED_RARELY = 64, 512
+# Before this version, Triton spills more with the same tiles.
+SPARING, SPILLED_BEFORE = (3, 9), 128
 
 # The kernels that are compiled for the activations of a plugin.
 OF_ACTIVATIONS = ("forward", "dq", "dkdv", "decode")
@@ -95,8 +98,10 @@ def most_spilled(spec: Specialization) -> int:
     """The bytes of registers that a kernel may spill; see the module docstring."""
     import triton
 
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
-        return SPILLED_BEFORE_3_9
+    if RARE_EXTRAS & set(spec.extra.split()):
+        return SPILLED_RARELY
+    if tuple(map(int, triton.__version__.split(".")[:2])) < SPARING:
+        return SPILLED_BEFORE
     return 0 if is_common(spec) else SPILLED
 
 
@@ -177,10 +182,10 @@ def run(args: argparse.Namespace) -> int:
 
 def processes(number: int, plugin: Path | None) -> ProcessPoolExecutor:
     """A pool of spawned processes that load the plugin. torch's threads do not survive a fork."""
-    setup: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     if plugin is not None:
-        setup = {"initializer": load_plugin, "initargs": (plugin,)}
-    return ProcessPoolExecutor(number, mp_context=get_context("spawn"), **setup)
+        known = {"initializer": load_plugin, "initargs": (plugin,)}
+    return ProcessPoolExecutor(number, mp_context=get_context("spawn"), **known)
 
 
 def selected(args: argparse.Namespace) -> list[Specialization]:
@@ -199,10 +204,9 @@ def selected(args: argparse.Namespace) -> list[Specialization]:
     if not all(1 <= d <= 256 for d in dims):
         raise UsageError(f"--head-dims must be ints from 1 to 256, got {texts!r}")
     if args.plugin is not None:
-        names = activations.plugin_activations(args.plugin)
-        every = product(archs, dims, names, OF_ACTIVATIONS)
+        own = product(archs, dims, activations.plugin_activations(args.plugin), OF_ACTIVATIONS)
         return [
-            Specialization(k, arch, "bf16", d, name) for arch, d, name, k in every if k in kernels
+            Specialization(k, arch, "bf16", d, name) for arch, d, name, k in own if k in kernels
         ]
     table = quick_specializations(archs) if args.quick else specializations(archs, dims)
     return [spec for spec in table if spec.family in kernels]
@@ -222,10 +226,10 @@ def common_options(args: argparse.Namespace, known: tuple[str, ...]) -> tuple[li
 
 
 def chosen(option: str, text: str, known: tuple[str, ...]) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= set(known):
+    found = text.split(",")
+    if not set(found) <= set(known):
         raise UsageError(f"{option} must list some of {', '.join(known)}, got {text!r}")
-    return names
+    return found
 
 
 def require_compiler(what: str) -> None:

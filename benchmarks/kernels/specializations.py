@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from attnzoo.backends.triton.common.tiles import LINEAR_KERNELS
-from benchmarks.kernels.activations import activations, kinds
+from benchmarks.kernels.activations import kinds
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HEAD_DIMS = (48, 64, 96, 128, 192, 256)
@@ -30,6 +30,8 @@ BARE = ("full", "no gain", "full no gain")
 MODELS = ("full keys no gain", "full bool no gain")
 # A padded batch of a model with a window or ALiBi
 PADDED = ("window keys", "alibi keys")
+# Words of extras that few calls have: all at once, or no wide loads of operands or of the mask
+RARE_EXTRAS = {"all", "offset", "unaligned", "narrow"}
 # Few programs: parts of a group of heads in dK/dV, splits of the keys in the forward
 SPLIT = "split"
 # Launches that do not depend on both the activation and the head dimension. The solver depends only
@@ -70,8 +72,7 @@ class Group(NamedTuple):
     """All combinations of these kernels, kinds, dtypes, head dimensions, extras and architectures.
 
     ``kinds`` and ``dtypes`` are separated by spaces. A kind is `VariantForm.kind`, "linear" or
-    "rows", or "other": all activations for which another one of their kind stands. Calls are causal
-    with a per-query gain, unless the extra says "full" or "no gain".
+    "rows". Calls are causal with a per-query gain, unless the extra says "full" or "no gain".
     """
 
     kernels: tuple[str, ...]
@@ -96,7 +97,6 @@ GROUPS = (
     # kind "sum", only fp16 is compiled.
     Group(PASSES, "none threshold family", "fp16", POWERS),
     Group(PASSES, "factor shifted", "fp16", (128,)),
-    Group((*PASSES, "threshold"), "other", "fp16", (128,), archs=("sm_90",)),
     Group(("forward",), "sum", "fp16", POWERS),
     Group(("dq", "dkdv"), "sum", "fp16", (128,)),
     Group(FLASH, "online family", "bf16", POWERS, ("all",)),
@@ -169,20 +169,16 @@ def of_groups(
     groups: tuple[Group, ...], archs: list[str], dims: list[int]
 ) -> Iterator[Specialization]:
     """The specializations of these groups, each of them once; see `specializations`."""
-    names = {**{kind: [name] for kind, name in kinds().items()}, "linear": [""], "rows": [""]}
-    names["other"] = [name for name in activations() if name not in kinds().values()]
-    seen = set()
+    names, seen = {**kinds(), "linear": "", "rows": ""}, set()
     for arch, dim, group in product(archs, dims, groups):
         like = dim if dim in HEAD_DIMS else 96 if dim & (dim - 1) else 64
         if arch not in group.archs or like not in group.dims:
             continue
-        chosen = [name for kind in group.kinds.split() for name in names[kind]]
-        for name, kernel, dtype, extra in product(
-            chosen, group.kernels, group.dtypes.split(), group.extras
+        for kind, kernel, dtype, extra in product(
+            group.kinds.split(), group.kernels, group.dtypes.split(), group.extras
         ):
-            solved = name and activations()[name].form.normalize == "threshold"
-            wrong = {"stats": name != kinds()["online"], "threshold": not solved}
-            spec = Specialization(kernel, arch, dtype, dim, name, extra)
+            wrong = {"stats": kind != "online", "threshold": kind not in ("threshold", "family")}
+            spec = Specialization(kernel, arch, dtype, dim, names[kind], extra)
             if not wrong.get(kernel) and spec not in seen:
                 seen.add(spec)
                 yield spec

@@ -43,7 +43,6 @@ Row = dict[int, Config]
 # `map_tile`. A tf32x3 product keeps its left operand in registers twice, so tiles of fp32 are
 # small, and their products are computed in parts.
 SMALL, SMALLEST = full(16, 32, 8, 1, 32), full(16, 16, 8, 1, 16)
-SMALL_ROW: Row = {128: SMALL, 256: SMALLEST}
 PLAIN: dict[tuple[str, int], Row] = {
     ("forward", 16): {128: Config(128, 128, 8, 2), 256: Config(128, 64, 8, 2)},
     ("dq", 16): {128: Config(128, 64, 8, 2), 256: Config(128, 32, 8, 1)},
@@ -60,15 +59,15 @@ PLAIN: dict[tuple[str, int], Row] = {
 }
 # A kernel without a row has its tiles of PLAIN.
 SAFE: dict[tuple[str, int], Row] = {
-    ("forward", 16): {64: full(64, 64, 8, 2), 128: full(64, 32, 4, 2), 256: full(64, 32, 8, 1, 64)},
-    ("dq", 16): {64: full(64, 64, 8, 2), 128: full(64, 16, 8, 2), 256: full(64, 16, 8, 1, 64)},
-    ("dkdv", 16): {64: full(32, 64, 8, 2), 128: full(32, 32, 8, 1), 256: full(64, 16, 8, 2)},
+    ("forward", 16): {128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
+    ("dq", 16): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: full(64, 16, 8, 2)},
+    ("dkdv", 16): {128: Config(32, 64, 4, 2), 256: full(64, 16, 8, 2)},
     ("stats", 16): {64: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
     ("threshold", 16): {128: full(128, 64, 8, 1, 64), 256: full(128, 32, 8, 1, 64)},
     ("decode", 16): {128: full(64, 16, 8, 2), 256: full(64, 16, 8, 1, 32)},
     ("forward", 32): {256: SMALL},
-    ("dq", 32): SMALL_ROW,
-    ("dkdv", 32): SMALL_ROW,
+    ("dq", 32): {128: SMALL, 256: SMALLEST},
+    ("dkdv", 32): {128: SMALL, 256: SMALLEST},
     ("decode", 32): {64: SMALL, 256: SMALLEST},
 }
 # Tiles for 16 bits in which an architecture differs from sm_90, by table and kernel. Classes that
@@ -80,8 +79,11 @@ OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
         ("plain", "dkdv"): {
             64: full(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: full(64, 16, 8, 2),
         },
-        ("safe", "forward"): {128: full(64, 32, 8, 2)},
-        ("safe", "dq"): {64: full(32, 64, 8, 1), 128: full(32, 32, 8, 1)},
+        ("safe", "forward"): {128: full(64, 32, 8, 2), 256: Config(32, 32, 4, 1)},
+        ("safe", "dkdv"): {64: Config(32, 64, 4, 1), 128: Config(64, 32, 8, 2)},
+        ("safe", "dq"): {
+            64: full(32, 64, 4, 2), 128: full(16, 64, 8, 1), 256: Config(16, 32, 4, 1),
+        },
     },
     100: {
         ("plain", "forward"): {64: full(128, 64, 8, 2), 256: Config(64, 64, 4, 2)},

@@ -39,9 +39,7 @@ def config_of(
     # in shared memory with these.
     config = tiles.tile_of_table(kernel, arch, bits, dim, safe)
     block_n = min(map_n, config.block_n) if kernel == "dkdv" else map_n
-    # With more keys than the tile has, fewer queries: a tile of as many scores.
-    block_m = max(16, config.block_m * min(config.block_n, block_n) // block_n)
-    return config._replace(block_m=min(map_m, block_m), block_n=block_n)
+    return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
 
 
 def constants_of(
