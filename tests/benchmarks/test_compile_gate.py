@@ -16,10 +16,8 @@ import triton.language as tl
 from torch.utils._pytree import tree_leaves
 
 import attnzoo
-from attnzoo.backends.triton.common import tiles
+from attnzoo.backends.triton.common import measured, tiles
 from attnzoo.backends.triton.common.groups import mapped
-from attnzoo.backends.triton.decode import launch as launch_decode
-from attnzoo.backends.triton.flash import launch
 from attnzoo.core import registry
 from benchmarks.kernels.activations import activations, plugin_activations
 from benchmarks.kernels.compile import Compiled, problem, selected
@@ -182,8 +180,7 @@ def test_every_tile_of_the_tables_is_compiled(monkeypatch: pytest.MonkeyPatch) -
         used.add((kernel, bits, config))
         return config
 
-    monkeypatch.setattr(launch, "tile_of_kernel", spy)
-    monkeypatch.setattr(launch_decode, "tile_of_kernel", spy)
+    monkeypatch.setattr(measured, "tile_of_kernel", spy)
     every = list(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
     for spec in every:
         describe(spec)
