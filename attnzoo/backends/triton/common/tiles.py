@@ -129,14 +129,21 @@ def of_class(row: Row, limit: int) -> Config:
     return next(row[n] for n in LIMITS if n >= limit and n in row)
 
 
-def map_tile(head_dim: int, bits: int) -> tuple[int, int]:
-    """Return the numbers of queries and keys in one tile of the block map.
+class MapTile(NamedTuple):
+    """The numbers of queries and keys in one tile of the block map."""
+
+    queries: int
+    keys: int
+
+
+def map_tile(head_dim: int, bits: int) -> MapTile:
+    """Return the tile of the block map.
 
     The block map lists the tiles with nonzero weights of a threshold form. The tile determines the
     size of the map, so it must not depend on the device.
     """
     config = of_class(PLAIN["threshold", bits], limit_of(head_dim))
-    return config.block_m, config.block_n
+    return MapTile(config.block_m, config.block_n)
 
 
 # Kernels of linear forms, by bits of a feature. block_m: tokens per chunk, equal for all kernels of

@@ -51,8 +51,7 @@ def constants_of(
     return launch.tile_of(config, q, v, SPLIT=split, ALIGN=align, MASK_ALIGN=unit, **others)
 
 
-def map_size_of(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """The numbers of queries and keys in a tile of the block map."""
+def map_size_of(q: Tensor, v: Tensor) -> tiles.MapTile:
     return tiles.map_tile(max(q.shape[3], v.shape[3]), 8 * q.element_size())
 
 
@@ -95,7 +94,7 @@ def describe_forward(
         "maps": maps._replace(live=None), "saved": Saved(stat, weight_sum, lse),
         "partials": Partials(), "eps": form.eps or None, "splits": None,
         "rule": launch.rule_of(form, v, LATE=after),
-        "tile": constants_of(config, q, v, layout, align, MAP_M=size and size[0]),
+        "tile": constants_of(config, q, v, layout, align, MAP_M=size and size.queries),
     }  # fmt: skip
     forward = Launch(flash_forward, programs_of(q, config.block_m), args, config)
     # With a block map, most of the time is spent on the threshold, which is not split.

@@ -71,7 +71,7 @@ def describe_backward(
             DISTANCE_SLOPE=form.distance_slope_act if "decay" in grads else None,
             MEAN=_mean_source(form, q), PLAIN_DELTA="key_bias" in grads,
         ),
-        "tile": flash.constants_of(of_dq, q, v, layout, align, MAP_M=size and size[0]),
+        "tile": flash.constants_of(of_dq, q, v, layout, align, MAP_M=size and size.queries),
     }  # fmt: skip
     dq = Launch(flash_dq, programs_of(q, of_dq.block_m), args, of_dq)
 
@@ -97,7 +97,7 @@ def describe_backward(
         "gradients": Gradients(key_bias=grads.get("key_bias")),
         "rule": launch.rule_of(form, v, TAU_UNIT=tau_unit),
         "tile": flash.constants_of(
-            of_dkdv, q, v, layout, align, MAP_M=size and size[0], MAP_N=size and size[1],
+            of_dkdv, q, v, layout, align, MAP_M=size and size.queries, MAP_N=size and size.keys,
             TRANSPOSED=of_dkdv.transposed,
         ),
         "parts": parts if parts > 1 else None,
