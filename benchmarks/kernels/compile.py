@@ -201,8 +201,8 @@ def selected(args: argparse.Namespace) -> list[Specialization]:
         raise UsageError("--quick cannot be combined with --plugin; use --head-dims or --kernels")
     texts = _DIMS if args.head_dims is None else args.head_dims
     dims = [int(text) if text.isdecimal() else 0 for text in texts.split(",")]
-    if not all(1 <= d <= 256 for d in dims):
-        raise UsageError(f"--head-dims must be ints from 1 to 256, got {texts!r}")
+    if not all(d in range(8, 257, 8) for d in dims):
+        raise UsageError(f"--head-dims must be multiples of 8 from 8 to 256, got {texts!r}")
     if args.plugin is not None:
         own = product(archs, dims, activations.plugin_activations(args.plugin), OF_ACTIVATIONS)
         return [

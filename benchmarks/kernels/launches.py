@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -50,15 +49,8 @@ def extras_of(spec: Specialization) -> tuple[str, ...]:
 
 
 def empty(spec: Specialization, *shape: int) -> Tensor:
-    """A tensor (…, head_dim) with the strides and the address that the specialization asks for."""
-    dtype, dim = DTYPES[spec.dtype], spec.head_dim
-    if spec.extra == "offset":
-        # The address of a meta tensor is its offset in its storage.
-        first = 8 // dtype.itemsize
-        whole = torch.empty(first + math.prod(shape) * dim, dtype=dtype, device="meta")
-        return whole[first:].view(*shape, dim)
-    odd = spec.extra.endswith("unaligned")
-    return torch.empty(*shape, dim + odd, dtype=dtype, device="meta")[..., :dim]
+    """A tensor (…, head_dim)."""
+    return torch.empty(*shape, spec.head_dim, dtype=DTYPES[spec.dtype], device="meta")
 
 
 def described(spec: Specialization, q: Tensor, keys: int) -> Described:
@@ -111,13 +103,13 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
 
 def is_plain(spec: Specialization) -> bool:
     """Whether the kernel has the tile of the table PLAIN."""
-    from attnzoo.backends.triton.common.launch import align_of, is_safe
+    from attnzoo.backends.triton.common.launch import is_safe
 
     if spec.family in ("linear", "rows"):
         return True
     q = empty(spec, 1, 2, 1024)
     layout, form, vectors, extras, *_ = described(spec, q, q.shape[2])
-    return not is_safe(spec.family, q, align_of(q), layout, form, vectors, extras)
+    return not is_safe(spec.family, q, layout, form, vectors, extras)
 
 
 def describe_flash(spec: Specialization) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.core.call import Call
@@ -132,6 +133,34 @@ def like(x: Tensor, dim: int) -> Tensor:
     if x.stride(1) < x.stride(2):
         return x.new_empty(b, n, h, dim).transpose(1, 2)
     return x.new_empty(b, h, n, dim)
+
+
+def unit_of(x: Tensor) -> int:
+    """Number of elements in 16 bytes, the width of the kernels' loads and the unit of strides."""
+    return 16 // x.element_size()
+
+
+def pad_columns(x: Tensor) -> Tensor:
+    """Return x with columns of 0 up to a multiple of 16 bytes. torch's kernels pad so too."""
+    missing = -x.shape[3] % unit_of(x)
+    return pad(x, (0, missing)) if missing else x
+
+
+def aligned(*tensors: Tensor) -> list[Tensor]:
+    """Copy each tensor whose rows do not all begin at multiples of 16 bytes.
+
+    For example, a slice of packed projections may start anywhere. Narrower loads would take many
+    instructions and registers.
+    """
+    return [x if _is_aligned(x) else like(x, x.shape[3]).copy_(x) for x in tensors]
+
+
+def _is_aligned(x: Tensor) -> bool:
+    if x.stride(3) != 1 or x.data_ptr() % 16:
+        return False
+    unit = unit_of(x)
+    # Steps along dimensions of size 1 are never taken.
+    return all(step % unit == 0 or n == 1 for n, step in zip(x.shape, x.stride()[:3]))
 
 
 def adds_terms(layout: Layout, extras: Extras) -> bool:

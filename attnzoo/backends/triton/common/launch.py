@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.groups import Rule, ScoreTerms, Tile, Visible, constants
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, is_peaked
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, is_peaked, unit_of
 from attnzoo.backends.triton.common.tile import load_tile
 from attnzoo.backends.triton.common.tiles import ALL, Config
 
@@ -89,21 +89,6 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def stride_align(*tensors: Tensor) -> int:
-    """Return the number of elements in 16 bytes if it divides all strides, else 1."""
-    widest = 16 // tensors[0].element_size()
-    steps = (s for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n > 1)
-    return 1 if any(s % widest for s in steps) else widest
-
-
-def align_of(*tensors: Tensor) -> int:
-    """As `stride_align`, but 1 also if a tensor does not start at a multiple of 16 bytes.
-
-    A slice of packed projections may start anywhere. Meta tensors have no address.
-    """
-    return stride_align(*tensors) if all(x.data_ptr() % 16 == 0 for x in tensors) else 1
-
-
 # Architectures, divided by 10, whose kernels load tiles by TMA. 0 is the interpreter.
 TMA = (0, 9, 10)
 
@@ -128,10 +113,8 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor | str:
 
 
 def fits_tma(x: Tensor) -> bool:
-    """True if x has 16 bits per element, and a shape, strides and an address that TMA can use."""
-    size = x.element_size()
-    fits = x.stride(3) == 1 and all(s > 0 and s * size % 16 == 0 for s in _steps(x))
-    return size == 2 and fits and x.numel() > 0 and x.data_ptr() % 16 == 0
+    """True if x has 16 bits per element, and a shape and strides that TMA can use."""
+    return x.element_size() == 2 and x.numel() > 0 and all(s > 0 for s in _steps(x))
 
 
 def _steps(x: Tensor) -> list[int]:
@@ -139,27 +122,23 @@ def _steps(x: Tensor) -> list[int]:
     return [s if n > 1 else padded(x.shape[3]) for n, s in zip(x.shape[:3], x.stride())]
 
 
-def readable(do: Tensor, out: Tensor) -> bool:
-    """True if the kernels can read dO without a copy, in loads as wide as those of the output."""
-    if do.stride() == out.stride() and (do.data_ptr() - out.data_ptr()) % 16 == 0:
-        return True
-    rows = do.stride(-1) == 1 or do.shape[-1] == 1
-    return rows and align_of(do) >= align_of(out)
-
-
-def strides(align: int, **tensors: Tensor) -> dict[str, int]:
-    return {
-        f"{name}_{axis}": x.stride(n) // align
+def strides(unit: int, **tensors: Tensor) -> dict[str, int]:
+    """The strides of (B, H, N), in units of elements; 0 where a step is never taken."""
+    steps = {
+        f"{name}_{axis}": x.stride(n) if x.shape[n] > 1 and x.numel() else 0
         for name, x in tensors.items()
         for n, axis in enumerate("bhn")
     }
+    assert not any(step % unit for step in steps.values()), f"strides must be aligned, got {steps}"
+    return {name: step // unit for name, step in steps.items()}
 
 
 def mask_align(mask: Tensor | None) -> int:
     """Return the number of entries in 16 bytes if the mask's strides allow wide loads, else 1."""
     if mask is None or mask.stride(3) != 1:
         return 1
-    return stride_align(mask)
+    steps = (s for n, s in zip(mask.shape[:3], mask.stride()) if n > 1)
+    return 1 if any(s % unit_of(mask) for s in steps) else unit_of(mask)
 
 
 def arguments_of(
@@ -208,20 +187,19 @@ def tile_of(config: Config, q: Tensor, v: Tensor | None = None, **others: Any) -
     # For fp32: a tf32 product has 11 bits, and "ieee" uses no tensor cores. "tf32x3" adds three
     # products of the high and low parts of both operands, which keeps fp32 accuracy.
     return constants(
-        Tile, D=q.shape[3], BLOCK_D=padded(q.shape[3]), BLOCK_M=config.block_m,
+        Tile, D=q.shape[3], BLOCK_D=padded(q.shape[3]), ALIGN=unit_of(q), BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, PART=config.part,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", **sizes, **others,
     )  # fmt: skip
 
 
 def is_safe(
-    kernel: str, v: Tensor, align: int, layout: Layout, form: Form | None, vectors: Vectors,
-    extras: Extras,
-) -> bool:  # fmt: skip
+    kernel: str, v: Tensor, layout: Layout, form: Form | None, vectors: Vectors, extras: Extras
+) -> bool:
     """Whether a kernel may need many registers, and so has the tile of the table SAFE.
 
-    ``align``: 1 if an operand or a result allows no wide loads, see `align_of`. A window needs few
-    registers. dK/dV accumulates two gradients, and has registers for no other term.
+    A window needs few registers. dK/dV accumulates two gradients, and has registers for no other
+    term.
     """
     terms = layout.alibi, layout.k_segments, layout.mask, layout.softcap, extras.key_bias
     number = sum(x is not None for x in terms)
@@ -232,4 +210,4 @@ def is_safe(
     many_results = form is not None and (form.normalizer or is_peaked(form, v))
     dense_mask = layout.mask is not None and layout.mask.shape[2] > 1
     many_terms = number > 1 or dense_mask or extras.decay is not None
-    return many_terms or align == 1 or varies or many_results
+    return many_terms or varies or many_results

@@ -17,7 +17,7 @@ from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common import launch, measured, prepared
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, Tile, constants
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, like, new_vector
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, like, new_vector, unit_of
 from attnzoo.backends.triton.common.launch import Launch
 from attnzoo.backends.triton.common.merge import MOST_SPLITS, new_partial, split_keys
 from attnzoo.backends.triton.decode import kernels
@@ -74,12 +74,12 @@ def _walk(
     ``operands``: the other arguments of the kernel, with v and o if it reads values.
     """
     tensors = {"q": q, "k": k, **{name: operands[name] for name in "vo" if name in operands}}
-    align, v = launch.align_of(*tensors.values()), operands.get("v")
+    v = operands.get("v")
     # One tile holds all queries.
     ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
     args = {
         **launch.arguments_of(q, k, layout, extras, vectors, ranges, 1),
-        **launch.strides(align, **tensors), "partials": Partials(), **operands,
+        **launch.strides(unit_of(q), **tensors), "partials": Partials(), **operands,
     }  # fmt: skip
     block_m = max(16, triton.next_power_of_2(args["group"] * args["queries"]))
     shared_mask = layout.mask is None or layout.mask.shape[1] == 1
@@ -87,12 +87,12 @@ def _walk(
         args["mask_h"] = None
     values = k if v is None else v
     safe = not shared_mask or block_m * q.element_size() > 64
-    safe |= launch.is_safe("decode", values, align, layout, form, vectors, extras)
+    safe |= launch.is_safe("decode", values, layout, form, vectors, extras)
     dim, bits = max(q.shape[3], values.shape[3]), 8 * q.element_size()
     config = measured.tile_of_kernel("decode", arch, bits, dim, safe, q.device)
     config = config._replace(block_m=block_m)
     args.update(_splits(q, k, layout, config.block_n, processors))
-    args["tile"] = launch.tile_of(config, q, v, ALIGN=align)
+    args["tile"] = launch.tile_of(config, q, v)
     programs = q.shape[0] * k.shape[1] * args["splits"] if q.numel() else 0
     # Products of keys in other segments are not computed, and stay 0.
     zeroed = (args["products"],) if before and v is None else ()

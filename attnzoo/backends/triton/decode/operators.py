@@ -12,7 +12,7 @@ from torch import Tensor
 from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, like, new_vector
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, aligned, like, new_vector
 
 
 def _launches() -> Any:
@@ -32,7 +32,7 @@ class ProductStatistics(NamedTuple):
 @operator
 def decode_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> ProductStatistics:
     launches = _launches()
-    return ProductStatistics(*launches.run(launches.describe_statistics, q, k, layout))
+    return ProductStatistics(*launches.run(launches.describe_statistics, *aligned(q, k), layout))
 
 
 @decode_statistics.fake
@@ -62,7 +62,7 @@ def decode_forward(
     """
     launches = _launches()
     operands = products, layout, form, alpha, vectors, extras, want_lse
-    return DecodeResult(*launches.run(launches.describe_decode, q, k, v, *operands))
+    return DecodeResult(*launches.run(launches.describe_decode, *aligned(q, k, v), *operands))
 
 
 @decode_forward.fake

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnzoo.backends.base import Backend, unsupported_extras
 from attnzoo.backends.transforms import reject_transforms
-from attnzoo.backends.triton.common.kernel_operands import Maps, layout_of, vectors_of
+from attnzoo.backends.triton.common.kernel_operands import Maps, layout_of, pad_columns, vectors_of
 from attnzoo.backends.triton.flash import operators as ops
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
@@ -110,7 +110,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
     reject_transforms("flash", q, k, v)
-    q, k, v = readable(q, k, v)
+    q, k, v = pad_columns(q), pad_columns(k), pad_columns(v)
     layout, gain = layout_of(call), form.gain
     if isinstance(gain, FromStatistics):
         with torch.no_grad():
@@ -130,17 +130,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         q=q, k=k, v=v, vectors=vectors, extras=extras, maps=maps, layout=layout,
         form=kernel_form, want_lse=call.return_lse,
     )  # fmt: skip
-    return attended.out, attended.lse
+    return without_padding(attended.out, call), attended.lse
 
 
-def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copy each tensor whose last dimension is not contiguous. The kernels cannot read those."""
-    for x in tensors:
-        if x.stride(-1) != 1:
-            break
-    else:
-        return tensors
-    return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
+def without_padding(out: Tensor, call: Call) -> Tensor:
+    return out if out.shape[3] == call.value_dim else out[..., : call.value_dim]
 
 
 def normalize(form: Pairwise) -> str:

@@ -11,8 +11,15 @@ from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common import kernel_operands, launch, measured, tiles
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, Tile, constants
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps, like, new_vector
-from attnzoo.backends.triton.common.launch import Launch, align_of, descriptors, strides
+from attnzoo.backends.triton.common.kernel_operands import (
+    Extras,
+    Form,
+    Maps,
+    like,
+    new_vector,
+    unit_of,
+)
+from attnzoo.backends.triton.common.launch import Launch, descriptors, strides
 from attnzoo.backends.triton.common.merge import split_keys
 from attnzoo.backends.triton.flash.forward import flash_forward
 from attnzoo.backends.triton.flash.parts import programs_of, splits_of_keys
@@ -23,12 +30,12 @@ from attnzoo.core.forms import Statistics
 
 
 def config_of(
-    kernel: str, arch: int, q: Tensor, v: Tensor, align: int, layout: Layout, form: Form | None,
+    kernel: str, arch: int, q: Tensor, v: Tensor, layout: Layout, form: Form | None,
     vectors: Vectors, extras: Extras, map_size: tuple[int, int] | None,
 ) -> tiles.Config:  # fmt: skip
     """Return the tile of a kernel. With a block map, blocks divide the tiles of the map."""
     dim, bits = max(q.shape[3], v.shape[3]), 8 * q.element_size()
-    safe = launch.is_safe(kernel, v, align, layout, form, vectors, extras)
+    safe = launch.is_safe(kernel, v, layout, form, vectors, extras)
     if map_size is None:
         return measured.tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
     map_m, map_n = map_size
@@ -43,12 +50,12 @@ def config_of(
 
 
 def constants_of(
-    config: tiles.Config, q: Tensor, v: Tensor | None, layout: Layout, align: int, **others: Any
+    config: tiles.Config, q: Tensor, v: Tensor | None, layout: Layout, **others: Any
 ) -> Tile:
-    # Few blocks are full in a window or a segment. Loads without wide copies need many registers.
-    split = layout.left is None and layout.k_segments is None and align > 1
+    # Few blocks are full in a window or a segment.
+    split = layout.left is None and layout.k_segments is None
     unit = launch.mask_align(layout.mask)
-    return launch.tile_of(config, q, v, SPLIT=split, ALIGN=align, MASK_ALIGN=unit, **others)
+    return launch.tile_of(config, q, v, SPLIT=split, MASK_ALIGN=unit, **others)
 
 
 def map_size_of(q: Tensor, v: Tensor) -> tiles.MapTile:
@@ -80,21 +87,20 @@ def describe_forward(
     stat = None if form.normalize == "none" else new_vector(q)
     two = kernel_operands.saves_weight_sum(form, layout, vectors, extras, want_lse)
     weight_sum = new_vector(q) if two else None
-    align = align_of(q, k, v, out)
     size = None if maps.blocks is None else map_size_of(q, v)
-    config = config_of("forward", arch, q, v, align, layout, form, vectors, extras, size)
+    config = config_of("forward", arch, q, v, layout, form, vectors, extras, size)
     after = None
     if form.normalize == "online":
         after = factor_after_maximum(q, layout, vectors.gain, extras, arch)
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
     args = {
         **launch.arguments_of(q, k, layout, extras, vectors, ranges),
-        **strides(align, q=q, k=k, v=v, o=out), "v": v, "o": out,
+        **strides(unit_of(q), q=q, k=k, v=v, o=out), "v": v, "o": out,
         **descriptors(config, arch, config.block_n, k=k, v=v),
         "maps": maps._replace(live=None), "saved": Saved(stat, weight_sum, lse),
         "partials": Partials(), "eps": form.eps or None, "splits": None,
         "rule": launch.rule_of(form, v, LATE=after),
-        "tile": constants_of(config, q, v, layout, align, MAP_M=size and size.queries),
+        "tile": constants_of(config, q, v, layout, MAP_M=size and size.queries),
     }  # fmt: skip
     forward = Launch(flash_forward, programs_of(q, config.block_m), args, config)
     # With a block map, most of the time is spent on the threshold, which is not split.
@@ -109,17 +115,16 @@ def describe_forward(
 def describe_stats(
     q: Tensor, k: Tensor, layout: Layout, arch: int
 ) -> tuple[list[Launch], Statistics]:
-    align = align_of(q, k)
-    config = config_of("stats", arch, q, q, align, layout, None, Vectors(), Extras(), None)
+    config = config_of("stats", arch, q, q, layout, None, Vectors(), Extras(), None)
     lse, entropy = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)
     after = factor_after_maximum(q, layout, None, Extras(), arch)
     args = {
         **launch.arguments_of(q, k, layout, Extras(), Vectors(), ranges),
-        **strides(align, q=q, k=k), **descriptors(config, arch, config.block_n, k=k),
+        **strides(unit_of(q), q=q, k=k), **descriptors(config, arch, config.block_n, k=k),
         "lse": lse, "entropy": entropy,
         "rule": constants(Rule, UNIT=1.0 / LN2.value, LATE=after),
-        "tile": constants_of(config, q, None, layout, align),
+        "tile": constants_of(config, q, None, layout),
     }  # fmt: skip
     stats = Launch(row_stats, programs_of(q, config.block_m), args, config)
     return [*before, stats], Statistics(lse, entropy)
@@ -143,9 +148,8 @@ def describe_threshold(
 
     Only gain and shape of ``vectors`` are read.
     """
-    align = align_of(q, k)
     call = layout, form, vectors, extras
-    config = config_of("threshold", arch, q, v, align, *call, map_size_of(q, v))
+    config = config_of("threshold", arch, q, v, *call, map_size_of(q, v))
     maps = empty_maps(q, k, v)
     peak, tau = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)
@@ -153,9 +157,9 @@ def describe_threshold(
     extras = extras._replace(factor=None, peak=None)
     args = {
         **launch.arguments_of(q, k, layout, extras, vectors, ranges),
-        **strides(align, q=q, k=k), "peak": peak, "tau": tau, "maps": Maps(*maps),
+        **strides(unit_of(q), q=q, k=k), "peak": peak, "tau": tau, "maps": Maps(*maps),
         "rule": constants(Rule, ACT=form.act, UNIT=1.0, ALPHA=alpha, DISTANCE=form.distance_act),
-        "tile": constants_of(config, q, None, layout, align),
+        "tile": constants_of(config, q, None, layout),
         "FLIPS": vectors.gain is not None or launch.outer_scale(layout) < 0.0,
     }  # fmt: skip
     solver = Launch(threshold, programs_of(q, config.block_m), args, config, zeroed=maps[2:])

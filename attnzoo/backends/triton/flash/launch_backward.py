@@ -11,8 +11,15 @@ from torch import Tensor
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common import launch
 from attnzoo.backends.triton.common.groups import Gradients, Normalizers
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps, like, new_vector
-from attnzoo.backends.triton.common.launch import Launch, align_of, descriptors, strides
+from attnzoo.backends.triton.common.kernel_operands import (
+    Extras,
+    Form,
+    Maps,
+    like,
+    new_vector,
+    unit_of,
+)
+from attnzoo.backends.triton.common.launch import Launch, descriptors, strides
 from attnzoo.backends.triton.common.tiles import Config
 from attnzoo.backends.triton.flash import launch as flash
 from attnzoo.backends.triton.flash.backward_kv import flash_dkdv
@@ -37,10 +44,9 @@ def describe_backward(
     if "key_bias" in wanted:
         b, h, n = q.shape[0], q.shape[1], k.shape[2]
         grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
-    align = align_of(q, k, v, out, do, *(grads[x] for x in "qkv"))
-    size = None if maps.blocks is None else flash.map_size_of(q, v)
+    unit, size = unit_of(q), None if maps.blocks is None else flash.map_size_of(q, v)
     of_dq, of_dkdv = (
-        flash.config_of(kernel, arch, q, v, align, layout, form, vectors, extras, size)
+        flash.config_of(kernel, arch, q, v, layout, form, vectors, extras, size)
         for kernel in ("dq", "dkdv")
     )
     z = stat
@@ -62,7 +68,7 @@ def describe_backward(
     args = {
         **launch.arguments_of(q, k, layout, extras, vectors, ranges),
         **descriptors(of_dq, arch, of_dq.block_n, k=k, v=v),
-        **strides(align, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]),
+        **strides(unit, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]),
         "v": v, "do": do, "o": out, "dq": grads["q"], "maps": maps._replace(live=None),
         "normalizers": normalizers, "gradients": gradients,
         "rule": launch.rule_of(
@@ -71,7 +77,7 @@ def describe_backward(
             DISTANCE_SLOPE=form.distance_slope_act if "decay" in grads else None,
             MEAN=_mean_source(form, q), PLAIN_DELTA="key_bias" in grads,
         ),
-        "tile": flash.constants_of(of_dq, q, v, layout, align, MAP_M=size and size.queries),
+        "tile": flash.constants_of(of_dq, q, v, layout, MAP_M=size and size.queries),
     }  # fmt: skip
     dq = Launch(flash_dq, programs_of(q, of_dq.block_m), args, of_dq)
 
@@ -84,7 +90,6 @@ def describe_backward(
         for name, x in (("k", k), ("v", v)):
             b, h, n, dim = x.shape
             grads[name] = x.new_empty(b, h * parts, n, dim, dtype=torch.float32)
-        align = min(align, align_of(q, grads["k"], grads["v"]))
     normalizers = normalizers._replace(z=None, dlse=None)  # δ contains dlse
     if extras.factor is not None:
         normalizers = normalizers._replace(per_z=extras.factor)
@@ -92,12 +97,12 @@ def describe_backward(
     args = {
         **launch.arguments_of(q, k, layout, extras, vectors, ranges),
         **descriptors(of_dkdv, arch, of_dkdv.block_m, q=q, do=do),
-        **strides(align, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
+        **strides(unit, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
         "v": v, "do": do, "dk": grads["k"], "dv": grads["v"], "normalizers": normalizers,
         "gradients": Gradients(key_bias=grads.get("key_bias")),
         "rule": launch.rule_of(form, v, TAU_UNIT=tau_unit),
         "tile": flash.constants_of(
-            of_dkdv, q, v, layout, align, MAP_M=size and size.queries, MAP_N=size and size.keys,
+            of_dkdv, q, v, layout, MAP_M=size and size.queries, MAP_N=size and size.keys,
             TRANSPOSED=of_dkdv.transposed,
         ),
         "parts": parts if parts > 1 else None,

@@ -14,7 +14,14 @@ from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common import kernel_operands
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps, like, new_vector
+from attnzoo.backends.triton.common.kernel_operands import (
+    Extras,
+    Form,
+    Maps,
+    aligned,
+    like,
+    new_vector,
+)
 from attnzoo.core.forms import Statistics
 
 
@@ -31,7 +38,8 @@ def _modules() -> tuple[Any, ...]:
 @operator
 def flash_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
     launch, prepared, forward, _ = _modules()
-    return prepared.launch(forward.describe_stats, q, k, layout, launch.architecture(q.device))
+    operands = *aligned(q, k), layout, launch.architecture(q.device)
+    return prepared.launch(forward.describe_stats, *operands)
 
 
 @flash_statistics.fake
@@ -61,7 +69,8 @@ def flash_threshold(
 ) -> Threshold:  # fmt: skip
     """Solve for τ and make the block map, whose tile size depends on v's head dimension."""
     launch, prepared, forward, _ = _modules()
-    operands = q, k, v, layout, form, vectors, extras, alpha, launch.architecture(q.device)
+    machine = launch.architecture(q.device)
+    operands = *aligned(q, k, v), layout, form, vectors, extras, alpha, machine
     return Threshold(*prepared.launch(forward.describe_threshold, *operands))
 
 
@@ -96,7 +105,7 @@ def flash_forward(
 ) -> FlashResult:  # fmt: skip
     launch, prepared, forward, _ = _modules()
     machine = launch.architecture(q.device), launch.processors(q.device)
-    operands = q, k, v, layout, form, vectors, extras, maps, want_lse, *machine
+    operands = *aligned(q, k, v), layout, form, vectors, extras, maps, want_lse, *machine
     return FlashResult(*prepared.launch(forward.describe_forward, *operands))
 
 
@@ -126,8 +135,7 @@ def flash_backward(
     lse: Tensor | None, dout: Tensor, dlse: Tensor | None, wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     launch, prepared, _, backward = _modules()
-    # A gradient may be expanded, or have strides that allow only narrower loads than the output's.
-    dout = dout if launch.readable(dout, out) else dout.contiguous()
+    dout, q, k, v, out = aligned(dout, q, k, v, out)
     if dlse is not None and lse is not None:
         # For a query without keys lse is the constant −∞, so its dlse has no effect. The kernels
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
