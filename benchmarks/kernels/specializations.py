@@ -30,7 +30,7 @@ BARE = ("full", "no gain", "full no gain")
 MODELS = ("full keys no gain", "full bool no gain")
 # A padded batch of a model with a window or ALiBi
 PADDED = ("window keys", "alibi keys")
-# Words of extras that few calls have: all at once, or no wide loads of operands or of the mask
+# Words of extras that few calls have: all at once, or no wide loads of the mask
 RARE_EXTRAS = {"all", "narrow"}
 # Few programs: parts of a group of heads in dK/dV, splits of the keys in the forward
 SPLIT = "split"
