@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attnzoo
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import launch, prepared
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
+from attnzoo.backends.triton.common.kernel_operands import Solved
 from attnzoo.backends.triton.common.tiles import map_tile
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.backends.triton.flash.launch import (
@@ -21,6 +21,7 @@ from attnzoo.backends.triton.flash.launch import (
     describe_threshold,
 )
 from attnzoo.backends.triton.flash.launch_backward import describe_backward
+from attnzoo.core import activations
 from helpers.cases import rand
 from helpers.packed import CALLS, PackedCall
 
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory"
 
 
 CAUSAL = Layout(0.25, None, 0, None, None, None, None)
-EXP = Form("attnzoo.backends.triton.common.activations:exp", 1.4426950408889634, True, "online")
+SOFTMAX = Rule(activations.EXP, "sum")
 
 
 def sizes(work: launch.Launch) -> list[int | None]:
@@ -38,7 +39,7 @@ def sizes(work: launch.Launch) -> list[int | None]:
 
 
 def arguments(q: Tensor, k: Tensor, v: Tensor, arch: int) -> dict[str, Any]:
-    operands = q, k, v, CAUSAL, EXP, Vectors(), Extras(), Maps(), False, arch, 132
+    operands = q, k, v, CAUSAL, SOFTMAX, Vectors(), Terms(), Solved(), False, arch, 132
     launches, _ = describe_forward(*operands)
     return launches[-1].args
 
@@ -197,9 +198,8 @@ def test_factors_of_any_sign_agree_with_the_definition(
     gain = {"none": ones, "zero": 0.0 * ones, "normal": rand(1, 2, 100, seed=4).float()}[gains]
     layout = Layout(scale, None, 0, mask, None, None, None)
     found = flash_ops.flash_forward(
-        q=q, k=k, v=v, vectors=Vectors(None if gains == "none" else gain), extras=Extras(),
-        maps=Maps(),
-        layout=layout, form=EXP, want_lse=True,
+        q=q, k=k, v=v, vectors=Vectors(None if gains == "none" else gain), terms=Terms(),
+        solved=Solved(), layout=layout, rule=SOFTMAX, want_lse=True,
     )  # fmt: skip
     out, lse = definition(q, k, v, gain, scale, visible)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
@@ -216,8 +216,8 @@ def test_a_gain_of_nan_gives_nan_and_an_infinite_product_times_zero_too() -> Non
     gain[..., 5], gain[..., 40:] = float("nan"), 0.0
     q[..., 50, :], k[..., 3, :] = 1e30, 1e30
     found = flash_ops.flash_forward(
-        q=q, k=k, v=v, vectors=Vectors(gain), extras=Extras(), maps=Maps(),
-        layout=CAUSAL, form=EXP, want_lse=False,
+        q=q, k=k, v=v, vectors=Vectors(gain), terms=Terms(), solved=Solved(),
+        layout=CAUSAL, rule=SOFTMAX, want_lse=False,
     )  # fmt: skip
     nan = found.out[0, 0].isnan().all(-1)
     assert nan[5]
@@ -237,22 +237,17 @@ def test_blocks_divide_the_tiles_of_the_block_map(
 ) -> None:
     mask = torch.ones(1, 1, 256, 256, dtype=torch.uint8) if masked else None
     layout = CAUSAL._replace(mask=mask)
-    form = EXP._replace(activation=EXP.activation.replace("exp", "entmax15"), normalize="threshold")
+    call = layout, Rule(activations.ENTMAX15, "threshold"), Vectors(), Terms()
     q = torch.ones(1, 2, 256, dim, dtype=dtype)
-    vectors = Vectors(offset=torch.ones(1, 2, 256))
-    (solver,), results = describe_threshold(q, q, q, layout, form, vectors, Extras(), 1.5, arch)
-    maps = Maps(*results[2:])  # without peak and τ
+    (solver,), solved = describe_threshold(q, q, q, *call, arch)
     tile = tuple(sizes(solver)[:2])
     assert tile == map_tile(dim, 8 * dtype.itemsize)
-    assert maps.blocks is not None
-    assert maps.blocks.shape[1:] == (256 // tile[0], 256 // tile[1])
-    (forward,), (out, stat, _, _) = describe_forward(
-        q, q, q, layout, form, vectors, Extras(), maps, False, arch, 132
-    )
+    assert solved.blocks is not None
+    assert solved.blocks.shape[1:] == (256 // tile[0], 256 // tile[1])
+    (forward,), (out, stat, _, _) = describe_forward(q, q, q, *call, solved, False, arch, 132)
     backward, _ = describe_backward(
-        out, None, q, q, q, out, stat, None, layout, form, vectors, Extras(), maps, [], arch,
-        132,
-    )  # fmt: skip
+        out, None, q, q, q, out, stat, None, *call, solved, [], arch, 132
+    )
     dq, dkdv = backward[0], backward[-1]
     for launched in (forward, dq):
         block_m, block_n, *_ = sizes(launched)

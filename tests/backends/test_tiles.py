@@ -12,28 +12,28 @@ import pytest
 import torch
 
 from attnzoo import __main__ as command
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import measured, tiles
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form
 from attnzoo.backends.triton.common.launch import is_safe
 from attnzoo.backends.triton.flash.launch import config_of
+from attnzoo.core import activations
 
 GPU = "NVIDIA H100 80GB HBM3"
 CONFIG = tiles.Config(64, 32, 4, 3)
 LAYOUT = Layout(0.25, None, 0, None, None, None, None)
-EXP = Form("attnzoo.backends.triton.common.activations:exp", 1.0, True, "online")
+SOFTMAX = Rule(activations.EXP, "sum")
 
 
 # ---- plain and safe calls -----------------------------------------------------------------------
 
 
 def safe(
-    layout: Layout = LAYOUT, form: Form = EXP, vectors: Vectors = Vectors(),  # noqa: B008
-    extras: Extras = Extras(), q: torch.Tensor | None = None, kernel: str = "dq",  # noqa: B008
+    layout: Layout = LAYOUT, rule: Rule = SOFTMAX, vectors: Vectors = Vectors(),  # noqa: B008
+    terms: Terms = Terms(), q: torch.Tensor | None = None, kernel: str = "dq",  # noqa: B008
 ) -> bool:  # fmt: skip
     if q is None:
         q = torch.empty(1, 2, 64, 32, dtype=torch.float16)
-    return is_safe(kernel, q, layout, form, vectors, extras)
+    return is_safe(kernel, q, layout, rule, vectors, terms)
 
 
 VECTOR = torch.ones(1, 2, 64)
@@ -52,7 +52,7 @@ def test_calls_with_at_most_one_term_are_plain_and_dkdv_has_none(term: dict[str,
     for left in (None, 8):
         layout = LAYOUT._replace(**term, left=left)
         assert not safe(layout)
-        assert safe(layout, extras=Extras(key_bias=VECTOR))
+        assert safe(layout, terms=Terms(key_bias=VECTOR))
         assert safe(layout, kernel="dkdv")
         assert not safe(LAYOUT._replace(left=left), kernel="dkdv")
 
@@ -60,16 +60,16 @@ def test_calls_with_at_most_one_term_are_plain_and_dkdv_has_none(term: dict[str,
 def test_other_calls_are_safe() -> None:
     assert not safe(vectors=Vectors(gain=VECTOR, offset=VECTOR, sink=VECTOR))
     assert safe(LAYOUT._replace(mask=torch.ones(1, 1, 64, 64, dtype=torch.uint8)))
-    assert safe(extras=Extras(decay=VECTOR[..., 0]))
-    assert safe(extras=Extras(factor=VECTOR))
+    assert safe(terms=Terms(decay=VECTOR[..., 0]))
+    assert safe(terms=Terms(factor=VECTOR))
     assert safe(vectors=Vectors(shape=VECTOR))
-    assert safe(form=EXP._replace(normalizer=True))
+    assert safe(rule=Rule(activations.SOFTPICK, "sum"))
     for normalize, dtype in product(("none", "sum", "threshold"), (torch.float16, torch.bfloat16)):
         q = torch.empty(1, 2, 64, 32, dtype=dtype)
-        form = EXP._replace(normalize=normalize)
-        assert safe(form=form, q=q) == (dtype == torch.float16)
+        rule = Rule(activations.SPARSEMAX, normalize)
+        assert safe(rule=rule, q=q) == (dtype == torch.float16)
         mapped = normalize == "threshold"
-        assert safe(form=form, q=q, kernel="dkdv") == (mapped or dtype == torch.float16)
+        assert safe(rule=rule, q=q, kernel="dkdv") == (mapped or dtype == torch.float16)
 
 
 # ---- the tables ---------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_measured_tiles_are_not_used_with_a_block_map(folder: Path) -> None:
     """Blocks of the map may be larger than those that were measured, and not fit in memory."""
     measured.write(measured.user_file(GPU), GPU, {("dq", 16, 128): CONFIG, ("dq", 16, 64): CONFIG})
     q = torch.empty(1, 2, 64, 96, dtype=torch.bfloat16, device="meta")
-    call = q, q, LAYOUT, EXP._replace(normalize="threshold"), Vectors(), Extras()
+    call = q, q, LAYOUT, Rule(activations.SPARSEMAX, "threshold"), Vectors(), Terms()
     table = tiles.tile_of_table("dq", 90, 16, 96, False)
     assert config_of("dq", 90, *call, (128, 64)).stages == table.stages != CONFIG.stages
 

@@ -2,105 +2,54 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Pairwise, PerQuery
 
 
-class Form(NamedTuple):
-    """A form as the kernels receive it.
+class Solved(NamedTuple):
+    """A threshold, and the tiles with nonzero weights, as `flash.threshold` writes them.
 
-    ``normalize`` is "online" (softmax, with a running maximum), "sum", "threshold" or "none".
+    None for forms without a threshold, which read all tiles.
     """
 
-    activation: str  # "module:name" of the Triton function
-    unit: float  # factor of the scores that the activation expects
-    vanishes: bool  # φ(−∞) = 0
-    normalize: str
-    shape_slope: str | None = None  # "module:name" of the function for ∂φ/∂shape
-    normalizer: bool = False  # the Triton function returns (φ, φ', μ, μ')
-    shifted: bool = False  # φ and μ are relative to M
-    eps: float = 0.0  # added to the normalizer
-    distance: str | None = None  # "module:name" of the function for (a, m) of a `Distance`
-    distance_slope: str | None = None  # "module:name" of the function for their slopes
-
-    # The Triton functions; None where the form names none
-    act = property(lambda f: _function("Activation.triton", f.activation))
-    shape_act = property(lambda f: _function("Activation.triton_shape_slope", f.shape_slope))
-    distance_act = property(lambda f: _function("Distance.triton", f.distance))
-    distance_slope_act = property(lambda f: _function("Distance.triton_slope", f.distance_slope))
-
-
-def _function(field: str, path: str | None) -> Any:
-    if path is None:
-        return None
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{field} must name a function as 'module:name', got {path!r}: {error}"
-        ) from error
-
-
-class Maps(NamedTuple):
-    """The tiles with nonzero weights, as written by `flash.threshold`. None means all tiles."""
-
+    peak: Tensor | None = None  # fp32 [B, H, Nq]: the largest score
+    tau: Tensor | None = None  # fp32 [B, H, Nq]: τ relative to the peak
     blocks: Tensor | None = None  # int32 [B·H, tiles of queries, tiles of keys]: lists of key tiles
     counts: Tensor | None = None  # int32 [B·H, tiles of queries]: lengths of the lists
     live: Tensor | None = None  # uint8, shaped as blocks: 1 where a tile has nonzero weights
 
 
-class Extras(NamedTuple):
-    """Vectors beside those of `Vectors`, contiguous."""
-
-    key_bias: Tensor | None = None  # [B, H, Nk]
-    base: Tensor | None = None  # [B, H, Nq]; see `vectors_of`
-    factor: Tensor | None = None  # [B, H, Nq]
-    decay: Tensor | None = None  # [B, H]
-    peak: Tensor | None = None  # [B, H, Nq]: what a threshold is relative to, see `flash.threshold`
-
-
-def vectors_of(
-    form: Pairwise, gain: PerQuery, layout: Layout, call: Call
-) -> tuple[Layout, Vectors, Extras]:
-    """Return the layout and the vectors. Scale and softcap of the layout include a scalar gain.
+def operands_of(form: Pairwise, gain: PerQuery, call: Call) -> tuple[Layout, Vectors, Terms]:
+    """Return the operands of a call. Scale and softcap of the layout include a scalar gain.
 
     Vectors are expanded to (B, H, Nq), (B, H, Nk) or (B, H). Autograd then sums their gradients
     over the expanded dimensions.
-
-    The kernels subtract `Vectors.offset` from the scores at the end, where φ also takes a solved
-    threshold. An offset that belongs to a key bias, or to the scores of a normalized form, is
-    passed as ``base`` instead.
     """
 
     def expanded(value: PerQuery | None) -> Tensor | None:
         return None if value is None else call.expanded(value)
 
-    gain_vector = None
+    layout, gain_vector, key_bias, decay = layout_of(call), None, None, None
     if isinstance(gain, Tensor) or (gain == 0.0 and layout.softcap is not None):
         gain_vector = call.expanded(gain)
     elif gain != 1.0:
         # gain · c · tanh(z / c) with both scale and c multiplied by the gain.
         softcap = None if layout.softcap is None else layout.softcap * gain
         layout = layout._replace(scale=layout.scale * gain, softcap=softcap)
-    offset, base, key_bias, decay = expanded(form.offset), None, None, None
-    if form.normalize != "none" or form.key_bias is not None:
-        offset, base = None, offset
     if form.key_bias is not None:
         key_bias = call.per_key(form.key_bias)
         key_bias = key_bias.expand(call.batch, call.heads, call.keys).contiguous()
     if form.decay is not None:
         decay = call.per_query(form.decay).expand(call.batch, call.heads, 1)[..., 0].contiguous()
-    vectors = Vectors(gain_vector, offset, expanded(form.shape), expanded(form.sink))
-    return layout, vectors, Extras(key_bias, base, expanded(form.factor), decay)
+    vectors = gain_vector, *map(expanded, (form.offset, form.shape, form.sink))
+    return layout, Vectors(*vectors), Terms(key_bias, decay, expanded(form.factor))
 
 
 def layout_of(call: Call) -> Layout:
@@ -117,9 +66,9 @@ def layout_of(call: Call) -> Layout:
     )
 
 
-def is_peaked(form: Form, values: Tensor) -> bool:
+def is_peaked(rule: Rule, values: Tensor) -> bool:
     """Whether products have φ and dS relative to their running maxima; see `tile.relative`."""
-    return form.normalize != "online" and values.dtype == torch.float16
+    return not rule.online and values.dtype == torch.float16
 
 
 def new_vector(q: Tensor) -> Tensor:
@@ -163,14 +112,14 @@ def _is_aligned(x: Tensor) -> bool:
     return all(step % unit == 0 or n == 1 for n, step in zip(x.shape, x.stride()[:3]))
 
 
-def adds_terms(layout: Layout, extras: Extras) -> bool:
+def adds_terms(layout: Layout, vectors: Vectors, terms: Terms) -> bool:
     """True if scores are more than multiples of the products q·k."""
     added = layout.mask is not None and layout.mask.is_floating_point()
-    return added or not (layout.alibi is extras.key_bias is extras.base is extras.decay is None)
+    return added or not (layout.alibi is terms.key_bias is vectors.offset is terms.decay is None)
 
 
 def saves_weight_sum(
-    form: Form, layout: Layout, vectors: Vectors, extras: Extras, want_lse: bool
+    rule: Rule, layout: Layout, vectors: Vectors, terms: Terms, want_lse: bool
 ) -> bool:
     """True if the forward saves a sum Z (``weight_sum``) beside the maximum m (``stat``).
 
@@ -178,6 +127,6 @@ def saves_weight_sum(
     a float mask of −1e9, may be common to all scores of a query. m + log Z would lose all digits of
     log Z. If lse is returned beside a sink, the backward needs Z with and without the sink.
     """
-    if form.normalize != "online":
-        return form.shifted
-    return adds_terms(layout, extras) or (want_lse and vectors.sink is not None)
+    if not rule.online:
+        return rule.activation.shifted
+    return adds_terms(layout, vectors, terms) or (want_lse and vectors.sink is not None)

@@ -6,6 +6,7 @@ a GPU. To do so, pass tensors on the device "meta" to the ``describe`` functions
 
 from __future__ import annotations
 
+import importlib
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,15 +16,22 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.groups import Rule, ScoreTerms, Tile, Visible, constants
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, is_peaked, unit_of
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.triton.common.groups import (
+    RuleConstants,
+    ScoreTerms,
+    Tile,
+    Visible,
+    constants,
+)
+from attnzoo.backends.triton.common.kernel_operands import Solved, is_peaked, unit_of
 from attnzoo.backends.triton.common.tile import load_tile
 from attnzoo.backends.triton.common.tiles import ALL, Config
 
 # Programs per multiprocessor, where a kernel's work can be split.
 PER_PROCESSOR = 2
 PARTIALS = 32  # partial results per iteration of `merge_splits`
+NOT_SOLVED = Solved()  # of a form without a threshold
 
 
 class Launch(NamedTuple):
@@ -142,8 +150,8 @@ def mask_align(mask: Tensor | None) -> int:
 
 
 def arguments_of(
-    q: Tensor, k: Tensor, layout: Layout, extras: Extras, vectors: Vectors,
-    ranges: Tensor | None, mask_unit: int | None = None,
+    q: Tensor, k: Tensor, layout: Layout, vectors: Vectors, terms: Terms, ranges: Tensor | None,
+    solved: Solved = NOT_SOLVED, mask_unit: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments shared by all kernels that read q and k.
 
@@ -157,13 +165,15 @@ def arguments_of(
         b, h, m = (s // unit if size > 1 else 0 for s, size in zip((b, h, m), mask.shape))
         m, n = None if mask.shape[2] == 1 else m, None if n == 1 else n
     inner = None if layout.softcap is None else layout.scale / layout.softcap
-    terms = ScoreTerms(outer_scale(layout), inner, alibi=layout.alibi, **extras._asdict())
+    score_terms = ScoreTerms(
+        outer_scale(layout), inner, layout.alibi, *terms, solved.tau, solved.peak
+    )
     return {
         "q": q, "k": k, "heads": heads, "group": heads // kv_heads if kv_heads else 1,
         "queries": q.shape[2], "keys": k.shape[2], "left": layout.left, "right": layout.right,
         "visible": Visible(mask, layout.q_segments, layout.k_segments, ranges),
         "mask_b": b, "mask_h": h, "mask_m": m, "mask_n": n,
-        "terms": terms, "vectors": vectors,
+        "terms": score_terms, "vectors": vectors,
     }  # fmt: skip
 
 
@@ -172,13 +182,38 @@ def outer_scale(layout: Layout) -> float:
     return layout.scale if layout.softcap is None else layout.softcap
 
 
-def rule_of(form: Form, values: Tensor, **others: Any) -> Rule:
-    """The constants of a form."""
+def constants_of(rule: Rule, values: Tensor, **others: Any) -> RuleConstants:
+    phi = rule.activation
     return constants(
-        Rule, ACT=form.act, UNIT=form.unit, VANISHES=form.vanishes, NORMALIZER=form.normalizer,
-        SHIFTED=form.shifted, PEAKED=is_peaked(form, values), ONLINE=form.normalize == "online",
-        SUM=form.normalize in ("sum", "threshold"), DISTANCE=form.distance_act, **others,
+        RuleConstants, ACT=function("Activation.triton", phi.triton), UNIT=phi.unit,
+        VANISHES=phi.vanishes, NORMALIZER=phi.normalizer is not None, SHIFTED=phi.shifted,
+        PEAKED=is_peaked(rule, values), ONLINE=rule.online,
+        SUM=rule.normalize in ("sum", "threshold") and not rule.online,
+        DISTANCE=distance_of(rule), **others,
     )  # fmt: skip
+
+
+def alpha_of(rule: Rule) -> float | None:
+    """Return α as a number, or None if the per-query vector ``shape`` holds α."""
+    alpha = rule.activation.alpha
+    return None if isinstance(alpha, str) else alpha
+
+
+def distance_of(rule: Rule) -> Any:
+    return rule.distance and function("Distance.triton", rule.distance.triton)
+
+
+def function(field: str, path: str | None) -> Any:
+    """The Triton function at ``path``, "module:name", which the ``field`` of a class holds."""
+    if path is None:
+        return None
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{field} must name a function as 'module:name', got {path!r}: {error}"
+        ) from error
 
 
 def tile_of(config: Config, q: Tensor, v: Tensor | None = None, **others: Any) -> Tile:
@@ -194,20 +229,20 @@ def tile_of(config: Config, q: Tensor, v: Tensor | None = None, **others: Any) -
 
 
 def is_safe(
-    kernel: str, v: Tensor, layout: Layout, form: Form | None, vectors: Vectors, extras: Extras
+    kernel: str, v: Tensor, layout: Layout, rule: Rule | None, vectors: Vectors, terms: Terms
 ) -> bool:
     """Whether a kernel may need many registers, and so has the tile of the table SAFE.
 
     A window needs few registers. dK/dV accumulates two gradients, and has registers for no other
     term.
     """
-    terms = layout.alibi, layout.k_segments, layout.mask, layout.softcap, extras.key_bias
-    number = sum(x is not None for x in terms)
-    if kernel == "dkdv" and form is not None and (number or form.normalize == "threshold"):
+    added = layout.alibi, layout.k_segments, layout.mask, layout.softcap, terms.key_bias
+    number = sum(x is not None for x in added)
+    if kernel == "dkdv" and rule is not None and (number or rule.normalize == "threshold"):
         return True
     # An activation that varies with the query, or has several results per score
-    varies = vectors.shape is not None or extras.factor is not None
-    many_results = form is not None and (form.normalizer or is_peaked(form, v))
+    varies = vectors.shape is not None or terms.factor is not None
+    normalizer = rule is not None and rule.activation.normalizer is not None
+    many_results = normalizer or (rule is not None and is_peaked(rule, v))
     dense_mask = layout.mask is not None and layout.mask.shape[2] > 1
-    many_terms = number > 1 or dense_mask or extras.decay is not None
-    return many_terms or varies or many_results
+    return number > 1 or dense_mask or terms.decay is not None or varies or many_results

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
-from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, aligned, like, new_vector
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.triton.common.kernel_operands import aligned, like, new_vector
 
 
 def _launches() -> Any:
@@ -52,8 +52,8 @@ class DecodeResult(NamedTuple):
 
 @operator
 def decode_forward(
-    *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, vectors: Vectors, extras: Extras,
-    layout: Layout, form: Form, alpha: float | None, want_lse: bool,
+    *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, vectors: Vectors, terms: Terms,
+    layout: Layout, rule: Rule, want_lse: bool,
 ) -> DecodeResult:  # fmt: skip
     """Compute out and lse, and before them the threshold of a form that has one.
 
@@ -61,7 +61,7 @@ def decode_forward(
     for a threshold, which is solved from new products.
     """
     launches = _launches()
-    operands = products, layout, form, alpha, vectors, extras, want_lse
+    operands = products, layout, rule, vectors, terms, want_lse
     return DecodeResult(*launches.run(launches.describe_decode, *aligned(q, k, v), *operands))
 
 
