@@ -26,6 +26,9 @@ class Solved(NamedTuple):
     live: Tensor | None = None  # uint8, shaped as blocks: 1 where a tile has nonzero weights
 
 
+UNSOLVED = Solved()  # of a form without a threshold
+
+
 def operands_of(form: Pairwise, gain: PerQuery, call: Call) -> tuple[Layout, Vectors, Terms]:
     """Return the operands of a call. Scale and softcap of the layout include a scalar gain.
 
@@ -105,11 +108,14 @@ def aligned(*tensors: Tensor) -> list[Tensor]:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    if x.stride(3) != 1 or x.data_ptr() % 16:
+    (b, h, n, d), unit = x.stride(), 16 // x.element_size()
+    if d != 1 or x.data_ptr() % 16:
         return False
-    unit = unit_of(x)
-    # Steps along dimensions of size 1 are never taken.
-    return all(step % unit == 0 or n == 1 for n, step in zip(x.shape, x.stride()[:3]))
+    # A power of two divides all strides if it divides their bits. Those of dimensions of size 1
+    # are never used.
+    return not (b | h | n) % unit or all(
+        step % unit == 0 or size == 1 for size, step in zip(x.shape, (b, h, n))
+    )
 
 
 def adds_terms(layout: Layout, vectors: Vectors, terms: Terms) -> bool:

@@ -24,7 +24,7 @@ from attnzoo.backends.triton.common.groups import (
     Visible,
     constants,
 )
-from attnzoo.backends.triton.common.kernel_operands import Solved, is_peaked, unit_of
+from attnzoo.backends.triton.common.kernel_operands import UNSOLVED, Solved, is_peaked, unit_of
 from attnzoo.backends.triton.common.tile import load_tile
 from attnzoo.backends.triton.common.tiles import ALL, Config
 
@@ -151,7 +151,7 @@ def mask_align(mask: Tensor | None) -> int:
 
 def arguments_of(
     q: Tensor, k: Tensor, layout: Layout, vectors: Vectors, terms: Terms, ranges: Tensor | None,
-    solved: Solved = NOT_SOLVED, mask_unit: int | None = None,
+    solved: Solved = UNSOLVED, mask_unit: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments shared by all kernels that read q and k.
 

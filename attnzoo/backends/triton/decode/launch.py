@@ -17,8 +17,14 @@ from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import launch, measured, prepared
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.groups import Partials, RuleConstants, Saved, Tile, constants
-from attnzoo.backends.triton.common.kernel_operands import Solved, like, new_vector, unit_of
-from attnzoo.backends.triton.common.launch import NOT_SOLVED, Launch
+from attnzoo.backends.triton.common.kernel_operands import (
+    UNSOLVED,
+    Solved,
+    like,
+    new_vector,
+    unit_of,
+)
+from attnzoo.backends.triton.common.launch import Launch
 from attnzoo.backends.triton.common.merge import MOST_SPLITS, new_partial, split_keys
 from attnzoo.backends.triton.decode import kernels
 from attnzoo.backends.triton.flash.segments import ranges_of
@@ -68,7 +74,7 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, block_n: int, processors: int)
 def _walk(
     kernel: Any, q: Tensor, k: Tensor, layout: Layout, rule: Rule | None, vectors: Vectors,
     terms: Terms, rule_constants: RuleConstants, arch: int, processors: int,
-    solved: Solved = NOT_SOLVED, **operands: Any,
+    solved: Solved = UNSOLVED, **operands: Any,
 ) -> list[Launch]:  # fmt: skip
     """Return launches of which the last is that of a kernel with a loop over keys.
 
@@ -152,7 +158,7 @@ def describe_decode(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out and lse."""
     launches: list[Launch] = []
-    solved = NOT_SOLVED
+    solved = UNSOLVED
     if rule.normalize == "threshold":
         launches, products, solved = _describe_threshold(
             q, k, layout, rule, vectors, terms, arch, processors

@@ -20,7 +20,7 @@ from attnzoo.backends.base import Backend, unsupported_extras
 from attnzoo.backends.shared_operands import rule_of
 from attnzoo.backends.transforms import reject_transforms
 from attnzoo.backends.triton.common.kernel_operands import (
-    Solved,
+    UNSOLVED,
     layout_of,
     operands_of,
     pad_columns,
@@ -117,7 +117,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     assert form.activation.triton is not None
     reject_transforms("flash", q, k, v)
     q, k, v = pad_columns(q), pad_columns(k), pad_columns(v)
-    gain, solved, rule = form.gain, Solved(), rule_of(form)
+    gain, solved, rule = form.gain, UNSOLVED, rule_of(form)
     if isinstance(gain, FromStatistics):
         with torch.no_grad():
             statistics = ops.flash_statistics(q=q.detach(), k=k.detach(), layout=layout_of(call))
