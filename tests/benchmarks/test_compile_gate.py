@@ -106,7 +106,6 @@ def test_fp32_kernels_need_no_tensor_cores_and_safe_ones_not_those_of_the_genera
         (Specialization("dq", "sm_90", "bf16", 64, "exp", "mask"), "3.9.0", 64),
         (Specialization("dkdv", "sm_90", "bf16", 64, "exp", "alibi"), "3.9.0", 64),
         (Specialization("dq", "sm_90", "bf16", 64, "exp", "all"), "3.9.0", 512),
-        (Specialization("dq", "sm_90", "bf16", 64, "exp", "offset"), "3.9.0", 512),
         (Specialization("dq", "sm_90", "bf16", 64, "exp", "narrow mask"), "3.9.0", 512),
         (Specialization("linear dx", "sm_90", "bf16", 64), "3.9.0", 0),
     ],
