@@ -70,7 +70,7 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
         mask = q.new_empty(1, 1, queries, keys, dtype=torch.uint8)
     elif "mask" in extras:
         dtype = torch.float32 if "fp32" in extras else q.dtype
-        mask = q.new_empty(1, 1, queries, keys + ("narrow" in extras), dtype=dtype)[..., :keys]
+        mask = q.new_empty(1, 1, queries, keys, dtype=dtype)
     elif "keys" in extras or "heads" in extras:
         heads = q.shape[1] if "heads" in extras else 1
         mask = q.new_empty(1, heads, 1, keys, dtype=torch.uint8)

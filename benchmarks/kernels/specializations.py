@@ -30,8 +30,6 @@ BARE = ("full", "no gain", "full no gain")
 MODELS = ("full keys no gain", "full bool no gain")
 # A padded batch of a model with a window or ALiBi
 PADDED = ("window keys", "alibi keys")
-# Words of extras that few calls have: all at once, or no wide loads of the mask
-RARE_EXTRAS = {"all", "narrow"}
 # Few programs: parts of a group of heads in dK/dV, splits of the keys in the forward
 SPLIT = "split"
 # Launches that do not depend on both the activation and the head dimension. The solver depends only
@@ -46,8 +44,7 @@ class Specialization(NamedTuple):
         the name of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has
         no head dimension and no activation.
     extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head);
-    "narrow mask" (strides that rule out wide loads of the mask); "fp32 mask" (as under autocast);
-    SPLIT; or "all" (all of EXTRAS, a sink and the gradient of lse).
+    "fp32 mask" (as under autocast); SPLIT; or "all" (all of EXTRAS, a sink and the gradient of lse).
     """
 
     kernel: str
@@ -115,7 +112,6 @@ GROUPS = (
     Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("fp32 mask",)),
     Group(FLASH, "threshold", "bf16", POWERS, ("all",)),
     Group(PASSES, "sum", "fp16", POWERS, ("mask", "keys")),
-    Group(FLASH, "online threshold", "bf16", POWERS, ("narrow mask",)),
     Group(("forward", "dkdv"), "online none", "bf16", POWERS, (SPLIT,)),
     Group(("dkdv",), "threshold", "bf16", POWERS, (SPLIT,)),
     Group(("forward", "dkdv"), "sum", "fp16", (128,), (SPLIT,)),

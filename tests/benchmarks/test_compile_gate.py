@@ -51,7 +51,6 @@ def test_compile_writes_resource_usage_to_json(tmp_path: Path) -> None:
         "exp D=64 bf16 mask",
         "exp D=64 bf16 softcap",
         "exp D=64 bf16 fp32 mask",
-        "exp D=64 bf16 narrow mask",
     ]
     for row in rows:
         assert set(row) == {
@@ -106,7 +105,6 @@ def test_fp32_kernels_need_no_tensor_cores_and_safe_ones_not_those_of_the_genera
         (Specialization("dq", "sm_90", "bf16", 64, "exp", "mask"), "3.9.0", 64),
         (Specialization("dkdv", "sm_90", "bf16", 64, "exp", "alibi"), "3.9.0", 64),
         (Specialization("dq", "sm_90", "bf16", 64, "exp", "all"), "3.9.0", 512),
-        (Specialization("dq", "sm_90", "bf16", 64, "exp", "narrow mask"), "3.9.0", 512),
         (Specialization("linear dx", "sm_90", "bf16", 64), "3.9.0", 0),
     ],
 )

@@ -29,7 +29,9 @@ class Solved(NamedTuple):
 UNSOLVED = Solved()  # of a form without a threshold
 
 
-def operands_of(form: Pairwise, gain: PerQuery, call: Call) -> tuple[Layout, Vectors, Terms]:
+def operands_of(
+    form: Pairwise, gain: PerQuery, call: Call, layout: Layout
+) -> tuple[Layout, Vectors, Terms]:
     """Return the operands of a call. Scale and softcap of the layout include a scalar gain.
 
     Vectors are expanded to (B, H, Nq), (B, H, Nk) or (B, H). Autograd then sums their gradients
@@ -39,7 +41,7 @@ def operands_of(form: Pairwise, gain: PerQuery, call: Call) -> tuple[Layout, Vec
     def expanded(value: PerQuery | None) -> Tensor | None:
         return None if value is None else call.expanded(value)
 
-    layout, gain_vector, key_bias, decay = layout_of(call), None, None, None
+    gain_vector, key_bias, decay = None, None, None
     if isinstance(gain, Tensor) or (gain == 0.0 and layout.softcap is not None):
         gain_vector = call.expanded(gain)
     elif gain != 1.0:
@@ -98,6 +100,17 @@ def pad_columns(x: Tensor) -> Tensor:
     return pad(x, (0, missing)) if missing else x
 
 
+def with_aligned_mask(layout: Layout) -> Layout:
+    """Copy a dense mask whose rows do not begin at multiples of 16 bytes, as torch's kernels do."""
+    mask = layout.mask
+    if mask is None or mask.shape[2] == 1 or mask.stride(3) != 1 or has_aligned_rows(mask):
+        return layout
+    keys = mask.shape[3]
+    # Expanded dimensions are not copied.
+    b, h = (slice(1) if step == 0 else slice(None) for step in mask.stride()[:2])
+    return layout._replace(mask=pad(mask[b, h], (0, -keys % unit_of(mask)))[..., :keys])
+
+
 def aligned(*tensors: Tensor) -> list[Tensor]:
     """Copy each tensor whose rows do not all begin at multiples of 16 bytes.
 
@@ -108,11 +121,13 @@ def aligned(*tensors: Tensor) -> list[Tensor]:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    (b, h, n, d), unit = x.stride(), 16 // x.element_size()
-    if d != 1 or x.data_ptr() % 16:
-        return False
-    # A power of two divides all strides if it divides their bits. Those of dimensions of size 1
-    # are never used.
+    return x.stride(3) == 1 and not x.data_ptr() % 16 and has_aligned_rows(x)
+
+
+def has_aligned_rows(x: Tensor) -> bool:
+    """True if the strides are multiples of 16 bytes. Those of dimensions of size 1 are not used."""
+    (b, h, n, _), unit = x.stride(), 16 // x.element_size()
+    # A power of two divides all strides if it divides their bits.
     return not (b | h | n) % unit or all(
         step % unit == 0 or size == 1 for size, step in zip(x.shape, (b, h, n))
     )

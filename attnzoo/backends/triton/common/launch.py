@@ -24,7 +24,13 @@ from attnzoo.backends.triton.common.groups import (
     Visible,
     constants,
 )
-from attnzoo.backends.triton.common.kernel_operands import UNSOLVED, Solved, is_peaked, unit_of
+from attnzoo.backends.triton.common.kernel_operands import (
+    UNSOLVED,
+    Solved,
+    has_aligned_rows,
+    is_peaked,
+    unit_of,
+)
 from attnzoo.backends.triton.common.tile import load_tile
 from attnzoo.backends.triton.common.tiles import ALL, Config
 
@@ -143,10 +149,9 @@ def strides(unit: int, **tensors: Tensor) -> dict[str, int]:
 
 def mask_align(mask: Tensor | None) -> int:
     """Return the number of entries in 16 bytes if the mask's strides allow wide loads, else 1."""
-    if mask is None or mask.stride(3) != 1:
+    if mask is None or mask.stride(3) != 1 or not has_aligned_rows(mask):
         return 1
-    steps = (s for n, s in zip(mask.shape[:3], mask.stride()) if n > 1)
-    return 1 if any(s % unit_of(mask) for s in steps) else unit_of(mask)
+    return unit_of(mask)
 
 
 def arguments_of(

@@ -24,6 +24,7 @@ from attnzoo.backends.triton.common.kernel_operands import (
     layout_of,
     operands_of,
     pad_columns,
+    with_aligned_mask,
 )
 from attnzoo.backends.triton.flash import operators as ops
 from attnzoo.core.call import Call
@@ -117,12 +118,13 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     assert form.activation.triton is not None
     reject_transforms("flash", q, k, v)
     q, k, v = pad_columns(q), pad_columns(k), pad_columns(v)
-    gain, solved, rule = form.gain, UNSOLVED, rule_of(form)
+    layout, gain = with_aligned_mask(layout_of(call)), form.gain
+    solved, rule = UNSOLVED, rule_of(form)
     if isinstance(gain, FromStatistics):
         with torch.no_grad():
-            statistics = ops.flash_statistics(q=q.detach(), k=k.detach(), layout=layout_of(call))
+            statistics = ops.flash_statistics(q=q.detach(), k=k.detach(), layout=layout)
         gain = gain.of(statistics)
-    layout, vectors, terms = operands_of(form, gain, call)
+    layout, vectors, terms = operands_of(form, gain, call, layout)
     operands = {"vectors": vectors, "terms": terms, "layout": layout, "rule": rule}
     if form.normalize == "threshold":
         with torch.no_grad():
