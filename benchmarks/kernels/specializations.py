@@ -44,7 +44,7 @@ class Specialization(NamedTuple):
         the name of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has
         no head dimension and no activation.
     extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head);
-    "fp32 mask" (as under autocast); SPLIT; or "all" (all of EXTRAS, a sink and the gradient of lse).
+    "fp32 mask" (as under autocast); SPLIT; or "all" (all of EXTRAS, a sink and dlse).
     """
 
     kernel: str
