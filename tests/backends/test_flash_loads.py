@@ -151,6 +151,31 @@ def test_fake_results_have_the_strides_of_real_ones(backend: str, dim: int, layo
     assert torch.allclose(real.float(), want, atol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_rows_of_a_dense_mask_are_read_16_bytes_at_a_time(
+    dtype: torch.dtype, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask of 45 keys is copied to wider rows, once for all heads if they share it."""
+    masks, run = [], launch.run
+
+    def record(work: launch.Launch) -> None:
+        masks.append((work.args["visible"].mask, work.args["tile"].MASK_ALIGN.value))
+        run(work)
+
+    monkeypatch.setattr(prepared, "run", record)
+    q, k, v = (rand(2, 2, n, 16, seed=n).half() for n in (40, 45, 45))
+    mask = (rand(2, heads, 40, 45, seed=3) > 0).expand(2, 2, 40, 45)
+    mask = mask if dtype == torch.bool else torch.where(mask, 0.5, float("-inf")).to(dtype)
+    mask = mask[:, :1].expand(2, 2, 40, 45) if heads == 1 else mask
+    out, want = (attnzoo.attention(q, k, v, attn_mask=mask, backend=b) for b in ("flash", "eager"))
+    assert torch.allclose(out.float(), want.float(), atol=2e-3)
+    ((copy, unit),) = masks
+    assert unit == 16 // mask.element_size()
+    assert copy.shape[1] == heads
+    assert copy.stride(2) % unit == 0
+
+
 @every_call
 def test_a_call_reads_new_values_in_the_same_memory(variant: str, backend: str) -> None:
     """Nothing of the inputs' values is kept. A captured CUDA graph relies on that."""

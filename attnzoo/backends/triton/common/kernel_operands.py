@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.core.call import Call
+from attnzoo.core.checks import is_symbolic
 from attnzoo.core.forms import Pairwise, PerQuery
 
 
@@ -103,9 +104,12 @@ def pad_columns(x: Tensor) -> Tensor:
 def with_aligned_mask(layout: Layout) -> Layout:
     """Copy a dense mask whose rows do not begin at multiples of 16 bytes, as torch's kernels do."""
     mask = layout.mask
-    if mask is None or mask.shape[2] == 1 or mask.stride(3) != 1 or has_aligned_rows(mask):
+    if mask is None or mask.shape[2] == 1 or mask.stride(3) != 1:
         return layout
     keys = mask.shape[3]
+    # In a graph for all lengths, every mask is copied.
+    if not is_symbolic(keys, *mask.stride()) and has_aligned_rows(mask):
+        return layout
     # Expanded dimensions are not copied.
     b, h = (slice(1) if step == 0 else slice(None) for step in mask.stride()[:2])
     return layout._replace(mask=pad(mask[b, h], (0, -keys % unit_of(mask)))[..., :keys])
