@@ -308,8 +308,7 @@ NOT_YET = (
     "benchmarks/kernels/", "tests/backends/",
     "tests/benchmarks/test_compile_gate.py", "tests/benchmarks/test_profile.py",
     "tests/benchmarks/test_row_", "tests/benchmarks/test_tune.py",
-    "tests/losses/", "tests/helpers/loss_",
-    "tests/helpers/other_loss_", "tests/helpers/sharded_losses.py",
+    "tests/helpers/loss_",
 )  # fmt: skip
 
 
