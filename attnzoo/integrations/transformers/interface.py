@@ -18,8 +18,8 @@ from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.core.variant import Variant
 from attnzoo.functional.attention import attention
 from attnzoo.integrations.transformers import masks
-from attnzoo.integrations.transformers.masks import NAME, MaskLayout
-from attnzoo.integrations.transformers.packed import combined, packed_segments
+from attnzoo.integrations.transformers.masks import NAME, Mask
+from attnzoo.integrations.transformers.packed import packed_segments
 from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
 from attnzoo.nn.checks import check_cross_attention
@@ -92,7 +92,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Mask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -105,24 +105,22 @@ def attend(
     flag = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     child = module._modules.get(NAME)
     variant = _variant(child)
-    layout = masks.read_mask(attention_mask, flag, query.shape[2], key.shape[2])
+    mask = masks.read_mask(attention_mask, flag, query.shape[2], key.shape[2])
     if variant is not None and variant.by_position:
-        causal = masks.is_causal(attention_mask, flag)
+        # A dense mask includes causality.
+        causal = flag if isinstance(attention_mask, Tensor) else mask.causal
         crossed = not causal and query.shape[2] != key.shape[2]
-        windowed = kwargs.get("sliding_window") or layout.window or layout.start or layout.chunk
+        windowed = kwargs.get("sliding_window") or mask.window or mask.start or mask.chunk
         _check_positions(variant, module, crossed, bool(windowed))
     sharded = _sharding(child)
     if sharded is not None:
-        layout = _for_shards(module, layout, query, sharded, kwargs)
-    unused = layout.start, key.shape[2] - layout.stop  # keys before and after those in use
-    key, value = key[:, :, layout.start : layout.stop], value[:, :, layout.start : layout.stop]
-    segments = layout.segment_ids
-    documents = packed_segments(module, attention_mask, layout, query, key, kwargs)
-    segments = segments if documents is None else combined(documents, layout)
+        mask = _for_shards(module, mask, query, sharded, kwargs)
+    unused = mask.start, key.shape[2] - mask.stop  # keys before and after those in use
+    key, value = key[:, :, mask.start : mask.stop], value[:, :, mask.start : mask.stop]
     options: dict[str, Any] = {
-        "attn_mask": layout.attn_mask, "is_causal": layout.is_causal, "window": layout.window,
-        "segment_ids": segments, "scale": scaling, "dropout_p": dropout,
-        "enable_gqa": key.shape[1] != query.shape[1],
+        **mask.arguments,
+        "segment_ids": packed_segments(module, mask, query, key, kwargs),
+        "scale": scaling, "dropout_p": dropout, "enable_gqa": key.shape[1] != query.shape[1],
     }  # fmt: skip
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     calls = None if torch.compiler.is_compiling() else _observed.get()
@@ -178,9 +176,9 @@ def _sharding(child: nn.Module | None) -> Any:
 
 
 def _for_shards(
-    module: nn.Module, layout: MaskLayout, query: Tensor, sharding: Any, kwargs: dict[str, Any]
-) -> MaskLayout:
-    """The layout of a shard of a sequence, whose mask transformers has made for the shard alone.
+    module: nn.Module, mask: Mask, query: Tensor, sharding: Any, kwargs: dict[str, Any]
+) -> Mask:
+    """The mask of a shard of a sequence, whose mask transformers has made for the shard alone.
 
     A window at least as long as the shard is missing in it.
     """
@@ -195,13 +193,13 @@ def _for_shards(
                 f"Batch.positions; expected {expected[:4].tolist()}…, got "
                 f"{positions.reshape(-1, len(expected))[0, :4].tolist()}…"
             )
-    if layout.chunk or layout.segment_ids is not None or kwargs.get("cu_seq_lens_q") is not None:
+    if mask.chunk or mask.segment_ids is not None or kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError(
             f"{name} must have neither chunked attention nor packed sequences when its sequence is "
             "sharded; pass an attention_mask, as Batch.transformers does"
         )
     window = kwargs.get("sliding_window")
-    return layout._replace(window=window) if window and not layout.window else layout
+    return mask._replace(window=window) if window and not mask.window else mask
 
 
 def _check_positions(variant: Variant, module: nn.Module, crossed: bool, windowed: bool) -> None:
