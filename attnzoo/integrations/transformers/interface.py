@@ -227,14 +227,14 @@ def _with_sinks(
     if name is None:
         raise ValueError(
             f"{variant.name} does not support the sinks of {type(module).__name__}; variants that "
-            f"do: {sink_variants()}"
+            f"do: {variants_with(host_sink)}"
         )
     return variant.name, {name: sinks}
 
 
-def sink_variants() -> str:
-    """The variants that take the sink logits of a host, as text."""
-    return ", ".join(name for name in list_variants() if host_sink(get_variant(name))) or "none"
+def variants_with(has: Callable[[Variant], Any]) -> str:
+    """The names of the variants for which ``has(variant)`` is true, as text."""
+    return ", ".join(name for name in list_variants() if has(get_variant(name))) or "none"
 
 
 def _softmax_with_sinks() -> Variant:
