@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from attnzoo.core.checks import is_int, plain
 from attnzoo.core.parameters import check_names
@@ -84,30 +85,27 @@ def check_softcap(call: ObservedCall, child: Attention | Wrapper) -> None:
 
 
 def chosen_variant(name: str, params: dict[str, Any]) -> Variant:
-    """The variant with this name, which must have these parameters.
-
-    Raises:
-        ValueError, TypeError: there is no such variant, a parameter is not one of the variant or
-            is decided by the host, or the variant makes it from hidden states, which a converted
-            layer does not get.
-    """
+    """The variant with this name; raises unless the parameters are its own, not of the host."""
     for other in ("num_heads", "softcap", "given", "head_dim"):
         if other in params:
             raise TypeError(f"convert does not accept {other}, which comes from the model")
     check_no_wrapper(name)
     variant = get_variant(name)
     check_names(variant, params)
-    for param in variant.params:
-        if param.projection is None:
-            continue
-        value = params.get(param.name, param.default)
-        if value is REQUIRED or (isinstance(value, str) and value == PROJECTED):
-            raise ValueError(
-                f"{name}'s {param.name} must be given to convert, as a number or a tensor (H,) "
-                "that holds for all tokens: the variant makes it from the hidden states, which a "
-                "converted layer does not get; attnzoo.nn.MultiheadAttention does"
-            )
     return variant
+
+
+def check_projections(variant: Variant, params: dict[str, Any]) -> None:
+    """Raises if a parameter is made from hidden states, which a converted layer does not get."""
+    for param in variant.params:
+        value = params.get(param.name, param.default)
+        made = value is REQUIRED or (isinstance(value, str) and value == PROJECTED)
+        if made and param.projection:
+            raise ValueError(
+                f"{variant.name}'s {param.name} must be given to convert, as a number or a tensor "
+                "(H,) that holds for all tokens: the variant makes it from the hidden states, "
+                "which a converted layer does not get; attnzoo.nn.MultiheadAttention does"
+            )
 
 
 def check_convertible(model: Any) -> None:
@@ -120,13 +118,8 @@ def check_convertible(model: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    from transformers import PreTrainedModel
-
-    inside = (
-        [x for x in model.modules() if isinstance(x, PreTrainedModel)]
-        if (isinstance(model, nn.Module))
-        else []
-    )
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    inside = [module for module in modules if isinstance(module, PreTrainedModel)]
     if inside and inside[0] is not model:
         what = f"pass the {type(inside[0]).__name__} inside {type(model).__name__}, not the wrapper"
         if hasattr(model, "get_base_model"):
@@ -176,8 +169,6 @@ def _check_not_half(model: Any) -> None:
     The two share a config and have equal names of modules. Loaded from this config, both would be
     converted.
     """
-    from transformers import PreTrainedModel
-
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     both = hasattr(model, "encoder") and hasattr(model, "decoder")
     if model.config.is_encoder_decoder and len(parts) == 1 and not both:

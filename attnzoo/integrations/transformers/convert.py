@@ -13,6 +13,7 @@ from attnzoo.integrations.transformers.checks import (
     check_loaded,
     check_logits,
     check_model,
+    check_projections,
     check_softcap,
     chosen_variant,
     possible_identity,
@@ -20,7 +21,7 @@ from attnzoo.integrations.transformers.checks import (
     warn_of_training,
     wrapper_entry,
 )
-from attnzoo.integrations.transformers.interface import ObservedCall, mark, unmark, variants_with
+from attnzoo.integrations.transformers.interface import ObservedCall, set_mark, variants_with
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import (
     Batch,
@@ -153,6 +154,7 @@ def convert(
             f"{variants_with(lambda one: one.calibrate)}"
         )
     identity = {} if start is None else _identity(chosen, start, params, wrapper)
+    check_projections(chosen, params)
     name = "inputs" if calibrate is None else "calibrate"
     samples = inputs if calibrate is None else calibrate
     batches = None if samples is None else batches_of(name, samples, model)
@@ -235,7 +237,7 @@ def attach(
         for part in child.modules():
             part._is_hf_initialized = device.type != "meta"  # pyright: ignore
         undo.append(put(module, child.to(device).train(module.training)))
-    undo.append(mark(model))
+    undo.append(set_mark(model, True))
 
 
 def revert(model: ModelT) -> ModelT:
@@ -272,7 +274,7 @@ def revert(model: ModelT) -> ModelT:
     with undone(undo):
         for module in converted:
             undo.append(put(module, None))
-        undo.append(unmark(host))
+        undo.append(set_mark(host, False))
         for config in configs_of(host).values():
             clear_spec(config)
         # Transformers loads the code of an implementation, if that is needed.

@@ -15,14 +15,16 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    chunked_overlay,
     packed_sequence_mask_function,
     prepare_padding_mask,
     sdpa_mask,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
 )
 
 from attnzoo.core.arguments import Segments, Window, check_call
@@ -42,7 +44,6 @@ class Pattern(NamedTuple):
     window: int = 0  # 0: none
     both_sides: bool = False  # the window
     chunk: tuple[int, Tensor] | None = None  # size, left padding (B,)
-    documents: Tensor | None = None  # of a packed batch, (B, N): the index of their first tokens
 
 
 class Mask(NamedTuple):
@@ -96,8 +97,6 @@ def make_mask(
     """transformers' mask function: returns what the module's docstring lists."""
     documents, attention_mask = _read_documents(attention_mask, kv_length)
     pattern = find_pattern(mask_function) or _chunks_in_graph(attention_mask, kwargs)
-    if pattern is not None:
-        pattern = pattern._replace(documents=documents)
     # A static cache keeps its length in a tensor, whose value a compiled graph cannot read.
     unknown = isinstance(q_offset, Tensor) and torch.compiler.is_compiling()
     end = None if unknown else int(q_offset) + q_length - kv_offset
@@ -111,7 +110,7 @@ def make_mask(
             **kwargs,
         )  # fmt: skip
     stop = kv_length if end is None or not pattern.causal else end
-    segments = _segments(pattern, kv_offset, stop)
+    segments = _segments(pattern.chunk, documents, kv_offset, stop)
     visible = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     visible = None if visible is None else visible[:, kv_offset : kv_offset + stop]
     size = pattern.window if pattern.window < stop else 0
@@ -159,11 +158,11 @@ def _is_expressible(
     return allowed and (not pattern.window or queries == keys)
 
 
-def read_mask(mask: Mask | Tensor | None, flag: bool, queries: int, keys: int) -> Mask:
+def read_mask(mask: Mask | Tensor | None, is_causal: bool, queries: int, keys: int) -> Mask:
     """A mask from `make_mask` or of another origin, for a call with so many queries and keys.
 
-    ``flag`` is whether the module says that it is causal. It counts only without a mask: the flag
-    of some decoders is wrong, because the mask alone decides in eager attention.
+    ``is_causal`` is the module's flag. It counts only without a mask: the flag of some decoders is
+    wrong, because the mask alone decides in eager attention.
     """
     if isinstance(mask, Mask):
         _, _, rows, columns = mask.shape
@@ -176,12 +175,12 @@ def read_mask(mask: Mask | Tensor | None, flag: bool, queries: int, keys: int) -
     shape = (1, 1, queries, keys)
     if mask is not None:
         return Mask(shape, keys, attn_mask=_other_mask(mask))
-    if flag and queries != keys:
+    if is_causal and queries != keys:
         raise ValueError(
             f"attention_mask must be given for a causal call with {queries} queries and {keys} "
             "keys, got None"
         )
-    return Mask(shape, keys, causal=flag)
+    return Mask(shape, keys, causal=is_causal)
 
 
 def _other_mask(mask: Tensor) -> Tensor:
@@ -209,14 +208,15 @@ def find_pattern(function: Callable[..., Any]) -> Pattern | None:
     if torch.compiler.is_compiling():  # a traced closure does not show its variables
         return None
     kind = _KINDS.get(getattr(function, "__code__", None))
-    held = _variables(function)
+    variables = _variables(function)
     if kind == "and":
-        return _all_of(held.get("mask_functions", ()))
-    if kind in ("window", "window to both sides") and _is_size(size := held.get("sliding_window")):
-        return Pattern(window=size, both_sides=kind == "window to both sides")
-    if kind == "chunk" and _is_size(size := held.get("chunk_size")) and "left_padding" in held:
-        return Pattern(chunk=(size, held["left_padding"]))
-    return None
+        return _all_of(variables.get("mask_functions", ()))
+    size = variables.get("chunk_size" if kind == "chunk" else "sliding_window")
+    if kind is None or not _is_size(size):
+        return None
+    if kind == "chunk":
+        return Pattern(chunk=(size, variables["left_padding"]))
+    return Pattern(window=size, both_sides=kind == "window to both sides")
 
 
 def _chunks_in_graph(mask: Tensor | None, options: dict[str, Any]) -> Pattern | None:
@@ -244,25 +244,16 @@ def _chunks_in_graph(mask: Tensor | None, options: dict[str, Any]) -> Pattern | 
 
 def _all_of(functions: Any) -> Pattern | None:
     """The pattern of a conjunction of mask functions."""
-    if not functions:
-        return None
-    pattern = Pattern()
+    fields: dict[str, Any] = {}
     for function in functions:
-        part = find_pattern(function)
-        if part is None:
+        pattern = find_pattern(function)
+        if pattern is None:
             return None
-        for name, value in part._asdict().items():
-            if not _is_set(value):
-                continue
-            # Two windows, chunks or packings have no common field.
-            if name != "causal" and _is_set(getattr(pattern, name)):
-                return None
-            pattern = pattern._replace(**{name: value})
-    return pattern
-
-
-def _is_set(value: Any) -> bool:
-    return value is not None and (isinstance(value, Tensor) or bool(value))
+        new = {name: value for name, value in pattern._asdict().items() if value}
+        if fields.keys() & new.keys() - {"causal"}:  # two windows or chunks have no common field
+            return None
+        fields |= new
+    return Pattern(**fields) if functions else None
 
 
 def _is_size(size: Any) -> TypeGuard[int]:
@@ -275,28 +266,30 @@ def _variables(function: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells)}
 
 
-def _code_of(factory: str, *args: Any) -> Any:
-    """The code of the mask functions that a factory of transformers makes, if it exists."""
-    make = getattr(masking_utils, factory, None)
-    return None if make is None else make(*args).__code__
-
-
-_ANY = torch.zeros(1, 1, dtype=torch.long)
-_KINDS = {
+_KINDS: dict[Any, str] = {
     and_masks().__code__: "and",
-    _code_of("sliding_window_overlay", 1): "window",
-    _code_of("sliding_window_bidirectional_overlay", 1): "window to both sides",
-    _code_of("chunked_overlay", 1, _ANY): "chunk",
+    sliding_window_overlay(1).__code__: "window",
+    sliding_window_bidirectional_overlay(1).__code__: "window to both sides",
+    chunked_overlay(1, torch.zeros(1)).__code__: "chunk",
 }
-_KINDS.pop(None, None)
 
 
-def _segments(pattern: Pattern, first: int, used: int) -> Tensor | None:
-    """The segment of each key, (B, keys) or (1, keys); None if there is only one."""
-    documents = None if pattern.documents is None else pattern.documents[:, :used]
-    if pattern.chunk is None:
+def _segments(
+    chunk: tuple[int, Tensor] | None, documents: Tensor | None, first: int, used: int
+) -> Tensor | None:
+    """The segment of each key, (B, keys) or (1, keys); None if there is only one.
+
+    Args:
+        chunk: the size of the chunks, and the left padding (B,).
+        documents: the index of the first token of each token's document, (B, N).
+        first: the position of the first key.
+        used: the number of keys.
+    """
+    if documents is not None:
+        documents = documents[:, :used]
+    if chunk is None:
         return None if documents is None else documents.clamp_min(0)
-    size, left_padding = pattern.chunk
+    size, left_padding = chunk
     at = torch.arange(first, first + used, device=left_padding.device)
     if documents is not None:
         return chunks_of(documents, at - documents, size)
