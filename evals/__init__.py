@@ -17,12 +17,8 @@ Each of these imports only those above it:
 
 from evals.task import Metric, Preset
 from evals.tasks import draws, register_task
-from evals.tasks.families.retrieval import Batch as RetrievalBatch
-from evals.tasks.families.retrieval import RetrievalTask
-from evals.tasks.families.retrieval import Settings as RetrievalSettings
-from evals.tasks.families.sequence import Batch as SequenceBatch
-from evals.tasks.families.sequence import SequenceTask
-from evals.tasks.families.sequence import Settings as SequenceSettings
+from evals.tasks.families.retrieval import RetrievalBatch, RetrievalSettings, RetrievalTask
+from evals.tasks.families.sequence import SequenceBatch, SequenceSettings, SequenceTask
 
 __all__ = [
     "Metric",

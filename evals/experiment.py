@@ -19,7 +19,7 @@ from commandline.variants import VariantCall
 from evals.task import Metric
 
 # A function (model, loss_at) that minimizes loss_at(step) over the steps of the schedule.
-Fit = Callable[[nn.Module, Callable[[int], Tensor]], None]
+FitFunction = Callable[[nn.Module, Callable[[int], Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ class Experiment(ABC):
         """The output layer with all its parameters, for the keys under which results are stored."""
 
     @abstractmethod
-    def run(
+    def train_and_measure(
         self,
         variant: VariantCall,
         condition: str,
         seed: int,
         settings: Any,
         device: str,
-        fit: Fit,
+        fit: FitFunction,
     ) -> Result:
         """Train and measure an output layer; a pure function of the arguments."""

@@ -79,8 +79,8 @@ class Schedule:
         A subclass leaves out a setting that was added after results had been published, if it has
         its default value. The keys of the published results therefore stay valid.
         """
-        mine = {k: v for k, v in asdict(self).items() if not k.startswith("test_")}
-        return {**mine, "dtype": "float32"}
+        training_settings = {k: v for k, v in asdict(self).items() if not k.startswith("test_")}
+        return {**training_settings, "dtype": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +197,8 @@ class Preset:
         positions: the position encodings, as in ``--positions``.
         sweep: candidate values of `TUNABLE` settings, from which each variant gets the best;
             `RECORDED`; or {} for no sweep.
-        own: settings that only some variants have, by the variant's name, because its paper
-            requires them.
+        variant_settings: settings that only some variants have, by the variant's name, because its
+            paper requires them.
     """
 
     lengths: tuple[int, ...]
@@ -207,7 +207,7 @@ class Preset:
     seeds: int = 1
     positions: tuple[str, ...] = ("none",)
     sweep: Mapping[str, Sequence[float]] | str = field(default_factory=dict)
-    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    variant_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Agreement:
     offset: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
-    def call(self, device: str) -> tuple[list[Tensor], dict[str, Any]]:
+    def inputs(self, device: str) -> tuple[list[Tensor], dict[str, Any]]:
         """q, k and v, and the keyword arguments of the call."""
         qkv = tensors(self.shape, self.dtype, device)
         if self.offset:
@@ -108,17 +108,17 @@ class Agreement:
         leaves = [x.detach().requires_grad_(self.gradients) for x in qkv]
         return results(leaves, self.variant, backend, self.gradients, **options)
 
-    def run(self, device: str) -> dict[str, Tensor]:
+    def attend(self, device: str) -> dict[str, Tensor]:
         """Make the call without a comparison."""
-        return self.results(self.backend, *self.call(device))
+        return self.results(self.backend, *self.inputs(device))
 
     def __call__(self, device: str) -> tuple[bool, Figures]:
-        qkv, options = self.call(device)
-        made = self.results(self.backend, qkv, options)
+        qkv, options = self.inputs(device)
+        actual = self.results(self.backend, qkv, options)
         if (mask := options.get("attn_mask")) is not None and mask.is_floating_point():
             options["attn_mask"] = mask.double()
         exact = self.results("eager", [x.double() for x in qkv], options)
-        errors = {name: relative_error(x, exact[name]) for name, x in made.items()}
+        errors = {name: relative_error(x, exact[name]) for name, x in actual.items()}
         return all(error < self.limit for error in errors.values()), errors
 
 
@@ -129,7 +129,7 @@ def shifted(x: Tensor, offset: int) -> Tensor:
 
 def agreement(variant: str = "softmax", backend: str = "flash", **options: Any) -> Agreement:
     """An `Agreement`. Keywords that are not its fields are options of the call."""
-    names = {each.name for each in fields(Agreement)} - {"options"}
+    names = {entry.name for entry in fields(Agreement)} - {"options"}
     settings = {name: options.pop(name) for name in names & options.keys()}
     return Agreement(variant, backend, options=options, **settings)
 
@@ -177,22 +177,22 @@ def captured(device: str, variant: str, backend: str) -> tuple[bool, Figures]:
     shape = BASE if gradients else TOKEN
     params = Case.parse(variant, shape[4]).params
     leaves = [x.requires_grad_(gradients) for x in tensors(shape, HALF, device)]
-    run = partial(results, leaves, variant, backend, gradients, is_causal=True, **params)
+    call = partial(results, leaves, variant, backend, gradients, is_causal=True, **params)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            run()
+            call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = run()
+        outputs = call()
     with torch.no_grad():
         for x in leaves:
             x.copy_(x.flip(2))
     graph.replay()
     torch.cuda.synchronize()
-    return all(torch.equal(x, outputs[name]) for name, x in run().items()), {}
+    return all(torch.equal(x, outputs[name]) for name, x in call().items()), {}
 
 
 def compiled(device: str) -> tuple[bool, Figures]:
@@ -325,14 +325,14 @@ def run(args: argparse.Namespace) -> int:
     names = [name for name in known if args.only is None or name in args.only]
     if args.journal is not None:
         journal.append(args.journal, {"environment": environment()})
-    bad = 0
+    failed = 0
     for result in checked({name: known[name] for name in names}, args.device, args.journal):
         print(json.dumps(result), flush=True)
-        bad += not result["ok"]
+        failed += not result["ok"]
         if result.get("device_lost"):
             return DEVICE_LOST
-    print(f"{len(names) - bad} of {len(names)} checks passed")
-    return 1 if bad else 0
+    print(f"{len(names) - failed} of {len(names)} checks passed")
+    return 1 if failed else 0
 
 
 def chosen(args: argparse.Namespace) -> dict[str, Check]:
@@ -350,15 +350,15 @@ def chosen(args: argparse.Namespace) -> dict[str, Check]:
         known = CHECKS
         support_numpy()
     if args.no_compare:
-        known = {name: partial(ran, check) for name, check in AGREEMENTS.items()}
+        known = {name: partial(called, check) for name, check in AGREEMENTS.items()}
     wrong = [name for name in args.only or () if name not in known]
     if wrong:
         raise UsageError(f"--only must be some of {', '.join(known)} here, got {', '.join(wrong)}")
     return known
 
 
-def ran(check: Agreement, device: str) -> tuple[bool, Figures]:
-    check.run(device)
+def called(check: Agreement, device: str) -> tuple[bool, Figures]:
+    check.attend(device)
     return True, {}
 
 

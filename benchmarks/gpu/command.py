@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with clocks(args.out / "clocks.csv"):
             for step in steps:
-                session.run(step)
+                session.run_step(step)
                 write(args, session)
     finally:
         document = write(args, session)

@@ -160,9 +160,9 @@ def unpack(file: Path) -> None:
 
 def fits(stage: str, skip_tests: bool) -> bool:
     """Whether the cache has these kernels: made from these sources, with these versions."""
-    file = CACHE / KEY
+    key_file = CACHE / KEY
     keys = {key(stage, skip) for skip in {False, skip_tests}}
-    return file.exists() and file.read_text() in keys
+    return key_file.exists() and key_file.read_text() in keys
 
 
 def key(stage: str, skip_tests: bool) -> str:
@@ -206,7 +206,7 @@ def calls(stage: str) -> Iterator[tuple[str, Callable[[], object]]]:
     for step in stages.STAGES[stage]:
         if step is stages.SMOKE:
             for name, check in checks.AGREEMENTS.items():
-                yield f"check {name}", partial(check.run, "cpu")
+                yield f"check {name}", partial(check.attend, "cpu")
         for suite, module in SUITES.items():
             if suite in step.command:
                 yield from suite_calls(step, suite, module)
@@ -227,10 +227,10 @@ def suite_calls(step: Step, suite: str, module: Any) -> Iterator[tuple[str, Call
     for case in cases:
         for _, make in module.groups(args, [case], *([{}] if suite == "attention" else [])):
             for direction in directions:
-                yield f"{step.name} {case.spec}", partial(run_group, make, direction)
+                yield f"{step.name} {case.spec}", partial(call_group, make, direction)
 
 
-def run_group(make: Callable[[], list[Any]], direction: str) -> None:
+def call_group(make: Callable[[], list[Any]], direction: str) -> None:
     for e in make():
         if e.kind == "variant":
             call(e.make(), e.inputs, direction)()

@@ -89,14 +89,14 @@ class Session:
         journal.append(self.steps, line)
         print(", ".join(f"{name}: {value}" for name, value in line.items()), flush=True)
 
-    def run(self, step: Step) -> bool:
+    def run_step(self, step: Step) -> bool:
         """Run a step. Returns whether all of it ended with status 0."""
         items, complete, start = step.items, True, self.clock()
         while self.left >= SHORTEST and self.clock() - start <= RESTARTS * step.limit:
             size = self.journal.stat().st_size if self.journal.exists() else 0
             command = [*step.command, *([step.option, ",".join(items)] if items else [])]
             kernels = compiled(self.env)
-            ended = self.process(step, command)
+            ended = self.run_process(step, command)
             reason = {"reason": ended.reason} if ended.reason else {}
             new = compiled(self.env) - kernels
             self.record(
@@ -117,7 +117,7 @@ class Session:
         self.record(step=step.name, left_out=",".join(items) or "all", why="no time left")
         return False
 
-    def process(self, step: Step, command: Sequence[str]) -> Ended:
+    def run_process(self, step: Step, command: Sequence[str]) -> Ended:
         """Run a command in a process group of its own, and stop it at its limits."""
         start = self.clock()
         end = start + min(step.limit, self.left)

@@ -36,47 +36,47 @@ def of_softmax(setting: Setting, names: Sequence[str]) -> Makers:
     """The baselines that compute softmax attention. Every variant is compared with them."""
     if "flex" in names:  # shapes compiled earlier count towards torch's limit of recompilations
         torch.compiler.reset()
-    made: Makers = {
+    makers: Makers = {
         "sdpa": partial(sdpa, None, setting),
         "sdpa flash": partial(sdpa, "FLASH_ATTENTION", setting),
         "sdpa cudnn": partial(sdpa, "CUDNN_ATTENTION", setting),
         "flex": partial(flex, setting),
     }
-    return {name: make for name, make in made.items() if name.split()[-1] in names}
+    return {name: make for name, make in makers.items() if name.split()[-1] in names}
 
 
 def of_variant(case: Case, setting: Setting, names: Sequence[str]) -> Makers:
     """Baselines that compute the same function as the case."""
-    made: Makers = {}
+    makers: Makers = {}
     bias, alpha = case.params.get("bias"), case.params.get("alpha", 1.5)
     if case.variant == "sigmoid" and "flex" in names:
-        made["flex"] = partial(flex_sigmoid, setting, bias)
+        makers["flex"] = partial(flex_sigmoid, setting, bias)
     if case.variant == "sigmoid" and bias is not None and installed("flash_sigmoid"):
-        made["flash-sigmoid"] = partial(flash_sigmoid, setting, bias)
+        makers["flash-sigmoid"] = partial(flash_sigmoid, setting, bias)
     if case.variant == "entmax" and installed("adasplash"):
-        made["adasplash"] = partial(adasplash, setting, alpha)
+        makers["adasplash"] = partial(adasplash, setting, alpha)
         for name, function in (
             ("adasplash-v1", "adasplash_v1"),
             ("adasplash-dense", "adasplash_no_block_mask"),
         ):
-            made[name] = partial(adasplash, setting, alpha, function, niter=ADASPLASH_STEPS)
+            makers[name] = partial(adasplash, setting, alpha, function, niter=ADASPLASH_STEPS)
     if case.variant == "entmax" and setting.length <= BISECTION_LONGEST and installed("entmax"):
         steps = {"alpha": alpha, "n_iter": BISECTION_STEPS}
-        made["bisection"] = partial(entmax, "entmax_bisect", setting, **steps)
-    made = {name: make for name, make in made.items() if name in names}
+        makers["bisection"] = partial(entmax, "entmax_bisect", setting, **steps)
+    makers = {name: make for name, make in makers.items() if name in names}
     normalizer = {("sparsemax", 1.5): "sparsemax", ("entmax", 1.5): "entmax15",
                   ("entmax", 2.0): "sparsemax"}.get((case.variant, alpha))  # fmt: skip
     short = setting.causal and setting.length <= ENTMAX_LONGEST
     if normalizer and short and "entmax" in names and installed("entmax"):
-        made["package entmax"] = partial(entmax, normalizer, setting)
+        makers["package entmax"] = partial(entmax, normalizer, setting)
     if case.linear is not None and "fla" in names and installed("fla"):
         based = {
             f"fla {name}": partial(fla, "based", name)
             for name in ("fused_chunk_based", "parallel_based")
         }
         features = {"fla chunk_linear_attn": partial(fla_features, case.linear)}
-        made |= based if case.variant == "taylor" else features
-    return {f"{name}: {case.spec}": make for name, make in made.items()}
+        makers |= based if case.variant == "taylor" else features
+    return {f"{name}: {case.spec}": make for name, make in makers.items()}
 
 
 def installed(package: str) -> bool:
@@ -124,10 +124,10 @@ def flex_sigmoid(setting: Setting, bias: float | None) -> Attend:
     mask, modify = block_mask(setting), log_sigmoid(setting, bias)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found: Any = flex_attention(
+        result: Any = flex_attention(
             q, k, v, score_mod=modify, block_mask=mask, return_aux=AuxRequest(lse=True)
         )
-        out, aux = found
+        out, aux = result
         return (out.float() * aux.lse.float().exp()[..., None]).to(out.dtype)
 
     return compiled(attend)
@@ -185,8 +185,8 @@ def adasplash(
     ``adasplash`` is AdaSplash 2 if it supports the call (causal, α = 1.5), otherwise AdaSplash 1;
     ``adasplash_v1`` is always AdaSplash 1, and ``adasplash_no_block_mask`` skips no blocks.
     """
-    run = getattr(importlib.import_module("adasplash"), function)
-    return partial(run, alpha=alpha, is_causal=setting.causal, **options)
+    attend = getattr(importlib.import_module("adasplash"), function)
+    return partial(attend, alpha=alpha, is_causal=setting.causal, **options)
 
 
 def entmax(normalizer: str, setting: Setting, **options: Any) -> Attend:
@@ -217,13 +217,13 @@ def fla(module: str, name: str, **options: Any) -> Attend:
 
 def fla_features(form: Any) -> Attend:
     """fla's linear attention on the variant's features; the time includes the feature map."""
-    run = fla("linear_attn", "chunk_linear_attn", scale=1.0, normalize=True)
+    attend_features = fla("linear_attn", "chunk_linear_attn", scale=1.0, normalize=True)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         positions = torch.arange(q.shape[2], device=q.device)
         psi_q = form.of_queries(q.float(), positions).to(v.dtype)
         psi_k = form.features(k.float(), positions).to(v.dtype)
-        return run(psi_q, psi_k, v)
+        return attend_features(psi_q, psi_k, v)
 
     return attend
 

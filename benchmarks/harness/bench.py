@@ -64,9 +64,11 @@ class Implementation:
         case: Case, inputs: Inputs, setting: Setting, names: Sequence[str]
     ) -> list[Implementation]:
         """The baselines that compute the same function as the case."""
-        of = baselines.of_softmax(setting, names) if case == SOFTMAX else {}
-        made = of | baselines.of_variant(case, setting, names)
-        return [Implementation(name, case, inputs, make, "baseline") for name, make in made.items()]
+        of_softmax = baselines.of_softmax(setting, names) if case == SOFTMAX else {}
+        makers = of_softmax | baselines.of_variant(case, setting, names)
+        return [
+            Implementation(name, case, inputs, make, "baseline") for name, make in makers.items()
+        ]
 
 
 # Pairs of a setting and a function that makes the inputs and implementations of its group.
@@ -97,7 +99,7 @@ class Bench:
     rate: Callable[[Row], dict[str, float]] = lambda row: {}
     reference: tuple[str, Reference] | None = None  # the last one, by the spec of its case
 
-    def run(self, groups: Groups, report: Report) -> None:
+    def measure(self, groups: Groups, report: Report) -> None:
         """Measures all groups. If the device fails, the report lists the remaining groups."""
         for setting, make in groups:
             label = f"{self.suite}: {setting.title}, B={setting.batch}, N={setting.length}"
@@ -105,14 +107,14 @@ class Bench:
                 report.left_out.append(label)
                 continue
             try:
-                self.run_group(make(), setting, report)
+                self.measure_parts(make(), setting, report)
             except DeviceLost as error:
                 report.device_lost = True
                 report.left_out.append(f"the rest of {label}: {error}")
             except Exception as error:  # for example, too little memory for the inputs
                 report.left_out.append(f"{label}: {first_line(error)}")
 
-    def run_group(
+    def measure_parts(
         self, implementations: Sequence[Implementation], setting: Setting, report: Report
     ) -> None:
         """Measures the parts of a group, and adds the rows of each part to the report.
@@ -128,14 +130,14 @@ class Bench:
             rows: list[Row] = []
             report.begin(part[-1].case.spec)
             try:
-                able = self.measure_group(part, setting, rows, timed_again)
+                able = self.measure_part(part, setting, rows, timed_again)
             finally:
                 report.add(sorted(rows, key=lambda row: self.directions.index(row.direction)))
             timed_again = timed_again or able
         self.reference = None
         self.timer.release()
 
-    def measure_group(
+    def measure_part(
         self, implementations: Sequence[Implementation], setting: Setting, rows: list[Row],
         timed_again: Sequence[Implementation] = (),
     ) -> list[Implementation]:  # fmt: skip
@@ -245,8 +247,8 @@ class Bench:
             row.seconds = Spread.of(samples)
             row.figures = self.rate(row)
             row.ratios = {
-                other: ratio(samples, theirs)
-                for other, theirs in seconds.items()
+                other: ratio(samples, other_samples)
+                for other, other_samples in seconds.items()
                 if other != name and cases[other] in (SOFTMAX, row.case)
             }
 

@@ -159,14 +159,14 @@ class Inputs:
         """
         s, dtype = setting, getattr(torch, setting.dtype)
         generator = torch.Generator(s.device).manual_seed(s.seed * 1_000_003 + s.length)
-        wide, kv = s.key_dim or s.head_dim, s.kv_heads or s.heads
-        rows = s.length if s.queries is None else s.queries
+        key_dim, kv_heads = s.key_dim or s.head_dim, s.kv_heads or s.heads
+        queries = s.length if s.queries is None else s.queries
 
         def drawn(heads: int, length: int, dim: int) -> Tensor:
             shape = (s.batch, heads, length, dim)
             return torch.randn(shape, generator=generator, device=s.device)
 
-        q, k = drawn(s.heads, rows, wide), drawn(kv, s.length, wide)
+        q, k = drawn(s.heads, queries, key_dim), drawn(kv_heads, s.length, key_dim)
         if s.block_sparse:
             q, k = block_sparse(q, k, generator)
         q, k, scale = q.mul_(s.input_scale), k.mul_(s.input_scale), None
@@ -174,13 +174,13 @@ class Inputs:
             # q and k are rounded to small multiples of ``step``, a power of two, so that their
             # products and sums are exact in fp32. Every order of summation then gives the same
             # scores and keeps the same keys.
-            scale = 2.0 ** round(math.log2(wide**-0.5))
+            scale = 2.0 ** round(math.log2(key_dim**-0.5))
             step = 2.0 ** (math.floor(math.log2(s.input_scale)) - 4)
             q, k = (x.div_(step).round_().mul_(step) for x in (q, k))
         q, k = q.to(dtype), k.to(dtype)
         # v is cast before do is drawn, because an fp32 copy of a long KV cache takes much memory.
-        v = drawn(kv, s.length, s.head_dim).mul_(s.input_scale).to(dtype)
-        do = drawn(s.heads, rows, s.head_dim).to(dtype)
+        v = drawn(kv_heads, s.length, s.head_dim).mul_(s.input_scale).to(dtype)
+        do = drawn(s.heads, queries, s.head_dim).to(dtype)
         params = dict(case.params)
         if gradients:
             for x in (q, k, v):
@@ -204,12 +204,12 @@ class Inputs:
         """The inputs restricted to these batches and query heads."""
         group = self.q.shape[1] // self.k.shape[1]
         of_kv = sorted({head // group for head in heads})
-        own = {"q": heads, "k": of_kv, "v": of_kv, "do": heads}
+        indices = {"q": heads, "k": of_kv, "v": of_kv, "do": heads}
 
         def cut(x: Tensor, *index: Any) -> Tensor:
             return x.detach()[index].requires_grad_(x.requires_grad)
 
-        fields = {n: cut(getattr(self, n)[batches], slice(None), own[n]) for n in own}
+        fields = {n: cut(getattr(self, n)[batches], slice(None), indices[n]) for n in indices}
         params = {n: cut(x, heads) if isinstance(x, Tensor) else x for n, x in self.params.items()}
         return replace(self, **fields, params=params)
 

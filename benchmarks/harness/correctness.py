@@ -115,8 +115,8 @@ def rows_to_check(length: int, seed: int = 0) -> list[range]:
         return [range(length)]
     ends = ROWS // 4
     generator = torch.Generator().manual_seed(seed + length)
-    places = torch.randperm((length - 2 * ends) // BLOCK, generator=generator)
-    starts = (ends + BLOCK * places[: (ROWS - 2 * ends) // BLOCK]).sort().values.tolist()
+    blocks = torch.randperm((length - 2 * ends) // BLOCK, generator=generator)
+    starts = (ends + BLOCK * blocks[: (ROWS - 2 * ends) // BLOCK]).sort().values.tolist()
     middle = [range(start, start + BLOCK) for start in starts]
     return [range(ends), *middle, range(length - ends, length)]
 
@@ -133,25 +133,25 @@ def by_definition(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     # Sums are accumulated in fp32 and rounded once, as in a matrix product.
     sums = {n: torch.zeros_like(x, dtype=wide, requires_grad=False) for n, x in leaves.items()}
-    outs, before = [], k.shape[2] - q.shape[2]
+    outs, offset = [], k.shape[2] - q.shape[2]
     for block in ranges:
         rows = slice(block.start, block.stop)
-        seen = slice(before + block.stop) if inputs.causal else slice(None)
-        prefix = {"q": q[:, :, rows], "k": k[:, :, seen], "v": v[:, :, seen]}
-        given = {**leaves, **prefix}
+        keys = slice(offset + block.stop) if inputs.causal else slice(None)
+        prefix = {"q": q[:, :, rows], "k": k[:, :, keys], "v": v[:, :, keys]}
+        parts = {**leaves, **prefix}
         # Parameters stay in fp32 with half-precision inputs, as in a model.
-        tensors = {n: _leaf(x, dtype if n in prefix else wide) for n, x in given.items()}
+        tensors = {n: _leaf(x, dtype if n in prefix else wide) for n, x in parts.items()}
         params = {**inputs.params, **{n: x for n, x in tensors.items() if n not in prefix}}
         with torch.set_grad_enabled(bool(leaves)):
             attend = case.attend(params, "eager", **inputs.options)
             out = attend(tensors["q"], tensors["k"], tensors["v"])
         outs.append(out.detach())
         if leaves:
-            wanted = [tensors[n] for n in leaves]
-            gradients = torch.autograd.grad(out, wanted, do[:, :, rows])
+            differentiated = [tensors[n] for n in leaves]
+            gradients = torch.autograd.grad(out, differentiated, do[:, :, rows])
             for (name, total), gradient in zip(sums.items(), gradients, strict=True):
                 if name in ("q", "k", "v"):
-                    total[:, :, rows if name == "q" else seen] += gradient
+                    total[:, :, rows if name == "q" else keys] += gradient
                 else:
                     total += gradient
     rounded = {f"d{n}": x.to(dtype if n in ("q", "k", "v") else wide) for n, x in sums.items()}
@@ -167,25 +167,25 @@ def by_call(attend: Attend, inputs: Inputs, ranges: list[range], pairs: Pairs) -
     leaves = inputs.leaves()
     with torch.set_grad_enabled(bool(leaves)):
         out = attend(inputs.q, inputs.k, inputs.v)
-    found = {"out": _finite(out.detach()[_index(out, ranges, pairs)], out)}
+    results = {"out": _finite(out.detach()[_index(out, ranges, pairs)], out)}
     if leaves:
-        where = _index(inputs.do, ranges, pairs)
+        index = _index(inputs.do, ranges, pairs)
         do = torch.zeros_like(inputs.do)
-        do[where] = inputs.do[where]
+        do[index] = inputs.do[index]
         gradients = torch.autograd.grad(out, list(leaves.values()), do)
         group = inputs.q.shape[1] // inputs.k.shape[1]
         of_kv = sorted({head // group for head in pairs.heads})
         for name, gradient in zip(leaves, gradients, strict=True):
             heads = of_kv if name in ("k", "v") else pairs.heads
-            whole = name in ("q", "k", "v")
-            part = gradient[pairs.batches][:, heads] if whole else gradient[heads]
-            found[f"d{name}"] = _finite(part, gradient)
-    return found
+            has_batches = name in ("q", "k", "v")
+            part = gradient[pairs.batches][:, heads] if has_batches else gradient[heads]
+            results[f"d{name}"] = _finite(part, gradient)
+    return results
 
 
-def _finite(part: Tensor, whole: Tensor) -> Tensor:
+def _finite(part: Tensor, full: Tensor) -> Tensor:
     """``part``, or NaN everywhere if a value in ``whole`` is not finite."""
-    return part if whole.isfinite().all() else torch.full_like(part, torch.nan)
+    return part if full.isfinite().all() else torch.full_like(part, torch.nan)
 
 
 def _index(x: Tensor, ranges: list[range], pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,13 +225,13 @@ class Reference:
         """Compares `attnzoo.attention` on this backend with the reference."""
         inputs = self.inputs if gradients else self.inputs.detached()
         attend = self.case.attend(inputs.params, backend, **inputs.options)
-        found = by_call(attend, inputs, self.ranges, self.pairs)
+        results = by_call(attend, inputs, self.ranges, self.pairs)
         plan = plan_of(self.case, inputs, backend)
         slack = torch.finfo(inputs.q.dtype).eps + (RESIDUAL if self.case.has_threshold else 0.0)
         if inputs.q.shape[2] == 1 and plan.chosen == "sdpa" and inputs.q.device.type == "cpu":
             slack += SDPA_EXP * torch.finfo(torch.float32).eps
         growth = linear_condition(plan, inputs) ** 0.5
-        deviations = {n: self.deviation(n, x, slack, growth) for n, x in found.items()}
+        deviations = {n: self.deviation(n, x, slack, growth) for n, x in results.items()}
         return Check(sum(map(len, self.ranges)), len(self.pairs), deviations)
 
     def relative_error(self, attend: Attend, inputs: Inputs) -> float:
@@ -243,14 +243,14 @@ class Reference:
         exact = self.exact["out"]
         return _errors(out, exact)[0] / _errors(exact, torch.zeros_like(exact))[0]
 
-    def deviation(self, name: str, found: Tensor, slack: float, growth: float) -> Deviation:
+    def deviation(self, name: str, actual: Tensor, slack: float, growth: float) -> Deviation:
         """The errors of the tensor ``found`` and their budgets.
 
         slack: an additional allowed error, relative to the exact values. growth: a factor on the
         errors of the plain computation.
         """
         exact = self.exact[name]
-        error, largest = _errors(found, exact)
+        error, largest = _errors(actual, exact)
         plain_error, plain_largest = _errors(self.plain[name], exact)
         rms, peak = _errors(exact, torch.zeros_like(exact))
         return Deviation(

@@ -62,13 +62,13 @@ def measure(
 
 def in_new_process(command: Sequence[str], name: str) -> int:
     """The number that a command of the benchmarks prints. ``name`` is for the error message."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "benchmarks", *command], capture_output=True, text=True, cwd=ROOT
     )
-    if done.returncode:
-        reason = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    if process.returncode:
+        reason = process.stderr.strip().splitlines() or [f"exit status {process.returncode}"]
         raise RuntimeError(f"cannot measure the memory of {name}: {reason[-1]}")
-    return int(done.stdout)
+    return int(process.stdout)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
         inputs = Inputs.make(setting, case, gradients, request["learned"])
         implementation = Implementation.of(case, inputs, request["backend"])
         if request["baseline"] is not None:
-            found = Implementation.baselines(case, inputs, setting, request["names"])
-            (implementation,) = (e for e in found if e.name == request["baseline"])
+            baselines = Implementation.baselines(case, inputs, setting, request["names"])
+            (implementation,) = (e for e in baselines if e.name == request["baseline"])
         return call(implementation.make(), implementation.inputs, direction)
 
     # The small call allocates the memory of libraries and threads, which should not be counted.

@@ -129,8 +129,8 @@ def _dense(case: Case, logits: Tensor, column: Tensor) -> Tensor:
     weights = attnzoo.probabilities(logits, case.variant, **params)
     scores = logits * _column(form.gain)
     if form.normalize == "none":  # one-vs-rest
-        own = torch.zeros_like(weights).scatter_(1, column, 1.0)
-        return F.binary_cross_entropy(weights, own, reduction="none").sum(-1, keepdim=True)
+        one_hot = torch.zeros_like(weights).scatter_(1, column, 1.0)
+        return F.binary_cross_entropy(weights, one_hot, reduction="none").sum(-1, keepdim=True)
     if form.normalize == "select":  # cross entropy over the kept classes and the target
         outside = (weights == 0).scatter_(1, column, False)
         scores = scores.masked_fill(outside, float("-inf"))
@@ -189,9 +189,9 @@ def check_loss(attend: Attend, name: str, case: Case, setting: OutputSetting) ->
     plain = by_formula(formula, inputs, inputs.q.dtype)
     loss = attend(inputs.q, inputs.k, inputs.v)
     gradients = torch.autograd.grad(loss, (inputs.q, inputs.k))
-    found = dict(zip(exact, (loss.detach(), *gradients), strict=True))
+    results = dict(zip(exact, (loss.detach(), *gradients), strict=True))
     slack = torch.finfo(inputs.q.dtype).eps + (RESIDUAL if case.has_threshold else 0.0)
-    deviations = {n: _deviation(x, plain[n], exact[n], slack) for n, x in found.items()}
+    deviations = {n: _deviation(x, plain[n], exact[n], slack) for n, x in results.items()}
     return Check(len(inputs.q), 1, deviations)
 
 
@@ -201,15 +201,15 @@ def error_of_loss(attend: Attend, case: Case, setting: OutputSetting) -> float:
     exact = by_formula(partial(_dense, case), inputs, torch.float64)["loss"]
     with warnings.catch_warnings():  # on small layers torch falls back to the path without chunks
         warnings.simplefilter("ignore")
-        found = attend(inputs.q, inputs.k, inputs.v)
-    return ((found - exact) / exact).abs().item()
+        loss = attend(inputs.q, inputs.k, inputs.v)
+    return ((loss - exact) / exact).abs().item()
 
 
-def _deviation(found: Tensor, plain: Tensor, exact: Tensor, slack: float) -> Deviation:
+def _deviation(actual: Tensor, plain: Tensor, exact: Tensor, slack: float) -> Deviation:
     """As `correctness.Reference.deviation`."""
-    errors = [(x.double() - exact).abs() for x in (found, plain)]
+    errors = [(x.double() - exact).abs() for x in (actual, plain)]
     (error, plain_error), (largest, plain_largest) = (
-        [of(x).item() for x in errors] for of in (_rms, torch.max)
+        [norm(x).item() for x in errors] for norm in (_rms, torch.max)
     )
     return Deviation(
         error,
@@ -246,7 +246,7 @@ def softmax_then_topk(k: int) -> Attend:
 
 def check_top(attend: Attend, setting: OutputSetting) -> Check:
     """Compares the probabilities of all rows with fp64."""
-    scores, of = top_inputs(setting).q, softmax_then_topk(setting.top)
-    exact, plain = (of(x, x, x) for x in (scores.double(), scores))
-    slack, found = torch.finfo(scores.dtype).eps, attend(scores, scores, scores)
-    return Check(len(scores), 1, {"out": _deviation(found, plain, exact, slack)})
+    scores, reference = top_inputs(setting).q, softmax_then_topk(setting.top)
+    exact, plain = (reference(x, x, x) for x in (scores.double(), scores))
+    slack, actual = torch.finfo(scores.dtype).eps, attend(scores, scores, scores)
+    return Check(len(scores), 1, {"out": _deviation(actual, plain, exact, slack)})

@@ -72,32 +72,33 @@ class Preset:
             *(f"{name}, here" for name in names), "empty blocks, published", "empty blocks, here",
         ]  # fmt: skip
         lines = [line for figure in self.figures for line in self.lines(figure, names, rows)]
-        keep = [
+        shown_columns = [
             i for i, title in enumerate(header)
             if not title.startswith("empty") or any(line[i] for line in lines)
         ]  # fmt: skip
         return Table(
             f"{self.paper}: time / FlashAttention-2",
-            [header[i] for i in keep],
-            [[line[i] for i in keep] for line in lines],
+            [header[i] for i in shown_columns],
+            [[line[i] for i in shown_columns] for line in lines],
             f"{self.note} Here: {device or 'no GPU'}, time / {BASELINE}.",
         )
 
     def lines(self, figure: Figure, names: list[str], rows: Sequence[Row]) -> Iterator[list[str]]:
         """One line per mask and kind of inputs that were measured, or one without measurements."""
-        found = [row for row in rows if figure.matches(row)]
+        matching = [row for row in rows if figure.matches(row)]
         masks = {True: "causal", False: "full", None: "not given"}
-        measured = dict.fromkeys((row.setting.causal, row.setting.inputs) for row in found)
+        measured = dict.fromkeys((row.setting.causal, row.setting.inputs) for row in matching)
         for causal, inputs in measured or {(figure.causal, figure.inputs or "not given"): None}:
-            own = [r for r in found if (r.setting.causal, r.setting.inputs) == (causal, inputs)]
-            shares = [r.figures["empty_blocks"] for r in own if "empty_blocks" in r.figures]
+            kind = causal, inputs
+            shown = [r for r in matching if (r.setting.causal, r.setting.inputs) == kind]
+            shares = [r.figures["empty_blocks"] for r in shown if "empty_blocks" in r.figures]
             yield [
                 figure.direction,
                 masks[causal],
                 inputs,
                 "mean" if figure.length is None else str(figure.length),
                 f"{figure.ratio:.3g}",
-                *(mean_ratio([r for r in own if r.name == name], figure) for name in names),
+                *(mean_ratio([r for r in shown if r.name == name], figure) for name in names),
                 "" if figure.empty_blocks is None else f"{figure.empty_blocks:.0%}",
                 f"{sum(shares) / len(shares):.0%}" if shares else "",
             ]

@@ -105,8 +105,8 @@ class Report:
 
     @staticmethod
     def of(args: argparse.Namespace) -> Report:
-        given = {name: value for name, value in vars(args).items() if name != "run"}
-        settings = {name: str(x) if isinstance(x, Path) else x for name, x in given.items()}
+        options = {name: value for name, value in vars(args).items() if name != "run"}
+        settings = {name: str(x) if isinstance(x, Path) else x for name, x in options.items()}
         return Report(settings, args.json, args.markdown, args.journal)
 
     def __post_init__(self) -> None:
@@ -220,7 +220,7 @@ def cells(row: Row, columns: Sequence[str]) -> list[str]:
     if row.check is not None:
         name, worst = row.check.worst
         error = f"{name} {worst.error:.1e} ({worst.share:.2f})"
-    found = {
+    texts = {
         "B": str(row.setting.batch),
         "N": str(row.setting.length),
         "direction": row.direction,
@@ -231,12 +231,14 @@ def cells(row: Row, columns: Sequence[str]) -> list[str]:
         QUARTILES: quartiles(row.seconds) if row.seconds else "",
         "peak MB": f"{row.peak_bytes / 1e6:.0f}" if row.peak_bytes is not None else "",
     }
-    found |= {FIGURES[n][0]: FIGURES[n][1].format(x) for n, x in row.figures.items()}
-    found |= {f"time / {name}": f"{x.median:.2f}" for name, x in row.ratios.items()}
+    texts |= {FIGURES[n][0]: FIGURES[n][1].format(x) for n, x in row.figures.items()}
+    texts |= {f"time / {name}": f"{x.median:.2f}" for name, x in row.ratios.items()}
     # Ratios to other implementations of the same variant have no column and go into the note.
-    own = [f"{x} = {found[x]}" for x in found if x.startswith("time / ") and x not in columns]
-    found["note"] = "; ".join(filter(None, (row.note, *own)))
-    return [found.get(column, "") for column in columns]
+    other_ratios = [
+        f"{x} = {texts[x]}" for x in texts if x.startswith("time / ") and x not in columns
+    ]
+    texts["note"] = "; ".join(filter(None, (row.note, *other_ratios)))
+    return [texts.get(column, "") for column in columns]
 
 
 def milliseconds(seconds: float) -> str:
@@ -264,7 +266,7 @@ def environment() -> dict[str, Any]:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             packages[name] = None
-    found = {
+    machine = {
         "date": date.today().isoformat(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -278,14 +280,14 @@ def environment() -> dict[str, Any]:
         "device": None,
     }
     if torch.cuda.is_available():
-        card = torch.cuda.get_device_properties(0)
-        found |= {
-            "device": card.name,
-            "capability": f"{card.major}.{card.minor}",
+        gpu = torch.cuda.get_device_properties(0)
+        machine |= {
+            "device": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
             "cuda": torch.version.cuda,
             **nvidia_smi(),
         }
-    return found
+    return machine
 
 
 # What `nvidia-smi` tells of a card: the power cap and the highest clocks.

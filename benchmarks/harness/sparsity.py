@@ -25,9 +25,9 @@ def empty_blocks(case: Case, inputs: Inputs, size: int = BLOCK) -> float:
     empty = total = 0
     for block in torch.linspace(0, blocks - 1, min(blocks, SAMPLE)).long().tolist():
         stop = min(rows, (block + 1) * size)
-        seen = keys - rows + stop if i.causal else keys  # the last query sees the last key
+        visible = keys - rows + stop if i.causal else keys  # the last query sees the last key
         w = attnzoo.attention_weights(
-            i.q[:, :, block * size : stop], i.k[:, :, :seen], i.v[:, :, :seen], case.variant,
+            i.q[:, :, block * size : stop], i.k[:, :, :visible], i.v[:, :, :visible], case.variant,
             is_causal=i.causal, scale=i.scale, **i.params,
         )  # fmt: skip
         largest = F.max_pool2d(w[0], (w.shape[2], size), ceil_mode=True)  # [1, 1, key blocks]

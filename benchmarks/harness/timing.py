@@ -71,9 +71,9 @@ def interleave(
     return seconds
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+def ratio(samples: Sequence[float], baseline: Sequence[float]) -> Spread:
     """The median and quartiles, over the rounds, of ours / theirs."""
-    return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
+    return Spread.of([a / b for a, b in zip(samples, baseline, strict=True)])
 
 
 class WallClock:

@@ -108,8 +108,8 @@ def formula(method: str, case: Case, sizes: Sizes, rank: int, solver_steps: int 
     if isinstance(gain, FromStatistics):
         forward += others * keys
         if gain.differentiable:
-            own = sizes.bytes_of(sizes.kv_heads, sizes.key_dim, wide)
-            backward += others * keys + sizes.ranks * own
+            key_gradients = sizes.bytes_of(sizes.kv_heads, sizes.key_dim, wide)
+            backward += others * keys + sizes.ranks * key_gradients
     if case.has_threshold:
         forward += others * keys * (1 + solver_steps)
     return Traffic(forward, backward)

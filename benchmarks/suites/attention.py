@@ -118,8 +118,8 @@ def measure(args: argparse.Namespace, cases: list[Case], report: Report) -> None
 
     def peak_bytes(e: Implementation, row: Row) -> int | None:
         if args.device == "cuda":
-            whole = "forward" if row.direction == "forward" else "both"
-            return timer.peak_bytes(call(e.attend, e.inputs, whole))
+            direction = "forward" if row.direction == "forward" else "both"
+            return timer.peak_bytes(call(e.attend, e.inputs, direction))
         return memory.measure(
             e, row.setting, row.direction, names=args.baselines, learned=args.learned,
             threads=args.threads, plugin=args.plugin,
@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace, cases: list[Case], report: Report) -> None
     bench = bench_of(args, "attention", timer, directions=args.direction, time=timed, rate=rate)
     if args.memory and not args.check_only:
         bench.memory = peak_bytes
-    bench.run(groups(args, cases, shares), report)
+    bench.measure(groups(args, cases, shares), report)
     if args.preset is not None:
         device = report.environment["device"]
         report.table(PRESETS[args.preset].table(report.rows, device))
@@ -156,12 +156,12 @@ def group(
     args: argparse.Namespace, cases: list[Case], setting: Setting, shares: Shares
 ) -> list[Implementation]:
     """The implementations of a setting. Adds to ``shares`` if times are measured."""
-    found = list(implementations(args, cases, setting))
+    members = list(implementations(args, cases, setting))
     if args.time and not args.check_only:
-        for e in found:
+        for e in members:
             if e.kind == "variant" and e.case.has_threshold:
                 shares[setting, e.case.spec] = empty_blocks(e.case, e.inputs)
-    return found
+    return members
 
 
 def implementations(

@@ -97,7 +97,7 @@ def measure(args: argparse.Namespace, cases: list[Case], report: Report) -> None
         return {"of_copy": size / row.seconds.median / copied}
 
     bench = bench_of(args, "decode", timer, rate=rate)
-    bench.run(groups(args, cases), report)
+    bench.measure(groups(args, cases), report)
 
 
 def copy_rate(timer: Timer, device: str, size: int) -> float:
@@ -130,16 +130,16 @@ def implementations(
             make = partial(next_token, case, args.feature_dim, setting)
             yield Implementation(case.spec, case, plain, make, "state")
             continue
-        own = plain
+        case_inputs = plain
         if case.selects:
             try:
-                own = Inputs.make(setting, case)
+                case_inputs = Inputs.make(setting, case)
             except torch.OutOfMemoryError as error:
                 # The frames of the traceback hold the tensors made so far.
                 yield without_inputs(case, plain, error.with_traceback(None))
                 continue
-            add_heavy_keys(own.q, own.k)
-        yield Implementation.of(case, replace(own, params=case.params), args.backend)
+            add_heavy_keys(case_inputs.q, case_inputs.k)
+        yield Implementation.of(case, replace(case_inputs, params=case.params), args.backend)
 
 
 def without_inputs(case: Case, inputs: Inputs, error: Exception) -> Implementation:
@@ -161,8 +161,8 @@ def add_heavy_keys(q: Tensor, k: Tensor) -> None:
     """
     first, length = q[:, :: q.shape[1] // k.shape[1], 0].float(), k.shape[2]
     along = first / first.square().sum(-1, keepdim=True) * q.shape[-1] ** 0.5
-    for at in {0, length // 2, length - 1}:
-        k[:, :, at] = (along * (log(length) + 0.5)).to(k.dtype)
+    for position in {0, length // 2, length - 1}:
+        k[:, :, position] = (along * (log(length) + 0.5)).to(k.dtype)
 
 
 def next_token(case: Case, feature_dim: int, setting: Setting) -> Attend:
@@ -173,9 +173,10 @@ def next_token(case: Case, feature_dim: int, setting: Setting) -> Attend:
     options = {"enable_gqa": i.options["enable_gqa"], **case.params}
     _, state = attnzoo.linear_attention(i.q, i.k, i.v, case.variant, **options)
     state = replace(state, length=setting.length)
-    one, of_k, of_v = (x[:, :, -1:] for x in (i.q, i.k, i.v))
+    q_last, k_last, v_last = (x[:, :, -1:] for x in (i.q, i.k, i.v))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attnzoo.linear_attention(one, of_k, of_v, case.variant, state=state, **options)[0]
+        token = q_last, k_last, v_last
+        return attnzoo.linear_attention(*token, case.variant, state=state, **options)[0]
 
     return attend

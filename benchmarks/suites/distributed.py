@@ -154,27 +154,27 @@ def _measure(
         args.device,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(args.seed)
-    whole = [
+    qkv = [
         torch.randn(args.batch, heads, args.length, args.head_dim, generator=generator)
         .to(device, getattr(torch, args.dtype))
         .requires_grad_()
         for heads in (args.heads, args.kv_heads, args.kv_heads)
     ]
-    weight = torch.randn(whole[0].shape, generator=generator).to(device, whole[0].dtype)
+    weight = torch.randn(qkv[0].shape, generator=generator).to(device, qkv[0].dtype)
     # Without noise, which would differ between the ranks.
-    quiet = {p.name: p.in_eval for p in attnzoo.get_variant(case.variant).params}
-    params = case.params | {name: x for name, x in quiet.items() if x is not None}
+    without_noise = {p.name: p.in_eval for p in attnzoo.get_variant(case.variant).params}
+    params = case.params | {name: x for name, x in without_noise.items() if x is not None}
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, **params}
     row: dict[str, Any] = {"variant": case.spec, "method": method, **asdict(sizes)}
     row |= {"rejected": "", "problem": ""}
 
-    def own(x: torch.Tensor) -> torch.Tensor:
+    def local(x: torch.Tensor) -> torch.Tensor:
         return shard(x.detach(), mesh, 2, layout=args.layout)
 
-    mine = [own(x).requires_grad_() for x in whole]
+    shards = [local(x).requires_grad_() for x in qkv]
 
     def attend() -> torch.Tensor:
-        q, k, v = mine
+        q, k, v = shards
         return context_parallel_attention(
             q, k, v, case.variant, mesh=mesh, method=method, layout=args.layout, **options
         )
@@ -185,11 +185,11 @@ def _measure(
     except ValueError as error:
         return row | {"rejected": str(error)}
     with SentBytes(rank, args.ranks) as backward:
-        found = [out, *torch.autograd.grad(out, mine, own(weight))]
-    q, k, v = whole
-    expected = attnzoo.attention(q, k, v, case.variant, **options)
-    wanted = [expected, *torch.autograd.grad(expected, whole, weight)]
-    error = max(_error(x, own(y)) for x, y in zip(found, wanted, strict=True))
+        actual = [out, *torch.autograd.grad(out, shards, local(weight))]
+    q, k, v = qkv
+    expected_out = attnzoo.attention(q, k, v, case.variant, **options)
+    expected = [expected_out, *torch.autograd.grad(expected_out, qkv, weight)]
+    error = max(_error(x, local(y)) for x, y in zip(actual, expected, strict=True))
     # A ring sends one message per round of the keys, and two in the last round.
     rounds = forward.messages // max(1, args.ranks - 1)
     predicted = formula(method, case, sizes, rank, solver_steps=rounds - 3)
@@ -204,7 +204,7 @@ def _measure(
     elif counted != predicted:
         row["problem"] = f"sent {tuple(counted)} bytes, by the formula {tuple(predicted)}"
     if args.device == "cuda":
-        row["milliseconds"] = _milliseconds(attend, mine, own(weight))
+        row["milliseconds"] = _milliseconds(attend, shards, local(weight))
     return row
 
 
@@ -212,14 +212,14 @@ def _error(x: torch.Tensor, y: torch.Tensor) -> float:
     return float(((x - y).abs().max() / y.abs().max().clamp(min=1e-30)).detach())
 
 
-def _milliseconds(attend: Any, mine: list[torch.Tensor], weight: torch.Tensor) -> float:
+def _milliseconds(attend: Any, shards: list[torch.Tensor], weight: torch.Tensor) -> float:
     """The median time of a forward and backward, over ten steps after two."""
-    found = []
+    times = []
     for _ in range(12):
         dist.barrier()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        torch.autograd.grad(attend(), mine, weight)
+        torch.autograd.grad(attend(), shards, weight)
         torch.cuda.synchronize()
-        found.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(found[2:])
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[2:])

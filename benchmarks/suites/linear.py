@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, cases: list[Case], report: Report) -> None
     if not installed("fla") and args.device == "cuda":
         report.note("fla is not installed and therefore not measured")
     bench = bench_of(args, "linear", timer_of(args), directions=args.direction, rate=rate)
-    bench.run(groups(args, cases), report)
+    bench.measure(groups(args, cases), report)
 
 
 def groups(args: argparse.Namespace, cases: list[Case]) -> Groups:
@@ -108,8 +108,8 @@ def implementations(
     plain = Inputs.make(setting, gradients=gradients)
     yield from Implementation.baselines(SOFTMAX, plain, setting, [BASELINE])
     for case in cases:
-        own = replace(setting, key_dim=case.key_dim(args.head_dim, args.feature_dim))
-        inputs = Inputs.make(own, case, gradients)
+        case_setting = replace(setting, key_dim=case.key_dim(args.head_dim, args.feature_dim))
+        inputs = Inputs.make(case_setting, case, gradients)
         yield Implementation.of(case, inputs, args.backend)
         backend = PAIRWISE_BACKENDS[args.device] if case.pairwise else "tiled"
         # On a GPU, one call of `tiled` takes seconds at these lengths.
@@ -117,12 +117,12 @@ def implementations(
         if timed and setting.length <= args.pairwise_max:
             yield Implementation.of(case, inputs, backend, case.spec + PAIRWISE)
         if args.device == "cuda":
-            yield from Implementation.baselines(case, in_fla_layout(inputs), own, ["fla"])
+            yield from Implementation.baselines(case, in_fla_layout(inputs), case_setting, ["fla"])
 
 
 def in_fla_layout(inputs: Inputs) -> Inputs:
     """A copy of the inputs that is contiguous in memory as (B, N, H, D), which is fla's layout."""
-    made = {
+    copies = {
         name: x.detach()
         .transpose(1, 2)
         .contiguous()
@@ -130,25 +130,25 @@ def in_fla_layout(inputs: Inputs) -> Inputs:
         .requires_grad_(x.requires_grad)
         for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))
     }
-    return replace(inputs, **made)
+    return replace(inputs, **copies)
 
 
 def crossovers(rows: Iterable[Row], cases: Iterable[Case]) -> Iterator[str]:
     """One sentence per linear form and baseline, with the length from which the form is faster."""
-    of = {(row.direction, row.name, row.setting.length): row for row in rows}
+    by_point = {(row.direction, row.name, row.setting.length): row for row in rows}
     for direction, variant in product(DIRECTIONS, (case.spec for case in cases)):
         for other in (BASELINE, variant + PAIRWISE):
-            both = sorted(
-                n for d, name, n in of
-                if (d, name) == (direction, variant) and (d, other, n) in of
+            lengths = sorted(
+                n for d, name, n in by_point
+                if (d, name) == (direction, variant) and (d, other, n) in by_point
             )  # fmt: skip
             faster: list[int] = []
-            for n in both:
-                share = of[direction, variant, n].ratios.get(other)
+            for n in lengths:
+                share = by_point[direction, variant, n].ratios.get(other)
                 # A length that was not timed counts as slower.
                 faster = [*faster, n] if share is not None and share.median < 1 else []
-            if both:
-                found = f"not faster than {other} at N = {both[-1]}, the longest measured"
+            if lengths:
+                text = f"not faster than {other} at N = {lengths[-1]}, the longest measured"
                 if faster:
-                    found = f"faster than {other} from N = {faster[0]} on"
-                yield f"{variant}, {direction}: {found}"
+                    text = f"faster than {other} from N = {faster[0]} on"
+                yield f"{variant}, {direction}: {text}"

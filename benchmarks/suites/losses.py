@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace, cases: list[Case], report: Report) -> None
         )
         if args.memory:
             bench.memory = partial(peak_bytes, args, timer)
-        bench.run(groups, report)
+        bench.measure(groups, report)
 
 
 class LossBench(Bench):
@@ -174,17 +174,17 @@ class LossBench(Bench):
 
 
 def layers(args: argparse.Namespace, cases: list[Case]) -> Groups:
-    made = [setting_of(args, n, d) for n, d in zip(args.tokens, args.dims, strict=True)]
-    for setting in made:
+    settings = [setting_of(args, n, d) for n, d in zip(args.tokens, args.dims, strict=True)]
+    for setting in settings:
         chosen = [case for case in cases if not uses_moments(case)]
         yield setting, partial(list, implementations(chosen, setting))
     chosen = [case for case in cases if uses_moments(case)]
     if chosen:
-        many = replace(made[-1], classes=args.many_classes, head_dim=MANY_DIM, moments=True)
+        many = replace(settings[-1], classes=args.many_classes, head_dim=MANY_DIM, moments=True)
         yield many, partial(list, implementations(chosen, many))
     chosen = [case for case in cases if entmax_loss(case)]
     if chosen:
-        few = replace(made[0], length=min(PACKAGE_TOKENS, args.tokens[0]), packages=True)
+        few = replace(settings[0], length=min(PACKAGE_TOKENS, args.tokens[0]), packages=True)
         yield few, partial(list, implementations(chosen, few))
 
 
@@ -226,7 +226,7 @@ def implementations(cases: list[Case], setting: OutputSetting) -> Iterator[Imple
                 yield Implementation(name, case, inputs, make, "baseline")
     if setting.moments:
         for name, loss in MOMENT_LOSSES.items():
-            yield Implementation(name, SOFTMAX, inputs, partial(lambda found: found, loss))
+            yield Implementation(name, SOFTMAX, inputs, partial(lambda x: x, loss))
 
 
 # ---- memory -------------------------------------------------------------------------------------
@@ -240,17 +240,17 @@ def peak_bytes(args: argparse.Namespace, timer: Timer, e: Implementation, row: R
     setting = row.setting
     assert isinstance(setting, OutputSetting)
     if args.device == "cuda":
-        found = timer.peak_bytes(call(e.attend, e.inputs, row.direction))
+        peak = timer.peak_bytes(call(e.attend, e.inputs, row.direction))
     else:
         request = {"name": e.name, "case": asdict(e.case), "setting": asdict(setting),
             "direction": row.direction, "threads": args.threads,
             "plugin": args.plugin and str(args.plugin.resolve())}  # fmt: skip
-        found = memory.in_new_process(["losses", "--peak-of", json.dumps(request)], e.name)
-    if found is None or setting.top:
-        return found
-    found -= setting.gradient_bytes
-    row.figures["of_scores"] = found / setting.score_bytes
-    return found
+        peak = memory.in_new_process(["losses", "--peak-of", json.dumps(request)], e.name)
+    if peak is None or setting.top:
+        return peak
+    peak -= setting.gradient_bytes
+    row.figures["of_scores"] = peak / setting.score_bytes
+    return peak
 
 
 def print_peak(args: argparse.Namespace) -> int:
@@ -262,8 +262,8 @@ def print_peak(args: argparse.Namespace) -> int:
     case, setting = Case(**request["case"]), OutputSetting(**request["setting"])
 
     def prepare(setting: OutputSetting) -> Callable[[], object]:
-        found = implementations([case], setting)
-        e = next(e for e in found if e.name == request["name"])
+        members = implementations([case], setting)
+        e = next(e for e in members if e.name == request["name"])
         return call(e.make(), e.inputs, request["direction"])
 
     # The small call allocates the memory of libraries and threads, which should not be counted.

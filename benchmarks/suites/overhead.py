@@ -55,25 +55,25 @@ def run(args: argparse.Namespace) -> int:
     return time_calls(args, calls())
 
 
-def time_calls(args: argparse.Namespace, made: dict[str, Callable[[], object]]) -> int:
+def time_calls(args: argparse.Namespace, calls: dict[str, Callable[[], object]]) -> int:
     """Time the calls, print the table and write --json."""
     check_target("--json", args.json)
     before = {} if args.against is None else medians(args.against)
     torch.set_num_threads(1)
     where = environment()
-    width = 2 + max(map(len, made))
-    header = f"{'call':<{width}}{'µs':>8}{'quartiles':>16}{'− sdpa' if SDPA in made else '':>9}"
+    width = 2 + max(map(len, calls))
+    header = f"{'call':<{width}}{'µs':>8}{'quartiles':>16}{'− sdpa' if SDPA in calls else '':>9}"
     print(f"{headline(where)}\n{header}{'earlier' if before else '':>9}".rstrip())
     with torch.no_grad():
-        seconds = interleave({n: repeated(call) for n, call in made.items()}, args.repeats, 0.0)
-    found = {n: Spread.of([s / CALLS * 1e6 for s in spent]) for n, spent in seconds.items()}
-    for name, x in found.items():
+        seconds = interleave({n: repeated(call) for n, call in calls.items()}, args.repeats, 0.0)
+    spreads = {n: Spread.of([s / CALLS * 1e6 for s in spent]) for n, spent in seconds.items()}
+    for name, x in spreads.items():
         old = f"{before[name]:.1f}" if name in before else ""
         spread = f"{x.lower:.1f}–{x.upper:.1f}"
-        difference = f"{x.median - found[SDPA].median:.1f}" if SDPA in found else ""
+        difference = f"{x.median - spreads[SDPA].median:.1f}" if SDPA in spreads else ""
         print(f"{name:<{width}}{x.median:>8.1f}{spread:>16}{difference:>9}{old:>9}".rstrip())
     if args.json:
-        times = {name: asdict(spread) for name, spread in found.items()}
+        times = {name: asdict(spread) for name, spread in spreads.items()}
         write_json(args.json, {"environment": where, "microseconds": times})
     return 0
 
@@ -85,8 +85,8 @@ def medians(path: Path) -> dict[str, float]:
         UsageError: the file is not from this command.
     """
     try:
-        found = json.loads(path.read_text())["microseconds"]
-        return {name: float(spread["median"]) for name, spread in found.items()}
+        spreads = json.loads(path.read_text())["microseconds"]
+        return {name: float(spread["median"]) for name, spread in spreads.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"--against must be a file written by --json, got {path}") from error
 
@@ -94,18 +94,20 @@ def medians(path: Path) -> dict[str, float]:
 def calls() -> dict[str, Callable[[], object]]:
     q = torch.randn(1, HEADS, 1, HEAD_DIM)
     k, v = torch.randn(2, 1, HEADS, KEYS, HEAD_DIM)
-    made: dict[str, Callable[[], object]] = {SDPA: partial(F.scaled_dot_product_attention, q, k, v)}
+    functions: dict[str, Callable[[], object]] = {}
+    functions[SDPA] = partial(F.scaled_dot_product_attention, q, k, v)
     cases = [Case.parse(name, KEYS) for name in attnzoo.list_variants()]
-    made |= {c.spec: partial(attnzoo.attention, q, k, v, c.variant, **c.params) for c in cases}
+    for c in cases:
+        functions[c.spec] = partial(attnzoo.attention, q, k, v, c.variant, **c.params)
     modules = {
         c.spec: attnzoo.nn.Attention(c.variant, HEADS, head_dim=HEAD_DIM, **c.params) for c in cases
     }
-    return made | {f"nn.Attention {name}": partial(m, q, k, v) for name, m in modules.items()}
+    return functions | {f"nn.Attention {name}": partial(m, q, k, v) for name, m in modules.items()}
 
 
 def repeated(call: Callable[[], object]) -> Callable[[], None]:
-    def several() -> None:
+    def repeat() -> None:
         for _ in range(CALLS):
             call()
 
-    return several
+    return repeat

@@ -135,15 +135,15 @@ def measure(
     inputs = Inputs.make(setting, case, gradients=direction != "forward")
     implementations = implementations_of(case, inputs, args.backend, args.length, lengths)
     outputs = {}
-    for name, (attend, own) in implementations.items():
-        out = call(attend, own, "forward")()
+    for name, (attend, own_inputs) in implementations.items():
+        out = call(attend, own_inputs, "forward")()
         # (S, H, n, D) and (1, H, T, D) as (T, H, D)
         outputs[name] = out if out.dim() == 3 else out.transpose(1, 2).flatten(0, 1)
     expected = [outputs[BATCH], outputs[BATCH], outputs[CALLS[3]], outputs[CALLS[3]]]
     wrong = [
         name for name, want in zip(CALLS, expected, strict=True) if differs(outputs[name], want)
     ]
-    calls = {name: call(*made, direction) for name, made in implementations.items()}
+    calls = {name: call(*x, direction) for name, x in implementations.items()}
     seconds = interleave(calls, args.repeats, 0.0, warmup=1)
     return {
         "variant": case.spec, "direction": direction, "wrong": wrong,
@@ -164,13 +164,16 @@ def implementations_of(
     options = {"variant": case.variant, "backend": backend, **row.options, **row.params}
     batch = relaid(row, lambda x: x[0].unflatten(1, (-1, length)).transpose(0, 1))
     flat = relaid(row, lambda x: x[0].transpose(0, 1))
-    made: dict[str, tuple[Attend, Inputs]] = {BATCH: (partial(attnzoo.attention, **options), batch)}
+    implementations: dict[str, tuple[Attend, Inputs]] = {
+        BATCH: (partial(attnzoo.attention, **options), batch)
+    }
     even = [length] * (tokens // length)
-    for prefix, own in (("", even), ("ragged ", lengths)):
-        ids = torch.arange(len(own)).repeat_interleave(torch.tensor(own))[None]
-        made[f"{prefix}segments"] = partial(attnzoo.attention, segment_ids=ids, **options), row
-        made[f"{prefix}varlen"] = varlen(own, options), flat
-    return made
+    for prefix, sizes in (("", even), ("ragged ", lengths)):
+        ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))[None]
+        segments = partial(attnzoo.attention, segment_ids=ids, **options)
+        implementations[f"{prefix}segments"] = segments, row
+        implementations[f"{prefix}varlen"] = varlen(sizes, options), flat
+    return implementations
 
 
 def varlen(lengths: list[int], options: dict[str, Any]) -> Attend:
@@ -184,8 +187,8 @@ def varlen(lengths: list[int], options: dict[str, Any]) -> Attend:
 
 def relaid(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """The inputs in another layout, contiguous in memory."""
-    found = {}
+    tensors = {}
     for name in ("q", "k", "v", "do"):
         x = getattr(inputs, name)
-        found[name] = change(x.detach()).contiguous().requires_grad_(x.requires_grad)
-    return replace(inputs, **found)
+        tensors[name] = change(x.detach()).contiguous().requires_grad_(x.requires_grad)
+    return replace(inputs, **tensors)

@@ -12,7 +12,7 @@ from commandline.variants import VariantCall
 
 
 @dataclass(frozen=True)
-class Context:
+class RunContext:
     """Settings shared by all runs. Results of a task are stored in out/<task>.
 
     plugin_hash: the hash of the plugin's file that is in the keys; a worker checks it.
@@ -47,7 +47,7 @@ class AnyRun(ABC):
     tests: dict[Any, dict[str, Any]]
 
     @abstractmethod
-    def execute(self, context: Context, emit: Emit) -> str:
+    def execute(self, context: RunContext, emit: Emit) -> str:
         """Pass the results of each point to ``emit``; returns the status, such as "done"."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ from commandline.errors import UsageError
 from commandline.files import check_folder, check_writable
 from evals.experiment import Experiment
 from evals.harness import costs
-from evals.harness.any_run import AnyRun, Context
+from evals.harness.any_run import AnyRun, RunContext
 from evals.harness.loggers import Logger, open_loggers
 from evals.harness.options import Options
 from evals.harness.planning import plan_study
@@ -54,24 +54,24 @@ class Studies:
 
     def _sweep_runs(self) -> list[AnyRun]:
         shard, retry = self.options.shard, self.options.retry_failed
-        found: list[AnyRun] = []
+        runs: list[AnyRun] = []
         for name, study in self.studies.items():
             if isinstance(study, Study):
-                found += study.sweep_runs(self.folders[name].by_key, shard, retry)
-        return found
+                runs += study.sweep_runs(self.folders[name].by_key, shard, retry)
+        return runs
 
     def _reported_runs(self, undecided: bool = False) -> list[AnyRun]:
         shard, retry = self.options.shard, self.options.retry_failed
-        found: list[AnyRun] = []
+        runs: list[AnyRun] = []
         for name, study in self.studies.items():
-            more = {"undecided": undecided} if isinstance(study, Study) else {}
-            found += study.runs(self.folders[name].by_key, shard, retry, **more)
-        return found
+            options = {"undecided": undecided} if isinstance(study, Study) else {}
+            runs += study.runs(self.folders[name].by_key, shard, retry, **options)
+        return runs
 
     @property
     def workers(self) -> int:
-        given = self.options.workers
-        return default_workers(self.options.device) if given is None else given
+        workers = self.options.workers
+        return default_workers(self.options.device) if workers is None else workers
 
     def row(
         self, run: AnyRun, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
@@ -95,17 +95,17 @@ class Studies:
         shard, verbose = self.options.shard, self.options.verbose
         part = f" in shard {shard.index} of {shard.count}" if shard.count > 1 else ""
         for name, study in self.studies.items():
-            found = len(study.rows(self.folders[name].by_key))
-            mine = [run for run in self.runs if run.task == name]
-            print(f"{study.headline(len(mine))}{part}")
-            if found:
+            stored = len(study.rows(self.folders[name].by_key))
+            runs = [run for run in self.runs if run.task == name]
+            print(f"{study.headline(len(runs))}{part}")
+            if stored:
                 total = sum(1 for _ in study.row_specs())
-                print(f"  {found} of {total} results are already in {self.out / name}")
+                print(f"  {stored} of {total} results are already in {self.out / name}")
             if verbose:
                 place = (
                     f"on {counted(self.workers, 'worker')}" if self.workers else "in this process"
                 )
-                lines = study.details(mine, self.out)
+                lines = study.details(runs, self.out)
                 print("\n".join(lines), f"{place}; results in {self.out / name}")
             for line in study.left_out_lines():
                 print(line)
@@ -117,7 +117,7 @@ class Studies:
         """Execute the runs and return the failures."""
         if not self.runs:
             return []
-        context = Context(self.options.device, self.options.plugin, self.out, self.plugin_hash)
+        context = RunContext(self.options.device, self.options.plugin, self.out, self.plugin_hash)
         # If results cannot be written, the error comes before the training.
         for name in self.studies:
             check_writable("--out", self.out / name)
@@ -131,7 +131,7 @@ class Studies:
                 logger.close()
 
     def _execute(
-        self, runs: Sequence[AnyRun], context: Context, progress: Progress
+        self, runs: Sequence[AnyRun], context: RunContext, progress: Progress
     ) -> list[Failure]:
         if not runs:
             return []
@@ -145,18 +145,20 @@ class Studies:
         """Record the choices of the sweeps."""
         for name, study in self.studies.items():
             choices = study.choices(self.folders[name].by_key).items()
-            record(name, [(str(variant), at, found) for (at, variant), found in choices if found])
+            record(
+                name, [(str(variant), at, choice) for (at, variant), choice in choices if choice]
+            )
         print(f"recorded: {RECORD}")
 
     def missing(self) -> dict[str, int]:
         """The incomplete tasks by name, each with the number of its missing result rows."""
-        lacks = {}
+        missing = {}
         for name, study in self.studies.items():
             self.folders[name] = Folder(self.out / name, self.options.shard)
             total = sum(1 for _ in study.row_specs())
-            if left := total - len(study.rows(self.folders[name].by_key)):
-                lacks[name] = left
-        return lacks
+            if count := total - len(study.rows(self.folders[name].by_key)):
+                missing[name] = count
+        return missing
 
     def rows(self) -> list[Row]:
         """The stored result rows of these studies."""
@@ -168,13 +170,13 @@ class Studies:
 
     def other_rows(self) -> list[Row]:
         """The stored result rows of these tasks that were produced with other options."""
-        mine = {row["key"] for row in self.rows()}
+        keys = {row["key"] for row in self.rows()}
         folders = self.folders.values()
         return [
             row
             for folder in folders
             for row in folder.by_key.values()
-            if row["key"] not in mine and not is_validation(row)
+            if row["key"] not in keys and not is_validation(row)
         ]
 
 
@@ -227,13 +229,13 @@ def run_tasks(
             print(failure.traceback, file=sys.stderr)
     if any(failure.traceback for failure in failures) and not shared.verbose:
         print("Repeat the command with --verbose for the traceback.", file=sys.stderr)
-    lacks = studies.missing()
-    if lacks and shared.shard.count > 1 and not failures:
-        left = ", ".join(f"{count} of {name}" for name, count in lacks.items())
+    missing = studies.missing()
+    if missing and shared.shard.count > 1 and not failures:
+        left = ", ".join(f"{count} of {name}" for name, count in missing.items())
         print(f"This shard is done. Results of other shards are missing: {left}. The shard that "
               "finishes last prints the scores and writes the report.")  # fmt: skip
         return 0
-    if shared.record and not lacks:
+    if shared.record and not missing:
         studies.record()
     rows, others = studies.rows(), studies.other_rows()
     if rows:

@@ -65,7 +65,7 @@ def _splits(run: AnyRun) -> Mapping[str, str]:
     return run.splits
 
 
-def kind(run: AnyRun) -> tuple[object, ...]:
+def timing_key(run: AnyRun) -> tuple[object, ...]:
     """A key of all properties that affect a run's time. Runs with equal keys share timings."""
     if not isinstance(run, Run):
         return run.task, run.settings, run.variant, *run.tests
@@ -91,7 +91,10 @@ def timed(run: Run, device: str) -> Timed:
     long = max([n for n in run.tests if task.tokens(n) <= MOST_TOKENS], default=short)
     tests = {}
     for substitute in substitutes:
-        first, last = (_test(task, model, settings, n, substitute, device) for n in (short, long))
+        first, last = (
+            _seconds_per_sequence(task, model, settings, n, substitute, device)
+            for n in (short, long)
+        )
         tests[substitute] = _line_and_square(task.tokens(short), first, task.tokens(long), last)
     return Timed(step, tests)
 
@@ -104,7 +107,7 @@ def _step(task: Task, model: nn.Module, settings: Settings, device: str) -> None
 
 
 @torch.inference_mode()
-def _test(
+def _seconds_per_sequence(
     task: Task,
     model: nn.Module,
     settings: Settings,
@@ -167,22 +170,23 @@ def show(runs: Sequence[AnyRun], device: str, workers: int, verbose: bool) -> No
     device = "cuda:0" if device == "cuda" else device
     seconds: dict[str, list[float]] = {}
     for run in runs:
-        if (of := kind(run)) not in known:
+        if (key := timing_key(run)) not in known:
             with lean_arithmetic():
-                known[of] = _timed_if_it_fits(run, device)
+                known[key] = _timed_if_it_fits(run, device)
             if device != "cpu":
                 torch.cuda.empty_cache()
-        found = known[of]
-        if found is not None:
-            seconds.setdefault(run.task, []).append(found.of(run))
-        if found is None:
+        timing = known[key]
+        if timing is not None:
+            seconds.setdefault(run.task, []).append(timing.of(run))
+        if timing is None:
             print(f"  {run}: does not fit into memory here")
         elif verbose:
             rows = sum(map(len, run.tests.values()))
-            print(f"  {run}: {rows} results, about {found.of(run):.0f} s", flush=True)
+            print(f"  {run}: {rows} results, about {timing.of(run):.0f} s", flush=True)
     workers = max(1, min(workers, len(runs)))
-    for task, each in seconds.items():
-        print(f"{task}: {counted(len(each), 'run')}, about {clock(sum(each))} of computing time")
+    for task, estimates in seconds.items():
+        total = clock(sum(estimates))
+        print(f"{task}: {counted(len(estimates), 'run')}, about {total} of computing time")
     total = sum(map(sum, seconds.values())) / workers
     timings = ["one training step and a few test sequences of each model"] * any(
         isinstance(run, Run) for run in runs

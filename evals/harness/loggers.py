@@ -56,14 +56,14 @@ class Wandb:
     def scalar(self, run: str, name: str, value: float, step: int) -> None:
         if run not in self._runs:
             self._out.mkdir(parents=True, exist_ok=True)
-            found = self._wandb.init(
+            wandb_run = self._wandb.init(
                 project="attnzoo-evals", name=run, dir=str(self._out), reinit="create_new"
             )
-            found.define_metric("length")
-            found.define_metric("step")
-            found.define_metric("test/*", step_metric="length")
-            found.define_metric("train/*", step_metric="step")
-            self._runs[run] = found
+            wandb_run.define_metric("length")
+            wandb_run.define_metric("step")
+            wandb_run.define_metric("test/*", step_metric="length")
+            wandb_run.define_metric("train/*", step_metric="step")
+            self._runs[run] = wandb_run
         axis = "length" if name.startswith("test/") else "step"
         self._runs[run].log({name: value, axis: step})
 
@@ -81,15 +81,15 @@ def open_loggers(names: Sequence[LoggerName], out: Path) -> list[Logger]:
     Raises:
         UsageError: a package is not installed.
     """
-    found: list[Logger] = []
+    loggers: list[Logger] = []
     for name in names:
         try:
-            found.append(_KINDS[name](out))
+            loggers.append(_KINDS[name](out))
         except ImportError as error:
             raise UsageError(
                 f"--log {name} needs a package: pip install {name} ({error})"
             ) from error
-    return found
+    return loggers
 
 
 def _file_name(run: str) -> str:

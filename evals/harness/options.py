@@ -20,7 +20,7 @@ from commandline.arguments import add_plugin, did_you_mean, numbers
 from commandline.errors import UsageError
 from commandline.variants import split_list
 from evals.results.rows import first_error
-from evals.results.store import WHOLE, Shard
+from evals.results.store import UNSHARDED, Shard
 from evals.task import MAX_LENGTH, MAX_SETTING, RECORDED
 from evals.tasks import EXPERIMENTS, TASKS, presets_of
 from evals.tasks.checks import checked_candidates
@@ -55,13 +55,13 @@ def _shard(text: str) -> Shard:
 
 def _shard_from_environment() -> str:
     """Read I/N from torchrun or SLURM. SLURM indices may start above 0 and have a step."""
-    found = os.environ
-    if "RANK" in found and "WORLD_SIZE" in found:
-        return f"{found['RANK']}/{found['WORLD_SIZE']}"
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return f"{env['RANK']}/{env['WORLD_SIZE']}"
     array = "SLURM_ARRAY_TASK_"
-    if f"{array}ID" in found and f"{array}COUNT" in found:
-        first, step = int(found.get(f"{array}MIN", 0)), int(found.get(f"{array}STEP", 1))
-        return f"{(int(found[f'{array}ID']) - first) // step}/{found[f'{array}COUNT']}"
+    if f"{array}ID" in env and f"{array}COUNT" in env:
+        first, step = int(env.get(f"{array}MIN", 0)), int(env.get(f"{array}STEP", 1))
+        return f"{(int(env[f'{array}ID']) - first) // step}/{env[f'{array}COUNT']}"
     raise argparse.ArgumentTypeError(
         f"must be I/N: env needs RANK and WORLD_SIZE, or {array}ID and {array}COUNT, to be set"
     )
@@ -90,23 +90,23 @@ def _sweep(text: str) -> tuple[str, Any]:
         ) from None
 
 
-def _named_once(option: str, given: Sequence[tuple[str, Any]]) -> list[str]:
+def _named_once(option: str, pairs: Sequence[tuple[str, Any]]) -> list[str]:
     """The names in pairs (name, value) of a repeatable option; raises UsageError for a repeated
     name."""
-    names = [name for name, _ in given]
+    names = [name for name, _ in pairs]
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
         raise UsageError(f"{option} must name a setting once, got {twice[0]} twice")
     return names
 
 
-def _sweep_of_line(given: Sequence[tuple[str, Any]]) -> Mapping[str, Any] | str:
+def _sweep_of_line(sweeps: Sequence[tuple[str, Any]]) -> Mapping[str, Any] | str:
     """The option ``sweep`` from the arguments of --sweep."""
-    names = _named_once("--sweep", given)
+    names = _named_once("--sweep", sweeps)
     if words := {NO_SWEEP, RECORDED} & set(names):
         if len(names) > 1:
             raise UsageError(f"--sweep {words.pop()} must be the only --sweep")
         return names[0]
-    return dict(given)
+    return dict(sweeps)
 
 
 def _checked_sweep(value: Any) -> Mapping[str, Sequence[float]] | str | None:
@@ -123,14 +123,14 @@ def _checked_sweep(value: Any) -> Mapping[str, Sequence[float]] | str | None:
 
 
 @dataclass(frozen=True)
-class Read:
+class Parse:
     """The function that parses an option's text on the command line."""
 
     function: Callable[[str], Any]
 
 
-Count = Annotated[int | None, Field(ge=1, le=MAX_SETTING), Read(int)]
-Names = Annotated[Sequence[str] | None, Field(min_length=1), Read(split_list)]
+Count = Annotated[int | None, Field(ge=1, le=MAX_SETTING), Parse(int)]
+Names = Annotated[Sequence[str] | None, Field(min_length=1), Parse(split_list)]
 Length = Annotated[int, Field(ge=2, le=MAX_LENGTH)]
 
 
@@ -154,7 +154,7 @@ class Options(BaseModel):
         None, title="none,rope,…", description="Combine each variant with these position encodings"
     )
     seeds: Count = Field(None, title="N", description="Train with the seeds 0 to N - 1")
-    lengths: Annotated[Sequence[Length] | None, Read(numbers)] = Field(
+    lengths: Annotated[Sequence[Length] | None, Parse(numbers)] = Field(
         None, title="N,N,…", min_length=1,
         description="Evaluate at these lengths and at the train length",
     )  # fmt: skip
@@ -167,11 +167,11 @@ class Options(BaseModel):
         description="Train with this output layer: a variant, mixture(components=K) or adaptive "
         "(default: softmax)",
     )  # fmt: skip
-    settings: Annotated[Mapping[str, Any], Read(_setting)] = Field(
+    settings: Annotated[Mapping[str, Any], Parse(_setting)] = Field(
         {}, title="NAME=VALUE",
         description="Change a setting of the task (repeatable); an unknown NAME lists all settings",
     )  # fmt: skip
-    sweep: Annotated[Any, BeforeValidator(_checked_sweep), Read(_sweep)] = Field(
+    sweep: Annotated[Any, BeforeValidator(_checked_sweep), Parse(_sweep)] = Field(
         None, title="NAME=V,V,…",
         description="Train each variant with the best of these values of a setting (repeatable); "
         "recorded: the values that a recorded sweep chose; none: no sweep",
@@ -180,22 +180,22 @@ class Options(BaseModel):
         False, description="Record the choices of the sweep in evals/tasks/tuned.json"
     )
     plugin: Path | None = Field(None, strict=False)  # described by `add_plugin`
-    workers: Annotated[int | None, Read(int)] = Field(
+    workers: Annotated[int | None, Parse(int)] = Field(
         None, title="N", ge=0,
         description="Use N worker processes (default: one per core or GPU); 0: no worker process",
     )  # fmt: skip
-    shard: Annotated[Shard, BeforeValidator(_checked_shard), Read(_shard)] = Field(
-        WHOLE, title="I/N",
+    shard: Annotated[Shard, BeforeValidator(_checked_shard), Parse(_shard)] = Field(
+        UNSHARDED, title="I/N",
         description="Run part I of N (I from 0); env reads I and N from torchrun or a SLURM array",
     )  # fmt: skip
-    out: Annotated[Path | None, Read(Path)] = Field(
+    out: Annotated[Path | None, Parse(Path)] = Field(
         None, title="DIR", strict=False,
         description="Write results to DIR, or continue those in it (default: results/PRESET)",
     )  # fmt: skip
     device: str = Field(
         "cpu", title="NAME", description="Run on cpu, cuda or cuda:N (default: cpu)"
     )
-    log: Annotated[Sequence[LoggerName], Read(split_list)] = Field(
+    log: Annotated[Sequence[LoggerName], Parse(split_list)] = Field(
         (), title="NAME,…",
         description=f"Also log losses and metrics to {', '.join(get_args(LoggerName))}",
     )  # fmt: skip
@@ -231,10 +231,10 @@ def add_arguments(parser: argparse.ArgumentParser, experiment: bool = False) -> 
         if field.annotation is bool:
             parser.add_argument(flag, action="store_true", help=field.description)
         elif field.description:
-            reads = [found.function for found in field.metadata if isinstance(found, Read)]
+            parsers = [x.function for x in field.metadata if isinstance(x, Parse)]
             layers = experiment and name == "variants"
             parser.add_argument(
-                flag, dest=name, type=reads[0] if reads else str,
+                flag, dest=name, type=parsers[0] if parsers else str,
                 metavar="a,b(x=1)" if layers else field.title,
                 action="append" if name in ("settings", "sweep") else "store",
                 help="Train and evaluate these output layers" if layers else field.description,
@@ -242,7 +242,7 @@ def add_arguments(parser: argparse.ArgumentParser, experiment: bool = False) -> 
             )  # fmt: skip
 
 
-def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]:
+def gather(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]:
     """The options of each named task, from the file and the command line; the command line wins.
 
     In the file, a table named after a task has options for that task only. With several tasks, a
@@ -251,12 +251,12 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
     Raises:
         UsageError: the file cannot be read, or an option is unknown or out of bounds.
     """
-    line = {name: value for name, value in vars(given).items() if name not in ("command", "config")}
+    line = {name: value for name, value in vars(args).items() if name not in ("command", "config")}
     _named_once("--set", line.get("settings", []))
     line["settings"] = dict(line.get("settings", []))
     if "sweep" in line:
         line["sweep"] = _sweep_of_line(line["sweep"])
-    file = _read(given.config) if "config" in given else {}
+    file = _read(args.config) if "config" in args else {}
     commands = (*TASKS, *EXPERIMENTS)
     shared = {name: value for name, value in file.items() if name not in commands}
     several = len(names) > 1
@@ -265,7 +265,7 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
             if several and not any(name in settings_of(task) for task in names):
                 every = set().union(*map(settings_of, names))
                 raise UsageError(f"no task has a setting {name!r}{did_you_mean(name, every)}")
-    found = {}
+    options = {}
     for task in names:
         merged: dict[str, Any] = {}
         for layer in (shared, file.get(task, {}), line):
@@ -273,14 +273,14 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
                 layer = _without_unknown(task, layer)
             settings = {**merged.get("settings", {}), **layer.get("settings", {})}
             merged |= {**layer, "settings": settings}
-        found[task] = _with_local_rank(_valid(merged, "--"))
-    return found
+        options[task] = _with_local_rank(_valid(merged, "--"))
+    return options
 
 
-def _valid(given: Mapping[str, Any], where: str) -> Options:
+def _valid(options: Mapping[str, Any], where: str) -> Options:
     """Check options; raises UsageError for the first invalid one."""
     try:
-        return Options.model_validate(given)
+        return Options.model_validate(options)
     except ValidationError as error:
         raise UsageError(f"{where}{first_error(error)}") from error
 
@@ -300,15 +300,15 @@ def no_setting(task: str, name: str, known: Collection[str]) -> str:
 
 def _without_unknown(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
     """Drop settings that this task does not have, and encodings if it supports only "none"."""
-    mine = dict(layer)
-    if "settings" in mine:
+    options = dict(layer)
+    if "settings" in options:
         known = settings_of(task)
-        mine["settings"] = {name: x for name, x in mine["settings"].items() if name in known}
+        options["settings"] = {name: x for name, x in options["settings"].items() if name in known}
     if TASKS[task].positions == ("none",):
-        mine.pop("positions", None)
+        options.pop("positions", None)
     if "output" not in settings_of(task):
-        mine.pop("output", None)
-    return mine
+        options.pop("output", None)
+    return options
 
 
 def _with_local_rank(options: Options) -> Options:
@@ -324,10 +324,10 @@ def _with_local_rank(options: Options) -> Options:
 def plugin_of_file(path: Path | None) -> Path | None:
     """The plugin named by a TOML file, if any. `gather` reports errors in the file."""
     try:
-        found = None if path is None else _parsed(path).get("plugin")
+        plugin = None if path is None else _parsed(path).get("plugin")
     except UsageError:
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(plugin) if isinstance(plugin, str) else None
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -347,16 +347,16 @@ def _read(path: Path) -> dict[str, Any]:
         if isinstance(value, dict) and name not in Options.model_fields:
             hint = did_you_mean(name, commands) or f"; known: {', '.join(commands)}"
             raise UsageError(f"--config {path}: unknown task [{name}]{hint}")
-    found: dict[str, Any] = _checked(path, "", content, list(Options.model_fields))
+    options: dict[str, Any] = _checked(path, "", content, list(Options.model_fields))
     for task, table in tables.items():
         if not isinstance(table, dict):
             raise UsageError(f"--config {path}: {task} must be a table, got {table!r}")
         names = EXPERIMENT_OPTIONS if task in EXPERIMENTS else TASK_OPTIONS
-        found[task] = _checked(path, f"[{task}] ", table, names)
-        for name in found[task].get("settings", {}):
+        options[task] = _checked(path, f"[{task}] ", table, names)
+        for name in options[task].get("settings", {}):
             if name not in (known := settings_of(task)):
                 raise UsageError(f"--config {path}: {no_setting(task, name, known)}")
-    return found
+    return options
 
 
 def _checked(

@@ -35,31 +35,33 @@ def origin() -> dict[str, str]:
 
 def chosen_settings(task: str, preset: Any, options: Options) -> Any:
     """The preset's settings with the values from the options, validated."""
-    given = dict(options.settings)
+    changes = dict(options.settings)
     for name in ("steps", "output"):
-        if (value := getattr(options, name)) is not None and name in given:
+        if (value := getattr(options, name)) is not None and name in changes:
             raise UsageError(
-                f"{name} must be given once, got --{name} {value} and --set {name}={given[name]}"
+                f"{name} must be given once, got --{name} {value} and --set {name}={changes[name]}"
             )
     if options.steps is not None:
-        given["steps"] = options.steps
+        changes["steps"] = options.steps
     known = vars(preset)
     if options.output is not None:
         if "output" not in known:
             raise UsageError(
                 f"--output must not be given for {task}: its output layer is always softmax"
             )
-        given["output"] = options.output
-    for name, value in given.items():
+        changes["output"] = options.output
+    for name, value in changes.items():
         if name not in known:
             raise UsageError(no_setting(task, name, known))
-        kind = type(known[name])
-        if isinstance(value, int) and not isinstance(value, bool) and kind is float:
-            value = given[name] = float(value)
-        if type(value) is not kind:
-            raise UsageError(f"setting {name} must be of type {kind.__name__}, got {value!r}")
+        expected_type = type(known[name])
+        if isinstance(value, int) and not isinstance(value, bool) and expected_type is float:
+            value = changes[name] = float(value)
+        if type(value) is not expected_type:
+            raise UsageError(
+                f"setting {name} must be of type {expected_type.__name__}, got {value!r}"
+            )
     try:
-        return replace(preset, **given)
+        return replace(preset, **changes)
     except ValueError as error:
         raise UsageError(f"setting {error}") from error
 
@@ -67,13 +69,13 @@ def chosen_settings(task: str, preset: Any, options: Options) -> Any:
 def check_device(device: str) -> None:
     """Raise UsageError unless the device exists."""
     try:
-        found = torch.device(device)
+        torch_device = torch.device(device)
     except RuntimeError:
         raise UsageError(f"--device must be cpu, cuda or cuda:N, got {device!r}") from None
-    if device != "cpu" and found.type != "cuda":
+    if device != "cpu" and torch_device.type != "cuda":
         raise UsageError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
-    if found.type == "cuda":
-        index, count = found.index or 0, torch.cuda.device_count()
+    if torch_device.type == "cuda":
+        index, count = torch_device.index or 0, torch.cuda.device_count()
         if index >= count:
             raise UsageError(
                 f"--device must be a device that exists, got {device!r}; torch finds {count} GPU(s)"

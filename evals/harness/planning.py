@@ -47,10 +47,10 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     check_device(options.device)
     seeds = preset.seeds if options.seeds is None else options.seeds
     settings = chosen_settings(task.name, preset.settings, options)
-    asked = list(preset.lengths if options.lengths is None else options.lengths)
-    check_unique("--lengths", asked)
+    eval_lengths = list(preset.lengths if options.lengths is None else options.lengths)
+    check_unique("--lengths", eval_lengths)
     # Results always include the train length.
-    lengths = tuple(sorted({settings.train_longest, *asked}))
+    lengths = tuple(sorted({settings.train_longest, *eval_lengths}))
     positions = preset.positions if options.positions is None else tuple(options.positions)
     if options.positions is not None and not set(positions) <= set(task.positions):
         raise UsageError(
@@ -100,7 +100,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     left_out = _left_out(specs, positions, sizes)
     study = Study(
         task, specs, positions, seeds, lengths, settings, options.device, plugins, left_out, sweep,
-        _own(preset, options),
+        _variant_settings(preset, options),
     )  # fmt: skip
     for values in sweep.candidates:
         try:
@@ -110,15 +110,15 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     return study
 
 
-def _own(preset: Preset, options: Options) -> dict[str, Mapping[str, Any]]:
+def _variant_settings(preset: Preset, options: Options) -> dict[str, Mapping[str, Any]]:
     """The settings that the preset gives to some variants, unless an option gives them to all."""
-    given = {*options.settings}
-    given |= {name for name in ("steps", "output") if getattr(options, name) is not None}
-    kept = {
-        name: {key: value for key, value in own.items() if key not in given}
-        for name, own in preset.own.items()
+    option_names = {*options.settings}
+    option_names |= {name for name in ("steps", "output") if getattr(options, name) is not None}
+    settings_left = {
+        name: {key: value for key, value in settings.items() if key not in option_names}
+        for name, settings in preset.variant_settings.items()
     }
-    return {name: own for name, own in kept.items() if own}
+    return {name: settings for name, settings in settings_left.items() if settings}
 
 
 def _check_data(task: Task, split: str, length: int, settings: Settings, verbose: bool) -> None:
@@ -158,28 +158,28 @@ def _left_out(
     Raises:
         UsageError: a variant supports none of the position encodings.
     """
-    found: dict[tuple[Spec, str], str] = {}
+    reasons: dict[tuple[Spec, str], str] = {}
     for spec in specs:
         for encoding in positions:
             for variant in dict.fromkeys((spec.train, spec.test)):
                 if (reason := unsupported(variant, sizes, encoding)) is not None:
-                    found[spec, encoding] = reason
-        mine = [reason for (other, _), reason in found.items() if other == spec]
-        if len(mine) == len(positions):
+                    reasons[spec, encoding] = reason
+        spec_reasons = [reason for (other, _), reason in reasons.items() if other == spec]
+        if len(spec_reasons) == len(positions):
             known = {spec.train.name, spec.test.name} <= {*attnzoo.list_variants()}
             hint = "" if known else "; --plugin FILE.py loads your own variant"
-            raise UsageError(f"variant {spec}: {mine[0]}{hint}")
-    return found
+            raise UsageError(f"variant {spec}: {spec_reasons[0]}{hint}")
+    return reasons
 
 
 def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str | None:
     """The reason why a variant does not support these numbers of keys or this encoding, or None."""
     try:
-        made = attnzoo.nn.host_attention(
+        attention = attnzoo.nn.host_attention(
             variant.wrapper_choice, variant.name, variant.heads or 1, 64, variant.params,
             key_dim=64, qk_dim=8, v_dim=8,
         )  # fmt: skip
-        module = made.attention if isinstance(made, attnzoo.nn.Wrapper) else made
+        module = attention.attention if isinstance(attention, attnzoo.nn.Wrapper) else attention
         heads = module.num_heads
         biased = positions in attnzoo.nn.Transformer.BIASED
         options = {"alibi": torch.ones(heads)} if biased else {}

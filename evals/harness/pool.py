@@ -25,7 +25,7 @@ import torch
 from commandline.errors import UsageError
 from commandline.files import NotWritten
 from commandline.variants import load_plugin
-from evals.harness.any_run import AnyRun, Context, Message
+from evals.harness.any_run import AnyRun, Message, RunContext
 from evals.harness.plugins import check_unchanged
 from evals.harness.progress import Progress
 from evals.harness.runs import NOT_TRAINED
@@ -48,7 +48,7 @@ class Failure(NamedTuple):
         return Failure(str(run), reason, text)
 
 
-def _work_loop(pipe: Connection, context: Context) -> None:
+def _work_loop(pipe: Connection, context: RunContext) -> None:
     """The main function of a worker: execute runs from the pipe until None or the parent's exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
@@ -108,12 +108,12 @@ def _forward(listener: Listener, progress: Progress, run: AnyRun, message: Messa
 class _Worker:
     """A process, its current run, and the point it is working on (None: training)."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: RunContext) -> None:
         spawn = get_context("spawn")
-        self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=_work_loop, args=(theirs, context), daemon=True)
+        self.pipe, worker_pipe = spawn.Pipe()
+        self.process = spawn.Process(target=_work_loop, args=(worker_pipe, context), daemon=True)
         self.process.start()
-        theirs.close()
+        worker_pipe.close()
         self.run: AnyRun | None = None
         self.stage: Any = None
 
@@ -130,7 +130,7 @@ class _Worker:
 class Pool:
     """Executes runs on worker processes. A failed run does not end the others."""
 
-    def __init__(self, contexts: list[Context], listener: Listener, progress: Progress) -> None:
+    def __init__(self, contexts: list[RunContext], listener: Listener, progress: Progress) -> None:
         self.contexts = contexts  # one for each worker
         self.listener = listener
         self.progress = progress
@@ -223,15 +223,15 @@ class Pool:
         for point in [stage] if stage in run.tests else list(run.tests):
             for key in run.tests[point]:
                 self.listener.row(run, key, point, failure, NOT_TRAINED)
-        left = {n: t for n, t in run.tests.items() if stage in run.tests and n != stage}
-        if not left:
+        tests = {n: t for n, t in run.tests.items() if stage in run.tests and n != stage}
+        if not tests:
             self.progress.finish(str(run), "out of memory")
             return []
-        return [replace(run, tests=left)]
+        return [replace(run, tests=tests)]
 
 
 def execute_here(
-    runs: Iterable[AnyRun], context: Context, listener: Listener, progress: Progress
+    runs: Iterable[AnyRun], context: RunContext, listener: Listener, progress: Progress
 ) -> list[Failure]:
     """Execute all runs in this process (``--workers 0``) and return the failures."""
     failures = []

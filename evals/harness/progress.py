@@ -20,9 +20,9 @@ def clock(seconds: float) -> str:
     >>> clock(75), clock(3700)
     ('1:15', '1:01:40')
     """
-    whole = int(seconds)
-    minutes = f"{whole // 60 % 60:02d}:{whole % 60:02d}"
-    return f"{whole // 3600}:{minutes}" if whole >= 3600 else minutes.removeprefix("0")
+    total = int(seconds)
+    minutes = f"{total // 60 % 60:02d}:{total % 60:02d}"
+    return f"{total // 3600}:{minutes}" if total >= 3600 else minutes.removeprefix("0")
 
 
 def counted(count: int, noun: str) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 
 from commandline.files import write_whole
 from commandline.variants import VariantCall
-from evals.harness.any_run import AnyRun, Context, Emit
+from evals.harness.any_run import AnyRun, Emit, RunContext
 from evals.harness.training import NotFinite, evaluate, train
 from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.heads import learned
@@ -67,14 +67,14 @@ class Run(AnyRun):
     def point_text(self, point: int) -> str:
         return f"n = {point}"
 
-    def execute(self, context: Context, emit: Emit) -> str:
+    def execute(self, context: RunContext, emit: Emit) -> str:
         return execute(self, context, emit)
 
 
 NOT_TRAINED: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}
 
 
-def obtain_model(run: Run, context: Context, emit: Emit) -> tuple[nn.Module, dict[str, Any]]:
+def obtain_model(run: Run, context: RunContext, emit: Emit) -> tuple[nn.Module, dict[str, Any]]:
     """Load or train the model; returns it, and a dict of training time and learned parameters."""
     task, path = TASKS[run.task], run.model(context.out)
     if path.exists():
@@ -119,7 +119,7 @@ def _training_share(run: Run) -> float:
     return train_work / (train_work + sum(test_work.values()))
 
 
-def execute(run: Run, context: Context, emit: Emit) -> str:
+def execute(run: Run, context: RunContext, emit: Emit) -> str:
     """Train or load the model, evaluate it at each length, and pass the results to ``emit``.
 
     Returns "done", or "failed (nan)" or "failed (oom)" if the training failed.

@@ -22,7 +22,7 @@ from evals.harness.progress import counted
 from evals.harness.runs import Run
 from evals.harness.sweeps import SWEEP_SEEDS, Choice, Sweep, Values, choose
 from evals.measures.metrics import Outcome
-from evals.results.store import WHOLE, Row, Shard
+from evals.results.store import UNSHARDED, Row, Shard
 from evals.results.tuned import values_text
 from evals.task import VALIDATION, Settings, Task
 
@@ -31,7 +31,7 @@ EVALUATION = 2  # version of the evaluation code: part of every row's key
 
 
 # A variant to train, with its position encoding.
-Trained = tuple[str, VariantCall]
+TrainedVariant = tuple[str, VariantCall]
 
 
 class RowSpec(NamedTuple):
@@ -49,8 +49,8 @@ class Study:
 
     plugins: maps the names that a plugin registers to the hash of its file; a changed file
     changes the keys. left_out: the reason for each unsupported pair of variant and position
-    encoding. sweep: the sweep before the reported runs. own: settings that only some variants have,
-    by their names.
+    encoding. sweep: the sweep before the reported runs. variant_settings: settings that only some
+    variants have, by their names.
     """
 
     task: Task
@@ -63,7 +63,7 @@ class Study:
     plugins: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
     sweep: Sweep = field(default_factory=Sweep)
-    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    variant_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def row_specs(self) -> Iterator[RowSpec]:
         """The specs of all result rows, ordered by seed.
@@ -77,40 +77,42 @@ class Study:
                         for length in self.lengths:
                             yield RowSpec(spec, positions, seed, length)
 
-    def trained(self) -> list[Trained]:
+    def trained(self) -> list[TrainedVariant]:
         """The variants that are trained, with their position encodings."""
         return list(dict.fromkeys((row.positions, row.spec.train) for row in self.row_specs()))
 
     def settings_with(self, variant: VariantCall, values: Mapping[str, float]) -> Settings:
         """The settings of a variant, with tuned values."""
-        return replace(self.settings, **{**self.own.get(variant.name, {}), **values})
+        return replace(self.settings, **{**self.variant_settings.get(variant.name, {}), **values})
 
-    def choice(self, trained: Trained, by_key: Mapping[str, Row]) -> Choice | None:
+    def choice(self, trained: TrainedVariant, by_key: Mapping[str, Row]) -> Choice | None:
         """The tuned values of a variant; None while results of its sweep are missing."""
         positions, variant = trained
         if self.sweep.recorded is not None:
             return self.sweep.recorded.get((str(variant), positions), Choice({}))
         if not self.sweep.grid:
             return Choice({})
-        candidates, found = self.sweep.candidates, []
+        candidates, candidate_rows = self.sweep.candidates, []
         for values in candidates:
             keys = [self._validation_key(trained, values, seed) for seed in SWEEP_SEEDS]
             if any(key not in by_key for key in keys):
                 return None
-            found.append([by_key[key] for key in keys])
+            candidate_rows.append([by_key[key] for key in keys])
         score = self.task.score
-        return choose(candidates, found, score.name, score.lower_is_better)
+        return choose(candidates, candidate_rows, score.name, score.lower_is_better)
 
-    def choices(self, by_key: Mapping[str, Row]) -> dict[Trained, Choice | None]:
+    def choices(self, by_key: Mapping[str, Row]) -> dict[TrainedVariant, Choice | None]:
         """The choice of each trained variant."""
         return {trained: self.choice(trained, by_key) for trained in self.trained()}
 
     def _shared(self, variant: VariantCall) -> dict[str, object]:
         """The settings in which this variant may differ from others of the same table, with what
         the table says in place of their values; None if it leaves them out."""
-        base = self.settings.identity()
-        own = {name: base.get(name) for name in self.own.get(variant.name, {})}
-        return {**own, **self.sweep.words}
+        settings = self.settings.identity()
+        own_values = {
+            name: settings.get(name) for name in self.variant_settings.get(variant.name, {})
+        }
+        return {**own_values, **self.sweep.words}
 
     def _variant(self, variant: VariantCall) -> dict[str, object]:
         identity = variant.identity()
@@ -125,8 +127,8 @@ class Study:
         """
         output = self.settings.output_layer
         names = [f"task {self.task.name}", *([] if output is None else [output.name])]
-        found = dict.fromkeys(self.plugins[name] for name in names if name in self.plugins)
-        return ", ".join([self.task.data_version(), *(f"plugin {x[:8]}" for x in found)])
+        hashes = dict.fromkeys(self.plugins[name] for name in names if name in self.plugins)
+        return ", ".join([self.task.data_version(), *(f"plugin {x[:8]}" for x in hashes)])
 
     def training_key(
         self, variant: VariantCall, positions: str, seed: int, values: Mapping[str, float] = _NONE
@@ -167,7 +169,7 @@ class Study:
             }
         )
 
-    def _validation_key(self, trained: Trained, values: Values, seed: int) -> str:
+    def _validation_key(self, trained: TrainedVariant, values: Values, seed: int) -> str:
         """The key of a result of the sweep."""
         positions, variant = trained
         length = self.settings.train_longest
@@ -188,14 +190,14 @@ class Study:
     def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
         """Select the stored rows that belong to this study, in the order of `row_specs`."""
         choices = self.choices(by_key)
-        found = ((row, choices[row.positions, row.spec.train]) for row in self.row_specs())
-        keys = (self.row_key(row, choice.values) for row, choice in found if choice is not None)
+        chosen = ((row, choices[row.positions, row.spec.train]) for row in self.row_specs())
+        keys = (self.row_key(row, choice.values) for row, choice in chosen if choice is not None)
         return [by_key[key] for key in keys if key in by_key]
 
     def runs(
         self,
         by_key: Mapping[str, Row],
-        shard: Shard = WHOLE,
+        shard: Shard = UNSHARDED,
         retry: bool = False,
         undecided: bool = False,
     ) -> list[Run]:
@@ -207,7 +209,7 @@ class Study:
         choices = self.choices(by_key)
         if undecided and self.sweep.grid:
             first = Choice(self.sweep.candidates[0])
-            choices = {trained: found or first for trained, found in choices.items()}
+            choices = {trained: choice or first for trained, choice in choices.items()}
         tests: dict[tuple[int, str, VariantCall], dict[int, dict[str, VariantCall | None]]] = {}
         for row in self.row_specs():
             lengths = tests.setdefault((row.seed, row.positions, row.spec.train), {})
@@ -219,28 +221,28 @@ class Study:
                 substitute = row.spec.test if row.spec.is_substitution else None
                 lengths.setdefault(row.length, {})[key] = substitute
         if self.sweep.grid:
-            here = self._swept(shard)
-            mine = [item for item in tests.items() if item[0][1:] in here]
+            shard_variants = self._swept(shard)
+            shard_tests = [item for item in tests.items() if item[0][1:] in shard_variants]
         else:
-            mine = list(tests.items())[shard.index :: shard.count]
+            shard_tests = list(tests.items())[shard.index :: shard.count]
         return [
-            self._run((positions, variant), seed, missing, choices[positions, variant])
-            for (seed, positions, variant), missing in mine
+            self._reported_run((positions, variant), seed, missing, choices[positions, variant])
+            for (seed, positions, variant), missing in shard_tests
             if missing
         ]
 
     def sweep_runs(
-        self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
+        self, by_key: Mapping[str, Row], shard: Shard = UNSHARDED, retry: bool = False
     ) -> list[Run]:
         """The shard's runs of the sweep that have no result yet, or with ``retry`` a failed one."""
-        found = []
+        runs = []
         for seed in SWEEP_SEEDS if self.sweep.grid else ():
             for trained in self._swept(shard):
                 for values in self.sweep.candidates:
                     key = self._validation_key(trained, values, seed)
                     if key not in by_key or (retry and by_key[key]["status"] != "ok"):
                         positions, variant = trained
-                        found.append(
+                        runs.append(
                             Run(
                                 self.task.name, variant, seed, self.settings_with(variant, values),
                                 {self.settings.train_longest: {key: None}}, positions,
@@ -248,15 +250,15 @@ class Study:
                                 values_text(values), {"split": VALIDATION},
                             )
                         )  # fmt: skip
-        return found
+        return runs
 
-    def _swept(self, shard: Shard) -> list[Trained]:
+    def _swept(self, shard: Shard) -> list[TrainedVariant]:
         """The shard's variants in a study with a sweep."""
         return self.trained()[shard.index :: shard.count]
 
-    def _run(
+    def _reported_run(
         self,
-        trained: Trained,
+        trained: TrainedVariant,
         seed: int,
         tests: dict[int, dict[str, VariantCall | None]],
         choice: Choice | None,

@@ -67,7 +67,7 @@ class Sweep:
     def names(self) -> list[str]:
         """The tuned settings."""
         if self.recorded is not None:
-            return sorted({name for found in self.recorded.values() for name in found.values})
+            return sorted({name for choice in self.recorded.values() for name in choice.values})
         return list(self.grid)
 
     @property
@@ -81,12 +81,11 @@ def choose(
 ) -> Choice:
     """The choice, from the rows of each candidate, one row per seed."""
     tried, means = [], []
-    for values, mine in zip(candidates, rows, strict=True):
-        scores = [row["metrics"][score] if row["status"] == "ok" else None for row in mine]
-        good = [found for found in scores if found is not None]
-        whole = len(good) == len(scores)
-        mean = sum(good) / len(good) if whole else math.inf if lower_is_better else -math.inf
-        means.append(mean if lower_is_better else -mean)
+    for values, seed_rows in zip(candidates, rows, strict=True):
+        scores = [row["metrics"][score] if row["status"] == "ok" else None for row in seed_rows]
+        valid = [x for x in scores if x is not None]
+        mean = sum(valid) / len(valid) if len(valid) == len(scores) else math.inf
+        means.append(mean if lower_is_better or mean == math.inf else -mean)
         tried.append({"values": values, "scores": scores})
     best = min(means)
     bound = best + TIE * abs(best)
@@ -103,35 +102,37 @@ def plan_sweep(task: str, preset: Preset, options: Options) -> Sweep:
     Raises:
         UsageError: --sweep and --set name the same setting.
     """
-    fixed, asked = set(options.settings), options.sweep
-    if isinstance(asked, Mapping) and (twice := sorted(fixed & set(asked))):
+    fixed, option = set(options.settings), options.sweep
+    if isinstance(option, Mapping) and (twice := sorted(fixed & set(option))):
         raise UsageError(f"--sweep and --set must not name the same setting, got {twice[0]} twice")
-    found = preset.sweep if asked is None else asked
-    if found == RECORDED:
+    sweep = preset.sweep if option is None else option
+    if sweep == RECORDED:
         choices = recorded(task)
-        kept = {
+        choices_left = {
             key: Choice({n: x for n, x in choice.values.items() if n not in fixed}, choice.tried)
             for key, choice in choices.items()
         }
-        return Sweep(recorded={key: choice for key, choice in kept.items() if choice.values})
-    assert isinstance(found, Mapping)
-    return Sweep({name: tuple(values) for name, values in found.items() if name not in fixed})
+        return Sweep(
+            recorded={key: choice for key, choice in choices_left.items() if choice.values}
+        )
+    assert isinstance(sweep, Mapping)
+    return Sweep({name: tuple(values) for name, values in sweep.items() if name not in fixed})
 
 
 def recorded(task: str) -> dict[tuple[str, str], Choice]:
     """The recorded choices of a task by (variant, position encoding)."""
-    found = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    tasks = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     return {
         (variant, positions): Choice(choice["values"], choice["tried"])
-        for variant, encodings in found.get(task, {}).items()
+        for variant, encodings in tasks.get(task, {}).items()
         for positions, choice in encodings.items()
     }
 
 
 def record(task: str, choices: Iterable[tuple[str, str, Choice]]) -> None:
     """Add the choices (variant, position encoding, choice) of a task to `RECORD`."""
-    found = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    tasks = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for variant, positions, choice in choices:
-        mine = found.setdefault(task, {}).setdefault(variant, {})
-        mine[positions] = {"values": choice.values, "tried": list(choice.tried)}
-    write_whole(RECORD, json.dumps(found, indent=1, sort_keys=True) + "\n")
+        encodings = tasks.setdefault(task, {}).setdefault(variant, {})
+        encodings[positions] = {"values": choice.values, "tried": list(choice.tried)}
+    write_whole(RECORD, json.dumps(tasks, indent=1, sort_keys=True) + "\n")

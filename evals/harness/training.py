@@ -101,11 +101,11 @@ def train(
     torch.manual_seed(seed)
     model = task.build(variant, positions, settings).to(device)
     longest = settings.longest_per_step()
-    chosen = lengths(seed, settings.train_shortest, longest, settings.train_stride).tolist()
-    most = settings.batch_size(settings.train_shortest)
+    step_lengths = lengths(seed, settings.train_shortest, longest, settings.train_stride).tolist()
+    sequences_per_step = settings.batch_size(settings.train_shortest)
 
     def loss(step: int) -> Tensor:
-        first, length = step * most, chosen[step]
+        first, length = step * sequences_per_step, step_lengths[step]
         last = first + settings.batch_size(length)
         batch = task.batch(seed, "train", length, first, last, settings)
         return task.loss(model, batch.to(device))

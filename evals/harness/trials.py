@@ -16,14 +16,14 @@ from commandline.arguments import did_you_mean, either
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, parse_specs
 from evals.experiment import Experiment, Result
-from evals.harness.any_run import AnyRun, Context, Emit
+from evals.harness.any_run import AnyRun, Emit, RunContext
 from evals.harness.options import Options
 from evals.harness.plan import check_device, check_unique, chosen_settings, key_of, origin
 from evals.harness.progress import counted
 from evals.harness.training import NotFinite, fit
 from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.metrics import Outcome
-from evals.results.store import WHOLE, Row, Shard
+from evals.results.store import UNSHARDED, Row, Shard
 from evals.task import EVERY_VARIANT, Schedule
 from evals.tasks import EXPERIMENTS
 
@@ -46,7 +46,7 @@ class Trials(AnyRun):
     def point_text(self, point: str) -> str:
         return point
 
-    def execute(self, context: Context, emit: Emit) -> str:
+    def execute(self, context: RunContext, emit: Emit) -> str:
         failed = 0
         for number, (condition, tests) in enumerate(self.tests.items()):
             emit(("stage", condition, number / len(self.tests)))
@@ -62,7 +62,7 @@ class Trials(AnyRun):
         training = partial(fit, schedule=self.settings, report=lambda *_: None)
         began = time.process_time()
         try:
-            found = experiment.run(
+            result = experiment.train_and_measure(
                 self.variant, condition, self.seed, self.settings, device, training
             )
         except (NotFinite, MemoryError, RuntimeError) as error:
@@ -71,15 +71,16 @@ class Trials(AnyRun):
             status = "nan" if isinstance(error, NotFinite) else "oom"
             reason = str(error).split("\n")[0] or type(error).__name__
             return Outcome(status, f"training: {reason}")
-        return _outcome(experiment, found, time.process_time() - began)
+        return _outcome(experiment, result, time.process_time() - began)
 
     def estimated_seconds(self, device: str) -> float:
         """An estimate of the time of the run, extrapolated from runs with few steps."""
         low, high = max(1, self.settings.steps // 20), max(2, self.settings.steps // 10)
         self._seconds(1, device)  # the first run also loads the data
-        least, more = self._seconds(low, device), self._seconds(high, device)
+        low_seconds, high_seconds = self._seconds(low, device), self._seconds(high, device)
         # Tests of the model take the same time for any number of steps.
-        return least + max(0.0, more - least) / (high - low) * (self.settings.steps - low)
+        per_step = max(0.0, high_seconds - low_seconds) / (high - low)
+        return low_seconds + per_step * (self.settings.steps - low)
 
     def _seconds(self, steps: int, device: str) -> float:
         """The time of the run with this number of steps."""
@@ -91,19 +92,19 @@ class Trials(AnyRun):
         return clock() - began
 
 
-def _outcome(experiment: Experiment, found: Result, seconds: float) -> Outcome:
+def _outcome(experiment: Experiment, result: Result, seconds: float) -> Outcome:
     """The outcome of a result. Only optional metrics may be undefined; they are left out."""
     optional = {metric.name for metric in experiment.metrics if metric.optional}
     metrics = {
         name: value
-        for name, value in found.metrics.items()
+        for name, value in result.metrics.items()
         if name not in optional or value == value  # NaN differs from itself
     }
-    numbers = [*metrics.values(), *found.curve.values()]
+    numbers = [*metrics.values(), *result.curve.values()]
     if not all(abs(value) < float("inf") for value in numbers):
         return Outcome("nan", "a metric is not finite", cpu_seconds=seconds)
-    curve = {"x": [*map(float, found.curve)], "score": [*found.curve.values()]}
-    return Outcome("ok", "", metrics, curve if found.curve else {}, seconds)
+    curve = {"x": [*map(float, result.curve)], "score": [*result.curve.values()]}
+    return Outcome("ok", "", metrics, curve if result.curve else {}, seconds)
 
 
 class TrialSpec(NamedTuple):
@@ -165,15 +166,15 @@ class TrialStudy:
         return [by_key[key] for key in keys if key in by_key]
 
     def runs(
-        self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
+        self, by_key: Mapping[str, Row], shard: Shard = UNSHARDED, retry: bool = False
     ) -> list[Trials]:
         """The shard's runs, with only their missing rows. ``retry`` also repeats failed rows."""
         tests: dict[tuple[int, VariantCall], dict[str, dict[str, None]]] = {}
         for row in self.row_specs():
-            mine = tests.setdefault((row.seed, row.variant), {})
+            conditions = tests.setdefault((row.seed, row.variant), {})
             key = self.row_key(row)
             if key not in by_key or (retry and by_key[key]["status"] != "ok"):
-                mine[row.condition] = {key: None}
+                conditions[row.condition] = {key: None}
         chosen = list(tests.items())[shard.index :: shard.count]
         return [
             Trials(self.task.name, variant, seed, self.settings, missing)
@@ -243,7 +244,7 @@ def plan_trials(task: Experiment, options: Options, plugins: Mapping[str, str]) 
         raise UsageError(f"{task.name} has no preset {options.preset!r}; it has: {known}")
     for name, why in (
         ("positions", "it has no attention"),
-        ("lengths", "it has conditions in point of lengths"),
+        ("lengths", "it has conditions instead of lengths"),
         ("output", "--variants are its output layers"),
         ("sweep", "its settings are not tuned"),
     ):
@@ -278,24 +279,28 @@ def _variants(
     texts = options.variants
     if texts is None:
         default = task.every_variant() if tuple(default) == EVERY_VARIANT else default
-        more = [name for name in plugins if name not in default and not name.startswith("task ")]
-        texts = [*default, *more]
+        plugin_variants = [
+            name for name in plugins if name not in default and not name.startswith("task ")
+        ]
+        texts = [*default, *plugin_variants]
     specs = parse_specs(list(texts))
     for spec in specs:
         if spec.is_substitution:
             raise UsageError(f"--variants of {task.name} must be output layers, got {str(spec)!r}")
-    found = tuple(task.completed(spec.train) for spec in specs)
-    check_unique("--variants", list(map(str, found)))
-    return found
+    layers = tuple(task.completed(spec.train) for spec in specs)
+    check_unique("--variants", list(map(str, layers)))
+    return layers
 
 
 def _left_out(
     task: Experiment, variants: Sequence[VariantCall], conditions: Sequence[str]
 ) -> dict[tuple[VariantCall, str], str]:
-    found: dict[tuple[VariantCall, str], str] = {}
+    left_out: dict[tuple[VariantCall, str], str] = {}
     for variant in variants:
         reasons = {name: task.unsupported(variant, name) for name in conditions}
-        found |= {(variant, name): reason for name, reason in reasons.items() if reason is not None}
+        left_out |= {
+            (variant, name): reason for name, reason in reasons.items() if reason is not None
+        }
         if all(reason is not None for reason in reasons.values()):
             raise UsageError(f"output layer {variant}: {reasons[conditions[0]]}")
-    return found
+    return left_out

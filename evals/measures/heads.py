@@ -49,19 +49,19 @@ def own_parameters(attention: attnzoo.nn.Attention) -> dict[str, Any]:
 def learned(model: nn.Module) -> dict[str, list[float]]:
     """The learned parameters (H,) of the model's variants by name: one value per head, all layers
     in order. Those of an output layer have names such as ``output alpha``."""
-    found: dict[str, list[float]] = {}
+    values_by_name: dict[str, list[float]] = {}
     for module in model.modules():
         if isinstance(module, attnzoo.nn.Attention):
             for name in module.learned:
                 values = getattr(module, name).detach()
                 if values.ndim == 1:  # others are matrices (H, …)
-                    found.setdefault(name, []).extend(values.tolist())
+                    values_by_name.setdefault(name, []).extend(values.tolist())
         elif isinstance(module, attnzoo.nn.OutputLayer):
             for name in module.learned:
-                found.setdefault(f"output {name}", []).extend(
+                values_by_name.setdefault(f"output {name}", []).extend(
                     getattr(module, name).detach().tolist()
                 )
-    return found
+    return values_by_name
 
 
 def fixed(call: VariantCall, num_heads: int, like: nn.Module) -> attnzoo.nn.Attention:
@@ -93,8 +93,8 @@ def substituted(model: nn.Module, call: VariantCall | None) -> Iterator[None]:
 class Watch:
     """Measures the heads of every attention layer while the model runs in this context."""
 
-    def __init__(self, model: nn.Module, look: HeadSample) -> None:
-        self.model, self.look = model, look
+    def __init__(self, model: nn.Module, sample: HeadSample) -> None:
+        self.model, self.sample = model, sample
         self.layers: list[dict[str, Tensor]] = []
         self._hooks: list[Any] = []
 
@@ -116,8 +116,8 @@ class Watch:
         other = {n for n, x in kwargs.items() if n not in harmless and x not in (None, False)}
         assert not other, f"cannot measure heads with {other}"
         options = {name: kwargs[name] for name in _PASSED if name in kwargs}
-        given = {name: kwargs[name] for name in module.given}
-        self.layers.append(measure(module, q, k, v, options, self.look, given))
+        params = {name: kwargs[name] for name in module.given}
+        self.layers.append(measure(module, q, k, v, options, self.sample, params))
 
     def curves(self) -> dict[str, Tensor]:
         """The measurements by name, such as "head_peak": (measured rows, layers · heads)."""
@@ -147,23 +147,23 @@ def measure(
     k: Tensor,
     v: Tensor,
     options: dict[str, Any],
-    look: HeadSample,
-    given: dict[str, Tensor],
+    sample: HeadSample,
+    params: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """The measurements of one call by name: (measured rows, H); for "jacobian" (sequences, H).
 
-    ``given`` are the parameters per token that the call got, (B, H, Nq) or (B, H, Nk).
+    ``params`` are the parameters per token that the call got, (B, H, Nq) or (B, H, Nk).
     """
     per_key = {x.name for x in attnzoo.get_variant(attention.variant).params if x.per_key}
-    given = {
-        name: (x if name in per_key else x[..., -ROWS:])[: look.sequences].double()
-        for name, x in given.items()
+    params = {
+        name: (x if name in per_key else x[..., -ROWS:])[: sample.sequences].double()
+        for name, x in params.items()
     }
-    group = q.shape[1] // k.shape[1]  # query heads that share keys
-    q, k, v = (x[: look.sequences].double() for x in (q[:, :, -ROWS:], k, v[..., :1]))
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    own: dict[str, Any] = own_parameters(attention) | given
-    w = attnzoo.attention_weights(q, k, v, attention.variant, **options, **own)
+    queries_per_key_head = q.shape[1] // k.shape[1]  # query heads that share keys
+    q, k, v = (x[: sample.sequences].double() for x in (q[:, :, -ROWS:], k, v[..., :1]))
+    k, v = (x.repeat_interleave(queries_per_key_head, dim=1) for x in (k, v))
+    all_params: dict[str, Any] = own_parameters(attention) | params
+    w = attnzoo.attention_weights(q, k, v, attention.variant, **options, **all_params)
     z, visible = scores(q, k, options)
     n = visible.sum(-1).clamp(min=2)
     keys = F.normalize(k[:, :, -MOST_KEYS:], dim=-1)
@@ -172,7 +172,7 @@ def measure(
     lengths = q.norm(dim=-1) * k.norm(dim=-1).mean(-1, keepdim=True)
     largest = z.masked_fill(~visible, -math.inf).amax(-1)
     spread = largest - z.masked_fill(~visible, math.inf).amin(-1)
-    found = {
+    per_row = {
         "peak": w.amax(-1),
         "weight_sum": w.sum(-1),
         **sparsity(w, visible.sum(-1)),
@@ -181,35 +181,40 @@ def measure(
         "alignment": cosine[..., None].expand_as(lengths),
         "strength": (options.get("scale") or q.shape[-1] ** -0.5) * lengths / n.log(),
     }
-    measured = {name: value.transpose(1, 2).flatten(0, 1) for name, value in found.items()}
-    if look.jacobians and k.shape[2] <= JACOBIAN_KEYS and not given:
-        last = (slice(look.jacobians), slice(None), -1, visible[-1])
-        norms = _jacobians(z[last], w[last], attention.variant, own)
+    measured = {name: value.transpose(1, 2).flatten(0, 1) for name, value in per_row.items()}
+    if sample.jacobians and k.shape[2] <= JACOBIAN_KEYS and not params:
+        last = (slice(sample.jacobians), slice(None), -1, visible[-1])
+        norms = _jacobians(z[last], w[last], attention.variant, all_params)
         if norms is not None:
             measured["jacobian"] = norms
     return measured
 
 
-def _jacobians(z: Tensor, w: Tensor, variant: str, own: dict[str, Any]) -> Tensor | None:
+def _jacobians(z: Tensor, w: Tensor, variant: str, params: dict[str, Any]) -> Tensor | None:
     """‖∂w/∂z‖₂ (B, H) at scores z (B, H, n); None if w is not a function of z alone."""
     if any(param.size is not None for param in attnzoo.get_variant(variant).params):
         return None  # matrices (H, …) act on queries and keys
-    params = [head(own, index) for index in range(z.shape[1])]
-    for index, mine in enumerate(params):
-        if not torch.allclose(weights_at(z[:, index], variant, mine), w[:, index], atol=1e-6):
+    params_by_head = [head(params, index) for index in range(z.shape[1])]
+    for index, head_params in enumerate(params_by_head):
+        if not torch.allclose(
+            weights_at(z[:, index], variant, head_params), w[:, index], atol=1e-6
+        ):
             return None
     norms = [
-        [jacobian_norm(row, variant, mine) for row, mine in zip(rows, params, strict=True)]
+        [
+            jacobian_norm(row, variant, head_params)
+            for row, head_params in zip(rows, params_by_head, strict=True)
+        ]
         for rows in z
     ]
     return torch.tensor(norms, dtype=torch.float64)
 
 
-def head(own: dict[str, Any], index: int) -> dict[str, Any]:
+def head(params: dict[str, Any], index: int) -> dict[str, Any]:
     """The parameters of one head: entry ``index`` of each tensor (H,), and the numbers."""
     return {
         name: value.detach()[index : index + 1] if isinstance(value, Tensor) else value
-        for name, value in own.items()
+        for name, value in params.items()
     }
 
 

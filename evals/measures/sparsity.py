@@ -71,31 +71,31 @@ def sparsity(weights: Tensor, visible: Tensor | int) -> dict[str, Tensor]:
         weights: (…, N), the weights; 0 for keys that a row does not see.
         visible: n, the number of keys that a row sees: an int, or a tensor that broadcasts to (…).
 
-    >>> found = sparsity(torch.tensor([0.5, 0.5, 0.0, 0.0]), 4)
-    >>> found["n_eff"].item(), found["entropy"].item(), found["gini"].item()
+    >>> measures = sparsity(torch.tensor([0.5, 0.5, 0.0, 0.0]), 4)
+    >>> measures["n_eff"].item(), measures["entropy"].item(), measures["gini"].item()
     (2.0, 0.5, 0.5)
     """
     size = weights.abs()
     # Divided by the largest weight first: a square or a sum of tiny weights could underflow.
     largest = size.amax(-1)
-    none = largest == 0
-    scaled = size / largest.masked_fill(none, 1.0)[..., None]
-    total = scaled.sum(-1).masked_fill(none, 1.0)
+    all_zero = largest == 0
+    scaled = size / largest.masked_fill(all_zero, 1.0)[..., None]
+    total = scaled.sum(-1).masked_fill(all_zero, 1.0)
     p = scaled / total[..., None]
-    n = torch.as_tensor(visible, dtype=p.dtype, device=p.device).expand(none.shape)
+    n = torch.as_tensor(visible, dtype=p.dtype, device=p.device).expand(all_zero.shape)
     single, log_n = n <= 1, n.clamp(min=2).log()  # with one key, each entropy is 0
-    n_eff = 1 / p.square().sum(-1).masked_fill(none, 1.0)
+    n_eff = 1 / p.square().sum(-1).masked_fill(all_zero, 1.0)
     l1_l2 = n_eff.sqrt()
-    place = torch.arange(p.shape[-1], dtype=p.dtype, device=p.device) + 0.5
+    rank = torch.arange(p.shape[-1], dtype=p.dtype, device=p.device) + 0.5
     descending = p.sort(-1, descending=True).values
     root = n.sqrt()
-    found = {
+    measures = {
         "entropy": -torch.special.xlogy(p, p).sum(-1) / log_n,
         "renyi_2": n_eff.log() / log_n,
         "renyi_inf": total.log() / log_n,  # max p = 1 / total
         "n_eff": n_eff,
         "l1_l2": l1_l2,
         "hoyer": ((root - l1_l2) / (root - 1).masked_fill(single, 1.0)).masked_fill(single, 0.0),
-        "gini": 1 - 2 * (descending * place).sum(-1) / n.clamp(min=1),
+        "gini": 1 - 2 * (descending * rank).sum(-1) / n.clamp(min=1),
     }
-    return {name: value.masked_fill(none, 0.0) for name, value in found.items()}
+    return {name: value.masked_fill(all_zero, 0.0) for name, value in measures.items()}

@@ -39,9 +39,9 @@ from evals.pretrained.loading import DTYPES, Loaded, Source
 from evals.pretrained.starts import parse_start, references
 from evals.pretrained.study import (
     MEASURES,
-    Point,
+    ContextPoint,
+    PretrainedStudy,
     Reading,
-    Study,
     drawn_from,
     opened,
     outlined,
@@ -55,7 +55,7 @@ from evals.pretrained.substitution import (
     substituted,
 )
 from evals.results.rows import Row
-from evals.results.store import WHOLE, Folder
+from evals.results.store import UNSHARDED, Folder
 from evals.task import Schedule
 
 NAME = "adapt"
@@ -129,10 +129,10 @@ def _seeds(text: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class AdaptStudy(Study):
+class AdaptStudy(PretrainedStudy):
     """A study whose rows also say what was trained and how."""
 
-    def row(self, run: Reading, key: str, point: Point, outcome: Outcome) -> Row:
+    def row(self, run: Reading, key: str, point: ContextPoint, outcome: Outcome) -> Row:
         row = super().row(run, key, point, outcome)
         if isinstance(run.substitution, Adapted):
             stored = read_stored(run.substitution.file)
@@ -143,48 +143,48 @@ class AdaptStudy(Study):
         return row
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Train, measure, print the tables, write the report; returns 1 if a run failed, or 0."""
-    study = plan(given)
+    study = plan(args)
     trained = [spec for spec in study.specs if isinstance(spec, Adapted)]
-    left = [spec for spec in trained if not is_trained(spec)]
-    print(f"{NAME}: {study.task.source}, {counted(len(left), 'training')} to do, "
+    untrained = [spec for spec in trained if not is_trained(spec)]
+    print(f"{NAME}: {study.task.source}, {counted(len(untrained), 'training')} to do, "
           f"{counted(len(study.specs), 'variant')} to measure, lengths up to {max(study.samples)}"
           )  # fmt: skip
     for line in command.warnings(study):
         print(line)
     sys.stdout.flush()
-    folder = Folder(given.out, WHOLE)
-    workers = command.default_workers(given.device) if given.workers is None else given.workers
-    if given.dry_run:
-        _estimate(study, left)
+    folder = Folder(args.out, UNSHARDED)
+    workers = command.default_workers(args.device) if args.workers is None else args.workers
+    if args.dry_run:
+        _estimate(study, untrained)
         # Trained variants are timed as they are at the start.
         runs = [
             replace(run, substitution=_start_of(run.substitution))
-            for run in command.missing(study.runs(), folder, given.retry_failed)
+            for run in command.missing(study.runs(), folder, args.retry_failed)
         ]
         study = replace(study, specs=[_start_of(spec) for spec in study.specs])
         command.show_estimate(study, runs, max(1, workers))
         return 0
-    if given.save is not None:
-        check_writable("--save", given.save)
-    check_writable("--out", given.out)
-    failed = _train(study, left, given.verbose)
+    if args.save is not None:
+        check_writable("--save", args.save)
+    check_writable("--out", args.out)
+    failed = _train(study, untrained, args.verbose)
     study = replace(study, specs=[spec for spec in study.specs if spec not in failed])
-    every = study.runs()
-    runs = command.missing(every, folder, given.retry_failed)
-    failures = command.execute(study, runs, folder, workers, given)
+    all_runs = study.runs()
+    runs = command.missing(all_runs, folder, args.retry_failed)
+    failures = command.execute(study, runs, folder, workers, args)
     for failure in failures:
         print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
-        if given.verbose:
+        if args.verbose:
             print(failure.traceback, file=sys.stderr)
-    folder = Folder(given.out, WHOLE)
-    keys = {key for run in every for tests in run.tests.values() for key in tests}
+    folder = Folder(args.out, UNSHARDED)
+    keys = {key for run in all_runs for tests in run.tests.values() for key in tests}
     rows = [row for key, row in folder.by_key.items() if key in keys]
     if rows:
-        command.show(rows, folder, given.out, given.verbose)
-    if given.save is not None and not failed:
-        _save(study, trained[0], given.save)
+        command.show(rows, folder, args.out, args.verbose)
+    if args.save is not None and not failed:
+        _save(study, trained[0], args.save)
     return 1 if failed or failures or all(row["status"] != "ok" for row in rows) else 0
 
 
@@ -192,7 +192,7 @@ def _start_of(spec: Substitution | None) -> Substitution | None:
     return _Start(spec.call, spec.layers, spec) if isinstance(spec, Adapted) else spec
 
 
-def _save(study: Study, spec: Adapted, out: Path) -> None:
+def _save(study: PretrainedStudy, spec: Adapted, out: Path) -> None:
     loaded, task = opened(study.task.source), study.task
     with substituted(loaded.model, spec, task.typical(drawn_from(task))) as model:
         model.save_pretrained(out)
@@ -204,7 +204,7 @@ def _save(study: Study, spec: Adapted, out: Path) -> None:
 
 
 @contextmanager
-def _prepared(study: Study, spec: Adapted) -> Iterator[tuple[Loaded, Any]]:
+def _prepared(study: PretrainedStudy, spec: Adapted) -> Iterator[tuple[Loaded, Any]]:
     """The model at the start of a training, and its tokens; restores the model."""
     loaded, tokens = opened(study.task.source), study.task.typical(drawn_from(study.task))
     start = _Start(spec.call, spec.layers, spec)
@@ -231,7 +231,7 @@ class _Start(Substitution):
         return self.of.prepared(model, tokens)[0]
 
 
-def _train(study: Study, specs: Sequence[Adapted], verbose: bool) -> list[Adapted]:
+def _train(study: PretrainedStudy, specs: Sequence[Adapted], verbose: bool) -> list[Adapted]:
     """Do the trainings; returns those that failed."""
     failed: list[Adapted] = []
     progress = Progress(len(specs), verbose=verbose)
@@ -255,7 +255,7 @@ def _train(study: Study, specs: Sequence[Adapted], verbose: bool) -> list[Adapte
     return failed
 
 
-def _estimate(study: Study, specs: Sequence[Adapted]) -> None:
+def _estimate(study: PretrainedStudy, specs: Sequence[Adapted]) -> None:
     """Time two steps of each training and print the estimated time of all of its steps."""
     for spec in specs:
         recipe = spec.settings
@@ -272,89 +272,89 @@ def _estimate(study: Study, specs: Sequence[Adapted]) -> None:
 # ---- plan -------------------------------------------------------------------------------------
 
 
-def plan(given: argparse.Namespace) -> AdaptStudy:
+def plan(args: argparse.Namespace) -> AdaptStudy:
     """Check the options and draw all contexts before the model is loaded, then try the variants."""
-    for option, path in (("--out", given.out), ("--save", given.save)):
+    for option, path in (("--out", args.out), ("--save", args.save)):
         if path is not None:
             check_folder(option, path)
-    plugins = load_plugins(given.plugin)
-    command.check_measures(given.measures)
+    plugins = load_plugins(args.plugin)
+    command.check_measures(args.measures)
     for option in ("lengths", "seeds"):
-        check_unique(f"--{option}", list(map(str, getattr(given, option))))
+        check_unique(f"--{option}", list(map(str, getattr(args, option))))
     for option, least in (("train_length", 2), ("lora", 0), ("workers", 0)):
-        value = getattr(given, option)
+        value = getattr(args, option)
         if value is not None and value < least:
             name = option.replace("_", "-")
             raise UsageError(f"--{name} must be an int >= {least}, got {value}")
-    rate = LORA_RATE if given.lora_learning_rate is None else given.lora_learning_rate
-    if given.lora_learning_rate is not None and not given.lora:
+    rate = LORA_RATE if args.lora_learning_rate is None else args.lora_learning_rate
+    if args.lora_learning_rate is not None and not args.lora:
         raise UsageError("--lora-learning-rate needs --lora")
     if not 0 < rate < float("inf"):
         raise UsageError(f"--lora-learning-rate must be finite and > 0, got {rate}")
     try:
-        Schedule(steps=given.steps, batch=given.batch, learning_rate=given.learning_rate)
+        Schedule(steps=args.steps, batch=args.batch, learning_rate=args.learning_rate)
     except ValueError as error:
         raise UsageError(f"--{str(error).replace('_', '-', 1)}") from error
-    if given.lora:
+    if args.lora:
         lora.check()
-    check_device(given.device)
-    task = _task(given).planned()
-    samples = command.samples_of(given.lengths, given.samples)
+    check_device(args.device)
+    task = _task(args).planned()
+    samples = command.samples_of(args.lengths, args.samples)
     # Without the train length, a table cannot show whether the training worked.
-    samples.setdefault(given.train_length, next(iter(samples.values())))
-    starts = [parse_start(text, parse_layers(given.layers), given.lora) for text in given.variants]
-    if given.save is not None and len(starts) * len(given.seeds) != 1:
+    samples.setdefault(args.train_length, next(iter(samples.values())))
+    starts = [parse_start(text, parse_layers(args.layers), args.lora) for text in args.variants]
+    if args.save is not None and len(starts) * len(args.seeds) != 1:
         raise UsageError("--save needs one variant and one seed, got "
-                         f"{counted(len(starts), 'variant')}, {counted(len(given.seeds), 'seed')}"
+                         f"{counted(len(starts), 'variant')}, {counted(len(args.seeds), 'seed')}"
                          )  # fmt: skip
-    recipe = Recipe(task.hashes[0], given.train_length, given.steps, given.batch,
-                    given.learning_rate, 0, given.lora, rate if given.lora else 0.0)  # fmt: skip
+    recipe = Recipe(task.hashes[0], args.train_length, args.steps, args.batch,
+                    args.learning_rate, 0, args.lora, rate if args.lora else 0.0)  # fmt: skip
     trained = [Adapted(start.call, start.layers, recipe, learn) for start, learn in starts]
     check_unique("--variants", list(map(str, trained)))
-    plain = outlined(task.source)
-    if is_converted(plain.model):
+    model_outline = outlined(task.source)
+    if is_converted(model_outline.model):
         raise UsageError(f"--model {task.source}: attnzoo has already converted this model")
-    plain.check_length("--train-length", given.train_length)
-    plain.check_length("--lengths", max(given.lengths))
-    Sequences(plain, training_tokens(task), recipe)  # raises if the text is too short
-    drawn = drawn_from(task)
+    model_outline.check_length("--train-length", args.train_length)
+    model_outline.check_length("--lengths", max(args.lengths))
+    Sequences(model_outline, training_tokens(task), recipe)  # raises if the text is too short
+    contexts = drawn_from(task)
     for point in points_of(samples):
-        drawn.draw(*point)
+        contexts.draw(*point)
     for start, learn in starts:
         tokens = training_tokens(task)
-        check_substitution(start, plain.model.config, tokens, learn=learn or None)
+        check_substitution(start, model_outline.model.config, tokens, learn=learn or None)
     loaded = opened(task.source)
     fingerprint = loaded.fingerprint()
     specs: dict[str, Substitution] = {}
     for start, learn in starts:
-        for one in references(start, learn, given.train_length):
-            specs[str(one)] = one
-        for number in given.seeds:
-            mine = replace(recipe, seed=number)
-            adapted = Adapted(start.call, start.layers, mine, learn)
-            key = key_of({"model": fingerprint, "device": given.device.split(":")[0],
+        for reference in references(start, learn, args.train_length):
+            specs[str(reference)] = reference
+        for number in args.seeds:
+            seed_recipe = replace(recipe, seed=number)
+            adapted = Adapted(start.call, start.layers, seed_recipe, learn)
+            key = key_of({"model": fingerprint, "device": args.device.split(":")[0],
                           "plugin": plugins.get(start.call.name), **adapted.identity()}
                          )  # fmt: skip
-            adapted = replace(adapted, file=given.out / FOLDER / f"{key}.safetensors")
+            adapted = replace(adapted, file=args.out / FOLDER / f"{key}.safetensors")
             specs[str(adapted)] = adapted
     study = AdaptStudy(task, [None, *specs.values()], samples, plugins, fingerprint, loaded.limit)
     _try(study)
     return study
 
 
-def _task(given: argparse.Namespace) -> HeldOut:
+def _task(args: argparse.Namespace) -> HeldOut:
     """The task, with the text held out of the training."""
-    source = Source(given.model, given.gguf, given.dtype, given.device)
-    measures = tuple(name for name in MEASURES if name in given.measures)
-    share = 0.2 if given.held_out is None else given.held_out
+    source = Source(args.model, args.gguf, args.dtype, args.device)
+    measures = tuple(name for name in MEASURES if name in args.measures)
+    share = 0.2 if args.held_out is None else args.held_out
     if not 0 < share < 1:
         raise UsageError(f"--held-out must be between 0 and 1, got {share}")
-    if given.eval_text is None:
-        return HeldOut(source, given.text, measures, seed=given.seed, training=given.text,
+    if args.eval_text is None:
+        return HeldOut(source, args.text, measures, seed=args.seed, training=args.text,
                        share=share)  # fmt: skip
-    if given.held_out is not None:
+    if args.held_out is not None:
         raise UsageError("--held-out must not be given with --eval-text")
-    task = HeldOut(source, given.eval_text, measures, seed=given.seed, training=given.text)
+    task = HeldOut(source, args.eval_text, measures, seed=args.seed, training=args.text)
     if task.read() == task.training_text():
         raise UsageError("--eval-text must be another text than --text")
     return task
@@ -365,14 +365,14 @@ def _try(study: AdaptStudy) -> None:
     loaded, task = opened(study.task.source), study.task
     assert isinstance(task, HeldOut)
     tokens = training_tokens(task)
-    seen: set[tuple[VariantCall, Any]] = set()
+    checked: set[tuple[VariantCall, Any]] = set()
     for spec in study.specs:
         if isinstance(spec, Adapted):
             sequences = Sequences(loaded, tokens, spec.settings)
-            if (spec.call, spec.learn) not in seen and not spec.file.exists():
+            if (spec.call, spec.learn) not in checked and not spec.file.exists():
                 with _prepared(study, spec) as (_, model):
                     check_gradients(model, spec, sequences)
-            seen.add((spec.call, spec.learn))
+            checked.add((spec.call, spec.learn))
         elif spec is not None:
             with substituted(loaded.model, spec, tokens):
                 pass

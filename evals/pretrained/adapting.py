@@ -27,7 +27,7 @@ from evals.harness.training import fit
 from evals.pretrained import contexts, lora
 from evals.pretrained.loading import Loaded, read_text
 from evals.pretrained.reading import surprisal
-from evals.pretrained.study import Task, outlined
+from evals.pretrained.study import PretrainedTask, outlined
 from evals.pretrained.substitution import Substitution, apply
 from evals.task import Schedule
 from evals.tasks import draws
@@ -86,27 +86,27 @@ class Adapted(Substitution):
 
     def prepared(self, model: Any, tokens: Tensor) -> tuple[Any, Any]:
         """The model at the start of the training with frozen parameters, and the LoRA tuner."""
-        before = set(attentions(model))
+        unconverted = set(attentions(model))
         model = apply(model, self, tokens, learn=self.learn)
-        for module in set(attentions(model)) - before:
+        for module in set(attentions(model)) - unconverted:
             module.float().reset_parameters()  # convert has rounded them to the model's dtype
         recipe = self.settings
         tuner = lora.added(model, recipe.lora, recipe.seed) if recipe.lora else None
-        mine = {id(x) for module in attentions(model) for x in module.parameters()}
+        variant_parameters = {id(x) for module in attentions(model) for x in module.parameters()}
         for name, value in model.named_parameters():
-            value.requires_grad_(id(value) in mine or lora.MARK in name)
+            value.requires_grad_(id(value) in variant_parameters or lora.MARK in name)
         return model, tuner
 
     def onto(self, model: Any, tokens: Tensor) -> Any:
         stored = read_stored(self.file)
         model, tuner = self.prepared(model, tokens)
-        own = trained_parameters(model)
-        if own.keys() != stored.tensors.keys():
+        parameters = trained_parameters(model)
+        if parameters.keys() != stored.tensors.keys():
             raise UsageError(f"{self.file} has the parameters of another model; remove it")
         with torch.no_grad():
             for name, value in stored.tensors.items():
-                own[name].copy_(value)
-        for value in own.values():
+                parameters[name].copy_(value)
+        for value in parameters.values():
             value.requires_grad_(False)
         return model if tuner is None else lora.merged(tuner)
 
@@ -122,7 +122,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @dataclass(frozen=True)
-class HeldOut(Task):
+class HeldOut(PretrainedTask):
     """A task whose contexts are not of the training text.
 
     text: the text of the contexts, or the text of both if share > 0. training: the training text.
@@ -150,14 +150,14 @@ class HeldOut(Task):
         """The training text and the text of the contexts. A text is cut at the end of a line."""
         if not self.share:
             return read_text(self.training), read_text(self.text, "--eval-text")
-        whole = read_text(self.text)
-        cut = whole.find("\n", int(len(whole) * (1 - self.share))) + 1
+        text = read_text(self.text)
+        cut = text.find("\n", int(len(text) * (1 - self.share))) + 1
         if cut == 0:
             raise UsageError(
                 f"--text must have a line that ends in its last {100 * self.share:g} %, so that "
                 "this part can be held out"
             )
-        return whole[:cut], whole[cut:]
+        return text[:cut], text[cut:]
 
 
 @cache
@@ -213,7 +213,7 @@ def _tensors(layer: attnzoo.nn.Attention, name: str) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTraining:
     """A finished training: the trained tensors by name, and what is known about it.
 
     about: "loss" of each step; "values", for each parameter with one number per head a list of
@@ -226,32 +226,32 @@ class Stored:
     @cached_property
     def curves(self) -> dict[str, list[float]]:
         """The curves of a result row."""
-        found: dict[str, list[float]] = {"training_loss": self.about["loss"]}
+        curves: dict[str, list[float]] = {"training_loss": self.about["loss"]}
         for name, layers in self.about["values"].items():
-            found[f"head_learned_{name}"] = [x for heads in layers for x in heads]
-            found["heads"] = [float(len(heads)) for heads in layers]
-        return found
+            curves[f"head_learned_{name}"] = [x for heads in layers for x in heads]
+            curves["heads"] = [float(len(heads)) for heads in layers]
+        return curves
 
 
 _ABOUT = {"loss", "values", "seconds", "cpu_seconds", "parameters", "settings"}
 
 
 @cache
-def read_stored(file: Path) -> Stored:
+def read_stored(file: Path) -> StoredTraining:
     """Read the file of a finished training.
 
     Raises:
         UsageError: the file is damaged.
     """
     try:
-        with safe_open(file, "pt") as found:
-            tensors = {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
-            about = json.loads((found.metadata() or {})["about"])
+        with safe_open(file, "pt") as reader:
+            tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+            about = json.loads((reader.metadata() or {})["about"])
     except (SafetensorError, KeyError, ValueError) as error:
         raise UsageError(f"{file} is damaged: {error}") from error
     if not isinstance(about, dict) or not about.keys() >= _ABOUT:
         raise UsageError(f"{file} is damaged: its metadata must have {', '.join(sorted(_ABOUT))}")
-    return Stored(tensors, about)
+    return StoredTraining(tensors, about)
 
 
 def is_trained(spec: Adapted) -> bool:
@@ -323,11 +323,11 @@ def _short(value: float) -> float:
 def _groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     """Parameter groups: the variant's, and those of LoRA with their own learning rate."""
     named = trained_parameters(model).items()
-    own = [x for name, x in named if lora.MARK not in name]
-    added = [x for name, x in named if lora.MARK in name]
+    variant_parameters = [x for name, x in named if lora.MARK not in name]
+    lora_parameters = [x for name, x in named if lora.MARK in name]
     groups: list[dict[str, Any]] = [
-        {"params": own, "weight_decay": 0.0},
-        {"params": added, "weight_decay": 0.0,
+        {"params": variant_parameters, "weight_decay": 0.0},
+        {"params": lora_parameters, "weight_decay": 0.0,
          "factor": recipe.lora_learning_rate / recipe.learning_rate},
     ]  # fmt: skip
     return [group for group in groups if group["params"]]

@@ -17,7 +17,7 @@ from commandline.arguments import add_plugin, either, numbers, seed
 from commandline.errors import UsageError
 from commandline.files import check_folder, check_writable
 from commandline.variants import complete, split_list
-from evals.harness.any_run import AnyRun, Context
+from evals.harness.any_run import AnyRun, RunContext
 from evals.harness.options import Options
 from evals.harness.plan import check_device, check_unique
 from evals.harness.plugins import hash_in, load_plugins
@@ -27,9 +27,9 @@ from evals.measures.metrics import Outcome
 from evals.pretrained.loading import DTYPES, Source
 from evals.pretrained.study import (
     MEASURES,
+    PretrainedStudy,
+    PretrainedTask,
     Reading,
-    Study,
-    Task,
     drawn_from,
     measured,
     opened,
@@ -109,10 +109,10 @@ def _shard(text: str) -> Shard:
         raise UsageError(f"--{first_error(error)}") from error
 
 
-class _Rows:
+class _RowListener:
     """Stores the results of runs."""
 
-    def __init__(self, study: Study, folder: Folder) -> None:
+    def __init__(self, study: PretrainedStudy, folder: Folder) -> None:
         self.study, self.folder = study, folder
 
     def row(
@@ -124,40 +124,40 @@ class _Rows:
         raise AssertionError("nothing is trained")
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Measure, print the tables, and write the report; returns 1 if a run failed, or 0."""
-    given.shard = _shard(given.shard)
-    study = plan(given)
-    folder = Folder(given.out, given.shard)
-    every = study.runs()
-    mine = every[given.shard.index :: given.shard.count]
-    runs = missing(mine, folder, given.retry_failed)
+    args.shard = _shard(args.shard)
+    study = plan(args)
+    folder = Folder(args.out, args.shard)
+    all_runs = study.runs()
+    shard_runs = all_runs[args.shard.index :: args.shard.count]
+    runs = missing(shard_runs, folder, args.retry_failed)
     points = sum(len(run.tests) for run in runs)
-    part = f" in shard {given.shard.index} of {given.shard.count}" * (given.shard.count > 1)
+    part = f" in shard {args.shard.index} of {args.shard.count}" * (args.shard.count > 1)
     print(f"{NAME}: {study.task.source}, {counted(len(study.specs), 'variant')}, lengths up to "
           f"{max(study.samples)}: {counted(points, 'context')} to read{part}")  # fmt: skip
     for line in warnings(study):
         print(line)
     sys.stdout.flush()
-    workers = default_workers(given.device) if given.workers is None else given.workers
-    if given.dry_run:
+    workers = default_workers(args.device) if args.workers is None else args.workers
+    if args.dry_run:
         show_estimate(study, runs, max(1, workers))
         return 0
-    failures = execute(study, runs, folder, workers, given)
+    failures = execute(study, runs, folder, workers, args)
     for failure in failures:
         print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
-        if given.verbose:
+        if args.verbose:
             print(failure.traceback, file=sys.stderr)
-    folder = Folder(given.out, given.shard)
-    keys = {key for run in every for tests in run.tests.values() for key in tests}
-    lacks = len(keys - folder.by_key.keys())
-    if lacks and given.shard.count > 1 and not failures:
-        print(f"This shard is done. {counted(lacks, 'result')} of other shards are missing. The "
-              "shard that finishes last prints the tables and writes the report.")  # fmt: skip
+    folder = Folder(args.out, args.shard)
+    keys = {key for run in all_runs for tests in run.tests.values() for key in tests}
+    missing_rows = len(keys - folder.by_key.keys())
+    if missing_rows and args.shard.count > 1 and not failures:
+        print(f"This shard is done. {counted(missing_rows, 'result')} of other shards are missing. "
+              "The shard that finishes last prints the tables and writes the report.")  # fmt: skip
         return 0
     rows = [row for key, row in folder.by_key.items() if key in keys]
     if rows:
-        show(rows, folder, given.out, given.verbose)
+        show(rows, folder, args.out, args.verbose)
     return 1 if failures or all(row["status"] != "ok" for row in rows) else 0
 
 
@@ -171,28 +171,32 @@ def show(rows: Sequence[Row], folder: Folder, out: Path, verbose: bool) -> None:
 def missing(runs: Sequence[Reading], folder: Folder, retry: bool) -> list[Reading]:
     """The runs with the points that have no result yet, or with ``retry`` a failed one."""
     done = {key for key, row in folder.by_key.items() if not retry or row["status"] == "ok"}
-    left = (
+    unfinished = (
         replace(run, tests={at: keys for at, keys in run.tests.items() if not keys.keys() <= done})
         for run in runs
     )
-    return [run for run in left if run.tests]
+    return [run for run in unfinished if run.tests]
 
 
 def execute(
-    study: Study, runs: list[Reading], folder: Folder, workers: int, given: argparse.Namespace
+    study: PretrainedStudy,
+    runs: list[Reading],
+    folder: Folder,
+    workers: int,
+    args: argparse.Namespace,
 ) -> list[Failure]:
     if not runs:
         return []
     # If results cannot be written, the error comes before the work.
-    check_writable("--out", given.out)
-    progress = Progress(len(runs), verbose=given.verbose)
-    context = Context(given.device, given.plugin, given.out, hash_in(study.plugins))
-    listener = _Rows(study, folder)
+    check_writable("--out", args.out)
+    progress = Progress(len(runs), verbose=args.verbose)
+    context = RunContext(args.device, args.plugin, args.out, hash_in(study.plugins))
+    listener = _RowListener(study, folder)
     try:
         if workers == 0:
             return execute_here(runs, context, listener, progress)
         _free_memory()  # each worker loads the model itself
-        devices = worker_devices(given.device, min(workers, len(runs)))
+        devices = worker_devices(args.device, min(workers, len(runs)))
         contexts = [replace(context, device=device) for device in devices]
         return Pool(contexts, listener, progress).execute(runs)
     finally:
@@ -212,45 +216,45 @@ def _free_memory() -> None:
 # ---- plan -------------------------------------------------------------------------------------
 
 
-def plan(given: argparse.Namespace) -> Study:
+def plan(args: argparse.Namespace) -> PretrainedStudy:
     """Check the options and draw all contexts before the model is loaded, then try the variants."""
-    check_folder("--out", given.out)
-    plugins = load_plugins(given.plugin)
-    check_measures(given.measures)
-    check_unique("--lengths", list(map(str, given.lengths)))
-    if given.batch < 1:
-        raise UsageError(f"--batch must be an int >= 1, got {given.batch}")
-    if given.workers is not None and given.workers < 0:
-        raise UsageError(f"--workers must be an int >= 0, got {given.workers}")
-    check_device(given.device)
-    samples = samples_of(given.lengths, given.samples)
-    layers = parse_layers(given.layers)
-    texts = given.variants
+    check_folder("--out", args.out)
+    plugins = load_plugins(args.plugin)
+    check_measures(args.measures)
+    check_unique("--lengths", list(map(str, args.lengths)))
+    if args.batch < 1:
+        raise UsageError(f"--batch must be an int >= 1, got {args.batch}")
+    if args.workers is not None and args.workers < 0:
+        raise UsageError(f"--workers must be an int >= 0, got {args.workers}")
+    check_device(args.device)
+    samples = samples_of(args.lengths, args.samples)
+    layers = parse_layers(args.layers)
+    texts = args.variants
     if texts is None:
-        own = [name for name in plugins if not name.startswith("task ")]
-        texts = [*split_list(VARIANTS), *own]
+        plugin_variants = [name for name in plugins if not name.startswith("task ")]
+        texts = [*split_list(VARIANTS), *plugin_variants]
     specs = [_completed(parse_substitution(text, layers), max(samples)) for text in texts]
     check_unique("--variants", list(map(str, specs)))
-    source = Source(given.model, given.gguf, given.dtype, given.device)
-    measures = tuple(name for name in MEASURES if name in given.measures)
-    if given.greedy and "retrieval" not in measures:
+    source = Source(args.model, args.gguf, args.dtype, args.device)
+    measures = tuple(name for name in MEASURES if name in args.measures)
+    if args.greedy and "retrieval" not in measures:
         raise UsageError("--greedy needs the measure retrieval in --measures")
-    task = Task(source, given.text, measures, given.greedy, given.seed, given.batch).planned()
+    task = PretrainedTask(source, args.text, measures, args.greedy, args.seed, args.batch).planned()
     outlined(source).check_length("--lengths", max(samples))
-    texts_of = drawn_from(task)
+    contexts = drawn_from(task)
     for point in points_of(samples):
-        texts_of.draw(*point)
+        contexts.draw(*point)
     for spec in specs:
-        check_substitution(spec, outlined(source).model.config, texts_of.tokens)
+        check_substitution(spec, outlined(source).model.config, contexts.tokens)
     loaded = opened(source)
-    study = Study(
+    study = PretrainedStudy(
         task, [None, *specs], samples, plugins, loaded.fingerprint(), loaded.limit
     )  # fmt: skip
-    short = texts_of.draw(*study.points()[-1]).tokens[None, :16].to(given.device)
+    first_tokens = contexts.draw(*study.points()[-1]).tokens[None, :16].to(args.device)
     for spec in specs:
-        with substituted(loaded.model, spec, texts_of.tokens) as model, torch.inference_mode():
+        with substituted(loaded.model, spec, contexts.tokens) as model, torch.inference_mode():
             try:
-                model(input_ids=short)
+                model(input_ids=first_tokens)
             except (TypeError, ValueError) as error:
                 raise UsageError(f"--variants {spec}: {error}") from error
     return study
@@ -282,7 +286,7 @@ def _completed(spec: Substitution, longest: int) -> Substitution:
     return Substitution(complete(spec.call, longest), spec.layers)
 
 
-def warnings(study: Study) -> list[str]:
+def warnings(study: PretrainedStudy) -> list[str]:
     """A line if some contexts are longer than those of the training."""
     beyond = [n for n in sorted(study.samples) if study.limit is not None and n > study.limit]
     if not beyond:
@@ -293,25 +297,25 @@ def warnings(study: Study) -> list[str]:
     ]
 
 
-def show_estimate(study: Study, runs: Sequence[Reading], workers: int) -> None:
+def show_estimate(study: PretrainedStudy, runs: Sequence[Reading], workers: int) -> None:
     """Time each variant on two short contexts and print the estimated time of all runs.
 
     The time of a context of n tokens is taken as a·n + b·n².
     """
-    loaded, drawn = opened(study.task.source), drawn_from(study.task)
+    loaded, contexts = opened(study.task.source), drawn_from(study.task)
     total = 0.0
     for spec in study.specs:
-        mine = [point for run in runs if run.substitution == spec for point in run.tests]
-        if not mine:
+        points = [point for run in runs if run.substitution == spec for point in run.tests]
+        if not points:
             continue
         times: list[tuple[int, float]] = []
-        with substituted(loaded.model, spec, study.task.typical(drawn)) as model:
+        with substituted(loaded.model, spec, study.task.typical(contexts)) as model:
             shortest = min(study.samples)
             longer = next((n for n in sorted(study.samples) if n > shortest), shortest)
             for length in (shortest, shortest, longer):  # the first is slower
-                (outcome,) = measured(study.task, loaded, model, [drawn.draw(length, 0)])
+                (outcome,) = measured(study.task, loaded, model, [contexts.draw(length, 0)])
                 times.append((length, outcome.cpu_seconds))
-        seconds = sum(_extrapolated(times[1:], length) for length, _ in mine)
+        seconds = sum(_extrapolated(times[1:], length) for length, _ in points)
         total += seconds
         name = BASELINE if spec is None else str(spec)
         print(f"  {name}: {clock(seconds)}")

@@ -84,18 +84,22 @@ class _Facts:
 def _facts(raw: np.ndarray, words: Sequence[str], numbers: Sequence[str]) -> _Facts:
     """The facts of one context. The prices of the several values are lines in order too."""
     others = (_LISTS * (_LISTED - 1)) + 1
-    chosen = pick_words(raw[:128], words, _KEYS + 1 + _CHAIN + others)
-    found = pick_numbers(raw[128:], numbers, 1 + _KEYS + _VALUES + 1)
-    keys, priced, chain = chosen[:_KEYS], chosen[_KEYS], chosen[_KEYS + 1 : _KEYS + 1 + _CHAIN]
-    common, *rare = chosen[_KEYS + 1 + _CHAIN :]
-    needle, of_keys = found[0], found[1 : 1 + _KEYS]
-    first, second = found[1 + _KEYS : 1 + _KEYS + _VALUES]
-    start = found[-1]
+    chosen_words = pick_words(raw[:128], words, _KEYS + 1 + _CHAIN + others)
+    chosen_numbers = pick_numbers(raw[128:], numbers, 1 + _KEYS + _VALUES + 1)
+    keys, priced, chain = (
+        chosen_words[:_KEYS],
+        chosen_words[_KEYS],
+        chosen_words[_KEYS + 1 : _KEYS + 1 + _CHAIN],
+    )
+    common, *rare = chosen_words[_KEYS + 1 + _CHAIN :]
+    needle, of_keys = chosen_numbers[0], chosen_numbers[1 : 1 + _KEYS]
+    first, second = chosen_numbers[1 + _KEYS : 1 + _KEYS + _VALUES]
+    start = chosen_numbers[-1]
     lists = []
     for i in range(_LISTS):
-        mine = rare[i * (_LISTED - 1) : (i + 1) * (_LISTED - 1)]
+        list_words = rare[i * (_LISTED - 1) : (i + 1) * (_LISTED - 1)]
         place = int(raw[256 + i] % _LISTED)
-        lists.append(f"Words: {', '.join([*mine[:place], common, *mine[place:]])}.")
+        lists.append(f"Words: {', '.join([*list_words[:place], common, *list_words[place:]])}.")
     tracked = [f"Let {chain[0]} = {start}."]
     tracked += [f"Let {b} = {a}." for a, b in pairwise(chain)]
     lines = [
@@ -166,7 +170,7 @@ class Contexts:
         room = length - RESERVED - len(self.start) - sum(map(len, lines))
         begin, end = self._slice(raw, room, length)
         pieces = self._planted(raw[512:], begin, end, lines, facts)
-        questions = [self._question(*one) for one in facts.questions]
+        questions = [self._question(*question) for question in facts.questions]
         if max(len(q.prompt) + len(q.answer) for q in questions) > RESERVED:
             raise UsageError(
                 f"--model must have a tokenizer that needs at most {RESERVED} tokens for a "
@@ -202,18 +206,18 @@ class Contexts:
                 f"--text must have at least {LEAST_BREAKS} sentences or lines in any {end - begin} "
                 f"tokens, got {len(inside)}"
             )
-        wanted = begin + draws.uniforms(raw[: len(lines)]) * (end - begin)
-        at = sorted(int(inside[np.abs(inside - x).argmin()]) for x in wanted)
+        random_positions = begin + draws.uniforms(raw[: len(lines)]) * (end - begin)
+        insertions = sorted(int(inside[np.abs(inside - x).argmin()]) for x in random_positions)
         order = draws.subsets(raw[None, 64 : 64 + len(lines)], len(lines))[0].tolist()
         for group in (facts.chain, range(len(lines) - _VALUES, len(lines))):
             slots = sorted(order.index(line) for line in group)
             for slot, line in zip(slots, group, strict=True):
                 order[slot] = line
-        pieces, done = [], begin
-        for line, place in zip(order, at, strict=True):
-            pieces += [(self.tokens[done:place], True), (lines[line], False)]
-            done = place
-        return [*pieces, (self.tokens[done:end], True)]
+        pieces, position = [], begin
+        for line, place in zip(order, insertions, strict=True):
+            pieces += [(self.tokens[position:place], True), (lines[line], False)]
+            position = place
+        return [*pieces, (self.tokens[position:end], True)]
 
     def _joined(
         self,
@@ -233,13 +237,13 @@ class Contexts:
 
     def _span(self, head: str, tail: str) -> slice:
         """The tokens of ``tail`` among the tokens of head + tail."""
-        before, whole = self._encode(head), self._encode(head + tail)
-        return slice(_common(before, whole), len(whole))
+        before, joined = self._encode(head), self._encode(head + tail)
+        return slice(_common(before, joined), len(joined))
 
     def _question(self, task: str, question: str, answer: str, values: tuple[str, ...]) -> Question:
-        whole = self._encode(f"\n{question}{answer}")
+        tokens = self._encode(f"\n{question}{answer}")
         begin = self._span(f"\n{question}", answer).start
-        return Question(task, whole[:begin], whole[begin:], values)
+        return Question(task, tokens[:begin], tokens[begin:], values)
 
 
 def _common(one: Tensor, other: Tensor) -> int:

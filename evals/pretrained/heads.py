@@ -62,25 +62,25 @@ class Weights:
         # With equal scores, the weights of softmax are 0 at keys that a query does not see.
         masks["enable_gqa"] = bool(options.get("enable_gqa"))
         equal = torch.zeros_like(q)[:1], torch.zeros_like(k)[:1], v[:1]
-        seen = attnzoo.attention_weights(*equal, **{n: _first(x) for n, x in masks.items()})
-        self.layers.append((w.cpu(), (seen[0, 0] > 0).sum(-1).cpu()))
+        visible = attnzoo.attention_weights(*equal, **{n: _first(x) for n, x in masks.items()})
+        self.layers.append((w.cpu(), (visible[0, 0] > 0).sum(-1).cpu()))
 
 
 def _masks(options: dict[str, Any], rows: slice, queries: int) -> dict[str, Any]:
     """The mask arguments of a call for its last queries. Causal attention is aligned at the end."""
-    found = {name: options[name] for name in ("is_causal", "window") if name in options}
+    masks = {name: options[name] for name in ("is_causal", "window") if name in options}
     if (mask := options.get("attn_mask")) is not None:
-        found["attn_mask"] = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+        masks["attn_mask"] = mask[..., rows, :] if mask.shape[-2] > 1 else mask
     if (segments := options.get("segment_ids")) is not None:
         of_q, of_k = segments if isinstance(segments, tuple) else (segments, segments)
-        found["segment_ids"] = of_q[:, -queries:][:, rows], of_k
-    return found
+        masks["segment_ids"] = of_q[:, -queries:][:, rows], of_k
+    return masks
 
 
 def _first(value: Any) -> Any:
     """The first entry of the batch of a mask argument."""
     if isinstance(value, tuple) and isinstance(value[0], Tensor):
-        return tuple(one[:1] for one in value)
+        return tuple(part[:1] for part in value)
     return value[:1] if isinstance(value, Tensor) else value
 
 
@@ -90,12 +90,12 @@ def sharpness(weights: Weights) -> dict[str, Tensor]:
     Returns:
         Tensors (B, heads of all layers) by name, such as ``max_weight`` and ``entropy``.
     """
-    found: dict[str, list[Tensor]] = {name: [] for name in ("max_weight", *TITLES)}
+    parts_by_name: dict[str, list[Tensor]] = {name: [] for name in ("max_weight", *TITLES)}
     for w, keys in weights.layers:
         measured = {"max_weight": w.amax(-1), **sparsity(w, keys)}
         for name, values in measured.items():
-            found[name].append(values.mean(-1))
-    return {name: torch.cat(parts, -1) for name, parts in found.items()}
+            parts_by_name[name].append(values.mean(-1))
+    return {name: torch.cat(parts, -1) for name, parts in parts_by_name.items()}
 
 
 def dispersion(weights: Weights, needle: Tensor, tokens: int) -> dict[str, Tensor]:

@@ -141,6 +141,14 @@ def read_text(file: Path, option: str = "--text") -> str:
         raise UsageError(f"{option} {file}: {error}") from error
 
 
+def check_tokenizer(folder: Path) -> None:
+    """Raise UsageError if a folder with a model has no tokenizer."""
+    if folder.is_dir() and not any(any(folder.glob(kind)) for kind in _TOKENIZER_FILES):
+        raise UsageError(
+            f"--model {folder} has no tokenizer; write one there with tokenizer.save_pretrained"
+        )
+
+
 def outline(source: Source) -> Loaded:
     """The tokenizer of a causal language model, and the model without its weights.
 
@@ -164,10 +172,8 @@ def outline(source: Source) -> Loaded:
         options["gguf_file"] = source.gguf
         if folder.is_dir() and not (folder / source.gguf).is_file():
             raise UsageError(f"--gguf must be a file in {folder}, got {source.gguf!r}")
-    elif folder.is_dir() and not any(any(folder.glob(kind)) for kind in _TOKENIZER_FILES):
-        raise UsageError(
-            f"--model {folder} has no tokenizer; write one there with tokenizer.save_pretrained"
-        )
+    else:
+        check_tokenizer(folder)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.model, **options)
         config = transformers.AutoConfig.from_pretrained(source.model, **options)

@@ -21,11 +21,11 @@ def edges(length: int) -> list[int]:
     >>> edges(300)
     [1, 32, 48, 64, 96, 128, 192, 256, 300]
     """
-    found, step = [1], _FIRST
+    starts, step = [1], _FIRST
     while step < length:
-        found += [step, step + step // 2]
+        starts += [step, step + step // 2]
         step *= 2
-    return [edge for edge in found if edge < length] + [length]
+    return [edge for edge in starts if edge < length] + [length]
 
 
 def by_position(losses: Tensor, is_text: Tensor) -> tuple[dict[str, float], dict[str, list[float]]]:

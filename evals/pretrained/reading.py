@@ -15,7 +15,7 @@ from commandline.errors import UsageError
 CHUNK = 512  # tokens whose logits are in memory at a time
 
 
-class _Given(nn.Module):
+class _FixedBody(nn.Module):
     """Stands in for the body of a model and returns these hidden states (B, N, width)."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -23,10 +23,10 @@ class _Given(nn.Module):
         self.hidden = hidden
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        return _Output(self.hidden)
+        return _BodyOutput(self.hidden)
 
 
-class _Output:
+class _BodyOutput:
     """The output of a body: hidden states, and None for everything else."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -67,7 +67,7 @@ class Reader:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits (B, N, vocabulary) at hidden states (B, N, width)."""
-        with _replaced(self.model, _Given(hidden)):
+        with _replaced(self.model, _FixedBody(hidden)):
             ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
             return self.model(input_ids=ids, use_cache=False).logits
 
@@ -94,19 +94,19 @@ def surprisal(logits: Tensor, targets: Tensor) -> Tensor:
 def _replaced(model: Any, body: nn.Module) -> Iterator[None]:
     """Put another module in the place of the body of a model."""
     name = model.base_model_prefix
-    own = getattr(model, name)
+    original = getattr(model, name)
     setattr(model, name, body)
     try:
         yield
     finally:
-        setattr(model, name, own)
+        setattr(model, name, original)
 
 
 def only(cache: Any, index: int) -> Any:
     """A copy of a cache with one entry of its batch."""
-    mine = copy.deepcopy(cache)
-    mine.batch_select_indices(torch.tensor([index], device=_device(mine)))
-    return mine
+    selected = copy.deepcopy(cache)
+    selected.batch_select_indices(torch.tensor([index], device=_device(selected)))
+    return selected
 
 
 def _device(cache: Any) -> torch.device:

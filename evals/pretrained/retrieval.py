@@ -58,15 +58,15 @@ def scores(
     """The scores of all questions, such as ``one_needle`` and ``one_needle_logprob``, and their
     means ``retrieval`` and ``retrieval_logprob``. With a tokenizer also those of greedy decoding.
     """
-    found: dict[str, list[float]] = {"": [], "_logprob": [], "_greedy": []}
+    by_suffix: dict[str, list[float]] = {"": [], "_logprob": [], "_greedy": []}
     metrics: dict[str, float] = {}
     for question in questions:
-        mine = ask(reader, cache, question)
-        values = {"": mine["exact"], "_logprob": mine["logprob"]}
+        answer_scores = ask(reader, cache, question)
+        values = {"": answer_scores["exact"], "_logprob": answer_scores["logprob"]}
         if tokenizer is not None:
             values["_greedy"] = greedy(reader, cache, question, tokenizer)
-        for end, value in values.items():
-            metrics[question.task + end] = value
-            found[end].append(value)
-    means = {f"retrieval{end}": sum(x) / len(x) for end, x in found.items() if x}
+        for suffix, value in values.items():
+            metrics[question.task + suffix] = value
+            by_suffix[suffix].append(value)
+    means = {f"retrieval{suffix}": sum(x) / len(x) for suffix, x in by_suffix.items() if x}
     return metrics | means

@@ -32,11 +32,12 @@ from commandline.files import check_folder, write_whole
 from commandline.variants import parse_specs, split_list
 from evals.harness.plan import check_registered, check_unique
 from evals.measures.sparsity import sparsity
-from evals.pretrained.substitution import Substitution, check_substitution
+from evals.pretrained.loading import check_tokenizer, read_text
+from evals.pretrained.substitution import Substitution, check_substitution, is_converted
 from evals.reporting.plots import png
 
 NAME = "sharpness"
-OWN = "softmax"
+ORIGINAL = "softmax"
 LOADED = "as loaded"
 DEFAULT = "softmax,adaptive_temperature,log_n"
 SHORTEST = 16
@@ -51,11 +52,11 @@ SHOWN = {
 }
 
 
-Layer = tuple[Tensor, Tensor]  # weights (B, H, N, N), and the keys that each query sees (N,)
+LayerWeights = tuple[Tensor, Tensor]  # weights (B, H, N, N), and the keys that each query sees (N,)
 
 
 @dataclass(frozen=True)
-class Row:
+class HeadRow:
     """Measurements of one head at one length, as means over queries that see at least two keys."""
 
     variant: str
@@ -112,60 +113,60 @@ def _convert() -> Callable[..., Any]:
     return convert
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     convert = _convert()
-    check_folder("--out", given.out)
-    specs = parse_specs(given.variants)
-    check_unique("--lengths", given.lengths or [])
+    check_folder("--out", args.out)
+    specs = parse_specs(args.variants)
+    check_unique("--lengths", args.lengths or [])
     for spec in specs:
         check_registered("--variants", spec)
-    if given.samples < 1:
-        raise UsageError(f"--samples must be an int >= 1, got {given.samples}")
-    tokens, config = read(given.model, given.text)
+    if args.samples < 1:
+        raise UsageError(f"--samples must be an int >= 1, got {args.samples}")
+    tokens, config = read(args.model, args.text)
     allowed = longest(config, len(tokens))
-    lengths = given.lengths or usual_lengths(allowed)
+    lengths = args.lengths or usual_lengths(allowed)
     if not lengths or not 2 <= min(lengths) <= max(lengths) <= allowed:
         raise UsageError(
             f"--lengths must be from 2 to {allowed} for this model and text, got {lengths}"
         )
     for spec in specs:
         check_substitution(Substitution(spec.test), config, tokens)
-    model = load(given.model)
-    rows: list[Row] = []
-    similar: dict[tuple[str, int], float] = {}
-    own: dict[int, Tensor] = {}
-    pieces = {n: cut(tokens, n, given.samples) for n in lengths}
+    model = load(args.model)
+    rows: list[HeadRow] = []
+    cosines: dict[tuple[str, int], float] = {}
+    original: dict[int, Tensor] = {}
+    pieces = {n: cut(tokens, n, args.samples) for n in lengths}
     smallest = {"input_ids": pieces[min(lengths)]}
-    converted = any(isinstance(module, attnzoo.nn.Attention) for module in model.modules())
+    converted = is_converted(model)
     try:
         if not converted:
-            convert(model, OWN, inputs=smallest)
+            convert(model, ORIGINAL, inputs=smallest)
         for n in lengths:
-            own[n], layers = states(model, pieces[n])
+            original[n], layers = states(model, pieces[n])
             if converted:
                 rows += measured(LOADED, n, layers)
-                similar[LOADED, n] = 1.0
+                cosines[LOADED, n] = 1.0
     except (TypeError, ValueError) as error:
-        raise UsageError(f"--model {given.model}: {error}") from error
+        raise UsageError(f"--model {args.model}: {error}") from error
     if converted:
-        for text in table(rows, similar, LOADED, lengths):
+        for text in table(rows, cosines, LOADED, lengths):
             print(text, flush=True)
     for spec in specs:
         try:
             convert(model, spec.test.name, inputs=smallest, warn=False, **spec.test.params)
-            seen = {n: states(model, pieces[n]) for n in lengths}
+            states_by_length = {n: states(model, pieces[n]) for n in lengths}
         except (TypeError, ValueError) as error:
             raise UsageError(f"--variants {spec}: {error}") from error
-        for n, (found, layers) in seen.items():
+        for n, (hidden, layers) in states_by_length.items():
             rows += measured(str(spec), n, layers)
-            similar[str(spec), n] = float(
-                torch.nn.functional.cosine_similarity(found, own[n], dim=-1).mean()
+            cosines[str(spec), n] = float(
+                torch.nn.functional.cosine_similarity(hidden, original[n], dim=-1).mean()
             )
-        for text in table(rows, similar, str(spec), lengths):
+        for text in table(rows, cosines, str(spec), lengths):
             print(text, flush=True)
-    write_whole(given.out / f"{NAME}.csv", as_csv(rows, similar))
-    write_whole(given.out / f"{NAME}.png", picture(rows, max(lengths)))
-    print(f"written: {given.out / NAME}.csv and .png")
+    write_whole(args.out / f"{NAME}.csv", as_csv(rows, cosines))
+    write_whole(args.out / f"{NAME}.png", picture(rows, max(lengths)))
+    print(f"written: {args.out / NAME}.csv and .png")
     return 0
 
 
@@ -173,23 +174,13 @@ def read(name: str, file: Path) -> tuple[Tensor, Any]:
     """The tokens of the text in ``file``, and the config of the model."""
     import transformers
 
-    if not file.is_file():
-        raise UsageError(f"--text must be a file, got {file}")
-    # Without these files transformers loads an empty tokenizer for some models, without an error.
-    kinds = ("tokenizer*", "vocab*", "*.model")
-    if Path(name).is_dir() and not any(any(Path(name).glob(kind)) for kind in kinds):
-        raise UsageError(
-            f"--model {name} has no tokenizer; write one there with tokenizer.save_pretrained"
-        )
+    text = read_text(file)
+    check_tokenizer(Path(name))
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {name}: {str(error).strip().splitlines()[0]}") from error
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--text {file}: {error}") from error
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(ids), config
 
@@ -219,7 +210,7 @@ def cut(tokens: Tensor, length: int, samples: int) -> Tensor:
 
 
 @torch.no_grad()
-def states(model: Any, ids: Tensor) -> tuple[Tensor, list[Layer]]:
+def states(model: Any, ids: Tensor) -> tuple[Tensor, list[LayerWeights]]:
     """The last hidden states, and each layer's weights and numbers of visible keys."""
     with _visible_keys() as keys:
         out = model(input_ids=ids, output_attentions=True)
@@ -239,38 +230,38 @@ def _visible_keys() -> Iterator[list[Tensor]]:
     A layer may have a window, so causality alone does not give them. A layer that is not converted
     makes its attention module during the call, so the class is changed, not modules.
     """
-    found: list[Tensor] = []
-    own = attnzoo.nn.Attention.forward
+    counts: list[Tensor] = []
+    original_forward = attnzoo.nn.Attention.forward
 
     def forward(self: attnzoo.nn.Attention, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
         # With equal scores, the weights of softmax are 0 only at keys that a query does not see. No
         # piece of the text is padded, so all of them and all heads see the same keys.
         zero_q, zero_k = (torch.zeros_like(x[..., :1]) for x in (q, k))
         masks = {name: kwargs[name] for name in _MASKS if name in kwargs}
-        seen = attnzoo.attention_weights(zero_q, zero_k, zero_k, **masks)
-        found.append((seen[0, 0] > 0).sum(-1))
-        return own(self, q, k, v, **kwargs)
+        visible = attnzoo.attention_weights(zero_q, zero_k, zero_k, **masks)
+        counts.append((visible[0, 0] > 0).sum(-1))
+        return original_forward(self, q, k, v, **kwargs)
 
     with mock.patch.object(attnzoo.nn.Attention, "forward", forward):
-        yield found
+        yield counts
 
 
-def measured(variant: str, length: int, layers: list[Layer]) -> Iterator[Row]:
-    """Measure the weights of each layer; returns one `Row` per head."""
+def measured(variant: str, length: int, layers: list[LayerWeights]) -> Iterator[HeadRow]:
+    """Measure the weights of each layer; returns one `HeadRow` per head."""
     for layer, (w, keys) in enumerate(layers):
         rows = keys > 1
         exact = w[:, :, rows].double()
-        found = {"max_weight": exact.amax(-1), **sparsity(exact, keys[rows])}
+        measures = {"max_weight": exact.amax(-1), **sparsity(exact, keys[rows])}
         for head in range(w.shape[1]):
-            means = {name: float(values[:, head].mean()) for name, values in found.items()}
-            yield Row(variant, length, layer, head, **means)
+            means = {name: float(values[:, head].mean()) for name, values in measures.items()}
+            yield HeadRow(variant, length, layer, head, **means)
 
 
 # ---- output -----------------------------------------------------------------------------------
 
 
 def table(
-    rows: list[Row], similar: dict[tuple[str, int], float], variant: str, lengths: list[int]
+    rows: list[HeadRow], cosines: dict[tuple[str, int], float], variant: str, lengths: list[int]
 ) -> Iterator[str]:
     """The lines of a variant's table: one row per length, with means over all heads."""
     yield f"\n{variant}"
@@ -278,30 +269,33 @@ def table(
     names = "  ".join(name for name, _, _ in shown.values())
     yield f"{'length':>7}  {names}  {'output cosine':>13}"
     for n in lengths:
-        mine = [row for row in rows if (row.variant, row.length) == (variant, n)]
-        means = {m: sum(getattr(row, m) for row in mine) / len(mine) for m in shown}
+        length_rows = [row for row in rows if (row.variant, row.length) == (variant, n)]
+        means = {m: sum(getattr(row, m) for row in length_rows) / len(length_rows) for m in shown}
         cells = "  ".join(f"{means[m]:>{w}{style}}" for m, (_, w, style) in shown.items())
-        yield f"{n:>7}  {cells}  {similar[variant, n]:>13.4f}"
+        yield f"{n:>7}  {cells}  {cosines[variant, n]:>13.4f}"
 
 
-def as_csv(rows: list[Row], similar: dict[tuple[str, int], float]) -> str:
+def as_csv(rows: list[HeadRow], cosines: dict[tuple[str, int], float]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*(field.name for field in fields(Row)), "cosine_of_outputs"])
-    writer.writerows([*astuple(row), similar[row.variant, row.length]] for row in rows)
+    writer.writerow([*(field.name for field in fields(HeadRow)), "cosine_of_outputs"])
+    writer.writerows([*astuple(row), cosines[row.variant, row.length]] for row in rows)
     return out.getvalue()
 
 
-def picture(rows: list[Row], length: int) -> bytes:
+def picture(rows: list[HeadRow], length: int) -> bytes:
     """A heat map of the largest weight by layer and head for each variant, as PNG."""
     variants = list(dict.fromkeys(row.variant for row in rows))
     figure = Figure(figsize=(3.2 * len(variants) + 0.8, 3.2), layout="constrained")
     panels = figure.subplots(1, len(variants), squeeze=False)[0]
     for axes, variant in zip(panels, variants, strict=True):
-        here = [row for row in rows if (row.variant, row.length) == (variant, length)]
-        shape = 1 + max(row.layer for row in here), 1 + max(row.head for row in here)
+        variant_rows = [row for row in rows if (row.variant, row.length) == (variant, length)]
+        shape = (
+            1 + max(row.layer for row in variant_rows),
+            1 + max(row.head for row in variant_rows),
+        )
         grid = torch.full(shape, torch.nan)  # layers may have different numbers of heads
-        for row in here:
+        for row in variant_rows:
             grid[row.layer, row.head] = row.max_weight
         axes.imshow(grid.numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axes.set(title=variant, xlabel="head", ylabel="layer")

@@ -22,10 +22,11 @@ def parse_start(
     names = call.params.get("learn")
     if names is not None and not isinstance(names, str):
         raise UsageError(f"{call.name}: learn must be names such as 'x y', got {names!r}")
-    kept = VariantCall(call.name, tuple(one for one in call.arguments if one[0] != "learn"))
+    arguments = tuple((key, x) for key, x in call.arguments if key != "learn")
+    call_without_learn = VariantCall(call.name, arguments)
     if not parse_spec(text).is_substitution:
-        text = str(kept)
-    found = parse_substitution(text, layers)
+        text = str(call_without_learn)
+    start = parse_substitution(text, layers)
     variant = attnzoo.get_variant(call.name)
     learn = tuple(p.name for p in variant.params if p.init is not None)
     if names is not None:
@@ -35,11 +36,11 @@ def parse_start(
             f"--variants {text}: {call.name} learns no parameter by itself; name some with "
             f"{call.name}(learn='…'), or train LoRA with --lora"
         )
-    chosen = {"start", "calibrate", *learn} & kept.params.keys()
-    if learn and not chosen and has_identity(variant):
-        arguments = tuple(sorted({**kept.params, "start": "identity"}.items()))
-        found = Substitution(VariantCall(call.name, arguments), layers)
-    return found, learn
+    chosen_start = {"start", "calibrate", *learn} & call_without_learn.params.keys()
+    if learn and not chosen_start and has_identity(variant):
+        arguments = tuple(sorted({**call_without_learn.params, "start": "identity"}.items()))
+        start = Substitution(VariantCall(call.name, arguments), layers)
+    return start, learn
 
 
 def has_identity(variant: attnzoo.Variant) -> bool:
@@ -51,11 +52,11 @@ def references(start: Substitution, learn: Sequence[str], length: int) -> list[S
     """The variant without training: where it equals softmax, calibrated, and at the start."""
     variant = attnzoo.get_variant(start.call.name)
     dropped = {"start", "calibrate", *learn, *(variant.identity or ())}
-    kept = [one for one in start.call.arguments if one[0] not in dropped]
-    found = []
+    other = [(key, x) for key, x in start.call.arguments if key not in dropped]
+    argument_lists = []
     if has_identity(variant) and variant.identity:
-        found.append([*kept, ("start", "identity")])
+        argument_lists.append([*other, ("start", "identity")])
     if variant.calibrate is not None:
-        found.append([*kept, ("calibrate", length)])
-    calls = [VariantCall(variant.name, tuple(sorted(one))) for one in found]
+        argument_lists.append([*other, ("calibrate", length)])
+    calls = [VariantCall(variant.name, tuple(sorted(arguments))) for arguments in argument_lists]
     return [Substitution(call, start.layers) for call in dict.fromkeys([*calls, start.call])]

@@ -21,7 +21,7 @@ import torch
 
 from commandline.errors import UsageError
 from commandline.variants import VariantCall
-from evals.harness.any_run import AnyRun, Context, Emit
+from evals.harness.any_run import AnyRun, Emit, RunContext
 from evals.harness.plan import key_of, origin
 from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.metrics import Outcome
@@ -37,11 +37,11 @@ MEASURES = ("loss", "retrieval", "sharpness", "dispersion")
 _PLANTED = ("retrieval", "dispersion")
 _VERSION = 2  # change it when the measures change
 _QUADRATIC = 4096  # tokens at which attention costs about as much as the rest of a small model
-Point = tuple[int, int]  # length, sample
+ContextPoint = tuple[int, int]  # length, sample
 
 
 @dataclass(frozen=True)
-class Task:
+class PretrainedTask:
     """What all points of a command share.
 
     hashes: hashes of the texts, which must not change after the command is planned; see `planned`.
@@ -84,10 +84,10 @@ class Task:
         Raises:
             UsageError: a text is not the one of the plan.
         """
-        found = self._read()
-        if self.hashes and self.hashes != tuple(map(text_hash, found)):
+        texts = self._read()
+        if self.hashes and self.hashes != tuple(map(text_hash, texts)):
             raise UsageError(f"{self.text_name} changed after the start; run the command again")
-        return found
+        return texts
 
     def _read(self) -> tuple[str, ...]:
         return (read_text(self.text),)
@@ -110,63 +110,63 @@ def outlined(source: Source) -> Loaded:
 
 
 @cache
-def drawn_from(task: Task) -> contexts.Contexts:
+def drawn_from(task: PretrainedTask) -> contexts.Contexts:
     """The contexts of a task, made once in each process."""
     return contexts.Contexts(outlined(task.source), task.read(), task.planted, task.seed)
 
 
 @torch.inference_mode()
 def measured(
-    task: Task, loaded: Loaded, model: Any, batch: Sequence[contexts.Context]
+    task: PretrainedTask, loaded: Loaded, model: Any, batch: Sequence[contexts.Context]
 ) -> list[Outcome]:
     """Read contexts of equal length with a model and measure each of them."""
     began = time.process_time()
     reader = Reader(model)
-    ids = torch.stack([one.tokens for one in batch])
-    watched = is_converted(model)
-    look = watched and "sharpness" in task.measures
-    with heads.Weights(model, heads.ROWS) if look else nullcontext() as weights:
-        hidden, memory = reader.read(ids)
-    found: list[tuple[dict[str, float], dict[str, list[float]]]] = [({}, {}) for _ in batch]
+    ids = torch.stack([context.tokens for context in batch])
+    converted = is_converted(model)
+    records_weights = converted and "sharpness" in task.measures
+    with heads.Weights(model, heads.ROWS) if records_weights else nullcontext() as weights:
+        hidden, cache = reader.read(ids)
+    results: list[tuple[dict[str, float], dict[str, list[float]]]] = [({}, {}) for _ in batch]
     if "loss" in task.measures:
         losses = reader.losses(hidden[:, :-1], ids[:, 1:])
-        for (metrics, curves), loss, one in zip(found, losses, batch, strict=True):
-            means, bins = positions.by_position(loss, one.is_text)
+        for (metrics, curves), loss, context in zip(results, losses, batch, strict=True):
+            means, bins = positions.by_position(loss, context.is_text)
             metrics |= means
             curves |= bins
     if weights is not None:
         counts = [float(w.shape[1]) for w, _ in weights.layers]
         for name, values in heads.sharpness(weights).items():
-            for (metrics, curves), mine in zip(found, values, strict=True):
-                metrics[name] = float(mine.mean())
-                curves |= {f"head_{name}": _short(mine), "heads": counts}
-    for index, ((metrics, curves), one) in enumerate(zip(found, batch, strict=True)):
+            for (metrics, curves), head_values in zip(results, values, strict=True):
+                metrics[name] = float(head_values.mean())
+                curves |= {f"head_{name}": _short(head_values), "heads": counts}
+    for index, ((metrics, curves), context) in enumerate(zip(results, batch, strict=True)):
         if not task.planted:
             continue
-        mine = memory if len(batch) == 1 else only(memory, index)
-        metrics["needle_depth"] = float(one.needle[0]) / len(one.tokens)
+        context_cache = cache if len(batch) == 1 else only(cache, index)
+        metrics["needle_depth"] = float(context.needle[0]) / len(context.tokens)
         if "retrieval" in task.measures:
-            words = loaded.tokenizer if task.greedy else None
-            metrics |= retrieval.scores(reader, mine, one.questions, words)
-        if "dispersion" in task.measures and watched:
-            _disperse(reader, mine, one, metrics, curves)
+            tokenizer = loaded.tokenizer if task.greedy else None
+            metrics |= retrieval.scores(reader, context_cache, context.questions, tokenizer)
+        if "dispersion" in task.measures and converted:
+            _disperse(reader, context_cache, context, metrics, curves)
     seconds = (time.process_time() - began) / len(batch)
-    return [_outcome(metrics, curves, seconds) for metrics, curves in found]
+    return [_outcome(metrics, curves, seconds) for metrics, curves in results]
 
 
 def _disperse(
     reader: Reader,
-    memory: Any,
-    one: contexts.Context,
+    cache: Any,
+    context: contexts.Context,
     metrics: dict[str, float],
     curves: dict[str, list[float]],
 ) -> None:
     """Add the dispersion at the needle, at the end of its question."""
-    prompt = next(q.prompt for q in one.questions if q.task == contexts.NEEDLE)
+    prompt = next(q.prompt for q in context.questions if q.task == contexts.NEEDLE)
     with heads.Weights(reader.model, 1) as weights:
-        reader.read(prompt[None], memory)
-    total = len(one.tokens) + len(prompt)
-    for name, values in heads.dispersion(weights, one.needle, total).items():
+        reader.read(prompt[None], cache)
+    total = len(context.tokens) + len(prompt)
+    for name, values in heads.dispersion(weights, context.needle, total).items():
         metrics[name] = float(values.mean())
         curves[f"head_{name}"] = _short(values[0])
     curves["heads"] = [float(w.shape[1]) for w, _ in weights.layers]
@@ -188,7 +188,7 @@ def _outcome(metrics: dict[str, float], curves: dict[str, list[float]], seconds:
 
 @dataclass(frozen=True)
 class Reading(AnyRun):
-    """A run. ``settings`` is the `Task`; tests[(length, sample)] has the key of the row.
+    """A run. ``settings`` is the `PretrainedTask`; tests[(length, sample)] has the key of the row.
 
     label: the name, which stays the same when only some points are left.
     """
@@ -207,22 +207,22 @@ class Reading(AnyRun):
     def log_name(self) -> str:
         return f"{self.task}/{self.name}"
 
-    def point_text(self, point: Point) -> str:
+    def point_text(self, point: ContextPoint) -> str:
         return f"n = {point[0]}, sample {point[1]}"
 
-    def execute(self, context: Context, emit: Emit) -> str:
-        given: Task = self.settings
-        task = replace(given, source=replace(given.source, device=context.device))
-        points: list[Point] = list(self.tests)
+    def execute(self, context: RunContext, emit: Emit) -> str:
+        settings: PretrainedTask = self.settings
+        task = replace(settings, source=replace(settings.source, device=context.device))
+        points: list[ContextPoint] = list(self.tests)
         emit(("stage", points[0], 0.0))
-        loaded, source = opened(task.source), drawn_from(task)
+        loaded, text_contexts = opened(task.source), drawn_from(task)
         total, done = sum(work(length) for length, _ in points), 0.0
-        with substituted(loaded.model, self.substitution, task.typical(source)) as model:
+        with substituted(loaded.model, self.substitution, task.typical(text_contexts)) as model:
             for batch in _batches(points, task.batch):
                 emit(("stage", batch[0], done / total))
-                drawn = [source.draw(*point) for point in batch]
+                batch_contexts = [text_contexts.draw(*point) for point in batch]
                 try:
-                    outcomes = measured(task, loaded, model, drawn)
+                    outcomes = measured(task, loaded, model, batch_contexts)
                 except (MemoryError, RuntimeError) as error:
                     if not is_out_of_memory(error):
                         raise
@@ -242,40 +242,40 @@ def work(length: int) -> float:
     return length * (1 + length / _QUADRATIC)
 
 
-def _batches(points: Sequence[Point], size: int) -> Iterator[list[Point]]:
+def _batches(points: Sequence[ContextPoint], size: int) -> Iterator[list[ContextPoint]]:
     """Points of equal length, at most ``size`` at a time."""
-    for _, same in groupby(points, key=lambda point: point[0]):
-        mine = list(same)
-        for start in range(0, len(mine), size):
-            yield mine[start : start + size]
+    for _, group in groupby(points, key=lambda point: point[0]):
+        equal_length = list(group)
+        for start in range(0, len(equal_length), size):
+            yield equal_length[start : start + size]
 
 
-def points_of(samples: Mapping[int, int]) -> list[Point]:
+def points_of(samples: Mapping[int, int]) -> list[ContextPoint]:
     """The points of one variant for these numbers of samples of each length."""
     ordered = sorted(samples.items(), reverse=True)
     return [(length, sample) for length, count in ordered for sample in range(count)]
 
 
 @dataclass(frozen=True)
-class Study:
+class PretrainedStudy:
     """A planned command.
 
     specs: the substitutions; None is the model as loaded. samples: the number of samples of each
     length. plugins: maps variants of the plugin to a hash of its file.
     """
 
-    task: Task
+    task: PretrainedTask
     specs: Sequence[Substitution | None]
     samples: Mapping[int, int]
     plugins: Mapping[str, str]
     fingerprint: str
     limit: int | None
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[ContextPoint]:
         """All points of one variant, the longest first."""
         return points_of(self.samples)
 
-    def key(self, spec: Substitution | None, point: Point) -> str:
+    def key(self, spec: Substitution | None, point: ContextPoint) -> str:
         variant = None if spec is None else spec.identity()
         plugin = None if spec is None else self._plugin(spec)
         return key_of({
@@ -291,18 +291,18 @@ class Study:
 
     def runs(self) -> list[Reading]:
         """All runs, also of points that have results."""
-        found: list[Reading] = []
+        runs: list[Reading] = []
         for spec in self.specs:
             call = VariantCall(BASELINE) if spec is None else spec.call
             for points in _shares(self.points()):
                 tests = {point: {self.key(spec, point): None} for point in points}
                 label = f"{BASELINE if spec is None else spec}, {_range(points)}"
-                found.append(
+                runs.append(
                     Reading(PRETRAINED, call, self.task.seed, self.task, tests, spec, label)
                 )
-        return found
+        return runs
 
-    def row(self, run: Reading, key: str, point: Point, outcome: Outcome) -> Row:
+    def row(self, run: Reading, key: str, point: ContextPoint, outcome: Outcome) -> Row:
         """The result row of one point."""
         layers = None if run.substitution is None else run.substitution.layers
         return {
@@ -332,7 +332,7 @@ class Study:
         }
 
 
-def _range(points: Sequence[Point]) -> str:
+def _range(points: Sequence[ContextPoint]) -> str:
     """The points of a run in words.
 
     >>> _range([(1024, 18), (1024, 19), (512, 0)])
@@ -342,9 +342,9 @@ def _range(points: Sequence[Point]) -> str:
     return " to ".join(dict.fromkeys(ends))
 
 
-def _shares(points: Sequence[Point]) -> Iterator[list[Point]]:
+def _shares(points: Sequence[ContextPoint]) -> Iterator[list[ContextPoint]]:
     """Points in order, in lists of about the work of the first point."""
-    share: list[Point] = []
+    share: list[ContextPoint] = []
     for point in points:
         if share and sum(work(n) for n, _ in [*share, point]) > work(points[0][0]):
             yield share

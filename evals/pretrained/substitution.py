@@ -55,8 +55,8 @@ class Substitution:
     @property
     def variant(self) -> VariantCall:
         """The variant without the keywords."""
-        kept = tuple((name, x) for name, x in self.call.arguments if name not in _KEYWORDS)
-        return VariantCall(self.call.name, kept)
+        params = tuple((name, x) for name, x in self.call.arguments if name not in _KEYWORDS)
+        return VariantCall(self.call.name, params)
 
     def identity(self) -> dict[str, object]:
         """What the results depend on, for the keys under which they are stored."""
@@ -94,7 +94,7 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
     """
     if text.strip() == "all":
         return None
-    found: list[int] = []
+    layers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         ends = [first, last] if dash else [first, first]
@@ -102,10 +102,10 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
             ends[1]
         ):
             raise UsageError(f"--layers must be all, or numbers such as 0-9,20, got {text!r}")
-        found += range(int(ends[0]), int(ends[1]) + 1)
-    if len(set(found)) < len(found):
+        layers += range(int(ends[0]), int(ends[1]) + 1)
+    if len(set(layers)) < len(layers):
         raise UsageError(f"--layers must name each layer once, got {text!r}")
-    return tuple(sorted(found))
+    return tuple(sorted(layers))
 
 
 def is_converted(model: nn.Module) -> bool:

@@ -37,11 +37,11 @@ def absent_words(text: str) -> list[str]:
 def check_no_facts(text: str) -> None:
     """Raise if the text has a sentence of the form of a planted one, which could be mistaken for
     it."""
-    if (found := _FORMS.search(text)) is not None:
-        line = 1 + text.count("\n", 0, found.start())
+    if (match := _FORMS.search(text)) is not None:
+        line = 1 + text.count("\n", 0, match.start())
         raise UsageError(
             "--text must not have sentences of the forms that are planted in it, got "
-            f"{found[0]!r} in line {line}; take another text, or measure only the loss and the "
+            f"{match[0]!r} in line {line}; take another text, or measure only the loss and the "
             "sharpness with --measures loss,sharpness"
         )
 
@@ -67,6 +67,6 @@ def absent_numbers(text: str) -> list[str]:
 def pick_numbers(raw: np.ndarray, numbers: Sequence[str], count: int) -> list[str]:
     """``count`` different numbers; raw: at least 8 · count random uint64."""
     drawn = (numbers[int(i)] for i in draws.integers(raw, len(numbers)))
-    found = list(dict.fromkeys(drawn))[:count]
-    assert len(found) == count
-    return found
+    different = list(dict.fromkeys(drawn))[:count]
+    assert len(different) == count
+    return different

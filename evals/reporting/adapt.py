@@ -11,34 +11,34 @@ from matplotlib.figure import Figure
 from commandline.table import Table
 from evals.harness.progress import clock
 from evals.reporting.plots import GRID
-from evals.results.pretrained import Group, series_of
+from evals.results.pretrained import PretrainedGroup, series_of
 from evals.results.rows import Row
 
 _PREFIX = "head_learned_"
 _WINDOW = 10  # steps over which the loss is averaged
 
 
-def trainings(group: Group) -> dict[str, Row]:
+def trainings(group: PretrainedGroup) -> dict[str, Row]:
     """A row of each trained variant, by series."""
     return {
         series_of(row): row for row in group.rows if "training" in row and row["status"] == "ok"
     }
 
 
-def names(group: Group) -> list[str]:
+def names(group: PretrainedGroup) -> list[str]:
     """The names of all learned parameters."""
     curves = [name for row in trainings(group).values() for name in row["curves"]]
     return list(dict.fromkeys(n.removeprefix(_PREFIX) for n in curves if n.startswith(_PREFIX)))
 
 
-def tables(group: Group) -> Iterator[Table]:
+def tables(group: PretrainedGroup) -> Iterator[Table]:
     """How each variant was trained, and what it learned."""
-    found = trainings(group)
-    if not found:
+    trained = trainings(group)
+    if not trained:
         return
     header = ["variant", "start", "parameters", "loss, first steps", "loss, last steps", "time"]
     rows = []
-    for series, row in found.items():
+    for series, row in trained.items():
         loss, training = row["curves"]["training_loss"], row["training"]
         size = min(_WINDOW, len(loss))
         ends = [f"{np.mean(part):.3f}" for part in (loss[:size], loss[-size:])]
@@ -47,7 +47,7 @@ def tables(group: Group) -> Iterator[Table]:
     yield Table("Training", header, rows, f"Losses are means over {_WINDOW} steps, nats per token.")
     for name in names(group):
         rows = []
-        for series in found:
+        for series in trained:
             layers = [np.array(heads) for heads in group.by_head(series, _length(group, series),
                                                                  _PREFIX[5:] + name)]  # fmt: skip
             rows += [
@@ -59,19 +59,19 @@ def tables(group: Group) -> Iterator[Table]:
             yield Table(f"Learned {name}", header, rows)
 
 
-def _length(group: Group, series: str) -> int:
+def _length(group: PretrainedGroup, series: str) -> int:
     """A length at which the series has rows."""
     return next(n for n in group.lengths if group.samples(series, n))
 
 
-def figures(group: Group) -> Iterator[tuple[str, str, Figure]]:
+def figures(group: PretrainedGroup) -> Iterator[tuple[str, str, Figure]]:
     """(name, title, figure): the training losses, and a map of heads of each parameter."""
-    found = trainings(group)
-    if not found:
+    trained = trainings(group)
+    if not trained:
         return
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    for series, row in found.items():
+    for series, row in trained.items():
         loss = row["curves"]["training_loss"]
         size = min(_WINDOW, len(loss))
         means = np.convolve(loss, np.full(size, 1 / size), mode="valid")
@@ -84,7 +84,7 @@ def figures(group: Group) -> Iterator[tuple[str, str, Figure]]:
     yield "training-loss", "Training loss", figure
     for name in names(group):
         maps = {series: group.by_head(series, _length(group, series), _PREFIX[5:] + name)
-                for series in found}  # fmt: skip
+                for series in trained}  # fmt: skip
         yield (
             f"learned-{name.replace('_', '-')}",
             f"Learned {name} of each head",
@@ -92,12 +92,12 @@ def figures(group: Group) -> Iterator[tuple[str, str, Figure]]:
         )
 
 
-def _map(found: dict[str, list[list[float]]], name: str) -> Figure:
+def _map(layers_by_series: dict[str, list[list[float]]], name: str) -> Figure:
     """A heat map by layer and head for each series, with one scale."""
-    figure = Figure(figsize=(3.4 * len(found) + 0.9, 3.6), layout="constrained")
-    grid = figure.subplots(1, len(found), squeeze=False)
-    every = [x for layers in found.values() for heads in layers for x in heads]
-    for axes, (series, layers) in zip(grid.flat, found.items(), strict=True):
+    figure = Figure(figsize=(3.4 * len(layers_by_series) + 0.9, 3.6), layout="constrained")
+    grid = figure.subplots(1, len(layers_by_series), squeeze=False)
+    every = [x for layers in layers_by_series.values() for heads in layers for x in heads]
+    for axes, (series, layers) in zip(grid.flat, layers_by_series.items(), strict=True):
         cells = np.full((len(layers), max(map(len, layers))), np.nan)
         for index, heads in enumerate(layers):
             cells[index, : len(heads)] = heads

@@ -9,7 +9,7 @@ from commandline.files import write_whole
 from evals.reporting.console import print_group
 from evals.reporting.pictures import pictures
 from evals.reporting.pretrained import sections
-from evals.reporting.report import Shown, report_html
+from evals.reporting.report import ShownGroup, report_html
 from evals.reporting.stored import stored
 from evals.reporting.trials import write_trials
 from evals.results.rows import Row, is_pretrained, is_trial
@@ -32,15 +32,15 @@ def write_results(rows: Sequence[Row], out: Path, note: str, verbose: bool = Fal
     if not rows:
         return
     shown = [_drawn(group) for group in groups(rows)]
-    names = list(dict.fromkeys(one.group.task.name for one in shown))
+    names = list(dict.fromkeys(x.group.task.name for x in shown))
     for name in names:
-        mine = [one for one in shown if one.group.task.name == name]
-        write_whole(out / name / "summary.csv", csv_text([one.group for one in mine]))
-        for number, one in enumerate(mine, 1):
-            end = f"-{number}" if number > 1 else ""
-            for picture in one.pictures:
-                write_whole(out / name / f"{picture.name}{end}.png", picture.data)
-            print_group(one.group, one.heads, verbose)
+        of_task = [x for x in shown if x.group.task.name == name]
+        write_whole(out / name / "summary.csv", csv_text([x.group for x in of_task]))
+        for number, shown_group in enumerate(of_task, 1):
+            suffix = f"-{number}" if number > 1 else ""
+            for picture in shown_group.pictures:
+                write_whole(out / name / f"{picture.name}{suffix}.png", picture.data)
+            print_group(shown_group.group, shown_group.heads, verbose)
         if verbose:
             print(f"\nrows, models, summary.csv and figures: {out / name}")
     page = (out / names[0] if len(names) == 1 else out) / "report.html"
@@ -54,16 +54,17 @@ def main(folders: Sequence[Path], out: Path | None) -> int:
     pretrained = sections([row for row in rows if is_pretrained(row)])
     tasks = [row for row in rows if not is_pretrained(row)]
     theory_results = stored(folders)
-    others = bool(pretrained or theory_results)  # without any of them, the page would be empty
-    found = groups(of_tasks(tasks, "report", required=not others))
+    # Without any results, the page would be empty.
+    required = not pretrained and not theory_results
+    task_groups = groups(of_tasks(tasks, "report", required=required))
     page = out or folders[0] / "report.html"
     note = f"results of {', '.join(map(str, folders))}"
-    shown = [_drawn(group) for group in found]
+    shown = [_drawn(group) for group in task_groups]
     write_whole(page, report_html(shown, note, theory_results, pretrained))
     print(f"Report: {page}")
     return 0
 
 
-def _drawn(group: Group) -> Shown:
+def _drawn(group: Group) -> ShownGroup:
     heads = theory.fitted(group)
-    return Shown(group, heads, pictures(group, heads))
+    return ShownGroup(group, heads, pictures(group, heads))

@@ -44,49 +44,53 @@ def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
     Raises:
         UsageError: A or B has several groups of results of a task.
     """
-    for side, found in (("A", before), ("B", after)):
-        names = [group.task.name for group in found]
+    for side, side_groups in (("A", before), ("B", after)):
+        names = [group.task.name for group in side_groups]
         for name in set(names):
             if names.count(name) > 1:
                 raise UsageError(
                     f"{side} must have results of {name} with equal settings, data and numbers of "
                     f"test sequences, got {names.count(name)} groups"
                 )
-    theirs = {group.task.name: group for group in after}
-    return [change for group in before for change in _of_group(group, theirs.get(group.task.name))]
+    after_by_task = {group.task.name: group for group in after}
+    return [
+        change
+        for group in before
+        for change in _of_group(group, after_by_task.get(group.task.name))
+    ]
 
 
 def _of_group(group: Group, other: Group | None) -> list[Change]:
-    metric, found = group.task.score, []
+    metric, changes = group.task.score, []
     sign = -1.0 if metric.lower_is_better else 1.0
     for (series, length), point in group.points.items():
         if metric.name not in point.metrics:
             continue
-        same = other.points.get((series, length)) if other else None
-        ours, theirs = (
+        other_point = other.points.get((series, length)) if other else None
+        before, after = (
             {row["seed"]: row["metrics"][metric.name] for row in rows if row["status"] == "ok"}
-            for rows in (point.rows, same.rows if same else [])
+            for rows in (point.rows, other_point.rows if other_point else [])
         )
-        paired = [sign * (theirs[seed] - ours[seed]) for seed in ours if seed in theirs]
+        paired = [sign * (after[seed] - before[seed]) for seed in before if seed in after]
         problem = ""
-        if missing := sorted(set(ours) - set(theirs)):
-            failed = "+".join(same.failures) if same else "missing"
+        if missing := sorted(set(before) - set(after)):
+            failed = "+".join(other_point.failures) if other_point else "missing"
             problem = f"B has no seed {', '.join(map(str, missing))} ({failed or 'missing'})"
-        found.append(
+        changes.append(
             Change(
                 group.task.name, series, length, metric, point.metrics[metric.name],
-                same.metrics.get(metric.name) if same else None,
+                other_point.metrics.get(metric.name) if other_point else None,
                 None if problem else estimate(paired), problem,
                 group.task.trained_score is None or all(abs(x) <= SPREAD for x in paired),
             )
         )  # fmt: skip
-    return found
+    return changes
 
 
-def table(task: str, found: Sequence[Change]) -> Table:
+def table(task: str, changes: Sequence[Change]) -> Table:
     """A table of one task's scores in A and B and the gain, with one row for each `Change`."""
     rows = []
-    for change in found:
+    for change in changes:
         metric = change.metric
         cells = [
             "—" if side is None else side.text(metric.factor, metric.digits)
@@ -97,7 +101,7 @@ def table(task: str, found: Sequence[Change]) -> Table:
             change.problem if gain is None else gain.text(metric.factor, metric.digits, sign=True)
         )
         rows.append([change.series.label, str(change.length), *cells])
-    title = f"{task}: {found[0].metric.title} (gain: positive if B is better; paired by seed)"
+    title = f"{task}: {changes[0].metric.title} (gain: positive if B is better; paired by seed)"
     return Table(title, ["variant", "n", "A", "B", "gain"], rows)
 
 
@@ -115,14 +119,14 @@ def holds(change: Change) -> bool:
     return low <= most and least <= high
 
 
-def holding(found: Sequence[Change]) -> list[str]:
+def holding(changes: Sequence[Change]) -> list[str]:
     """Lines that name the rows of A that hold in B, and those that do not, with the lengths."""
     rows: dict[tuple[str, str], list[Change]] = {}
-    for change in found:
+    for change in changes:
         rows.setdefault((change.task, change.series.label), []).append(change)
     lines, held = [], 0
-    for (task, label), mine in rows.items():
-        broken = [change for change in mine if not holds(change)]
+    for (task, label), row_changes in rows.items():
+        broken = [change for change in row_changes if not holds(change)]
         held += not broken
         at = ", ".join(
             f"n = {change.length} ({change.problem or _means(change)})" for change in broken
@@ -155,11 +159,11 @@ def _conditions(group: Group) -> dict[str, object]:
 
 def differing(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
     """A line for each setting, kind of data or version that differs between A and B."""
-    theirs = {group.task.name: _conditions(group) for group in after}
+    after_conditions = {group.task.name: _conditions(group) for group in after}
     return [
         f"note: {group.task.name} has {name} = {value} in A and {other[name]} in B"
         for group in before
-        if (other := theirs.get(group.task.name)) is not None
+        if (other := after_conditions.get(group.task.name)) is not None
         for name, value in _conditions(group).items()
         if name in other and other[name] != value
     ]
@@ -167,11 +171,11 @@ def differing(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
 
 def _unshared_seeds(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
     """A note for each task where B has seeds that A lacks: only column B includes them."""
-    theirs = {group.task.name: group.points for group in after}
+    after_points = {group.task.name: group.points for group in after}
     return [
         f"note: {name} has seeds in B that A lacks: column B includes them, the gains do not"
         for group in before
-        if (other := theirs.get(name := group.task.name)) is not None
+        if (other := after_points.get(name := group.task.name)) is not None
         and any(
             _seeds(other[key]) - _seeds(point) and _seeds(other[key]) & _seeds(point)
             for key, point in group.points.items()
@@ -193,23 +197,27 @@ def main(a: Path, b: Path, fail_below: float | None = None, hold: bool = False) 
     if fail_below is not None and not math.isfinite(fail_below):
         raise UsageError(f"--fail-below must be a finite number, got {fail_below}")
     before, after = (groups(of_tasks(read_rows([side]), "compare")) for side in (a, b))
-    found = changes(before, after)
-    if not found:
+    all_changes = changes(before, after)
+    if not all_changes:
         raise UsageError(f"A must have at least one score, got none in {a}")
-    for name in dict.fromkeys(change.task for change in found):
-        print(f"{table(name, [c for c in found if c.task == name]).text()}\n")
+    for name in dict.fromkeys(change.task for change in all_changes):
+        print(f"{table(name, [c for c in all_changes if c.task == name]).text()}\n")
     for line in [*differing(before, after), *_unshared_seeds(before, after)]:
         print(line)
     if hold:
-        print("\n".join(holding(found)))
-    broken = hold and not all(map(holds, found))
+        print("\n".join(holding(all_changes)))
+    broken = hold and not all(map(holds, all_changes))
     if fail_below is None:
         return 1 if broken else 0
-    failed = [change for change in found if change.fails(fail_below)]
+    failed = [change for change in all_changes if change.fails(fail_below)]
     for change in failed:
         gain, metric = change.gain, change.metric
-        what = change.problem if gain is None else f"{metric.factor * gain.mean:+.{metric.digits}f}"
+        shown = (
+            change.problem if gain is None else f"{metric.factor * gain.mean:+.{metric.digits}f}"
+        )
         print(f"below {fail_below:g}: {change.task}, {change.series.label}, n = {change.length}: "
-              f"{what}")  # fmt: skip
-    print(f"{len(found) - len(failed)} of {len(found)} gains are at least {fail_below:g}")
+              f"{shown}")  # fmt: skip
+    print(
+        f"{len(all_changes) - len(failed)} of {len(all_changes)} gains are at least {fail_below:g}"
+    )
     return 1 if failed or broken else 0

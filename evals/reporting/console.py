@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from commandline.table import Table
-from evals.reporting.scores import KEPT, Line, Scores, of_group
+from evals.reporting.scores import EFFECTIVE_SHARE, ScoreLine, Scores, of_group
 from evals.reporting.tables import PARTIAL, cost_table, legend, score_tables, settings_table
 from evals.results.summary import Group, Series, failures, version_warnings
 from evals.theory import trained_heads as theory
@@ -24,8 +24,8 @@ def print_group(group: Group, heads: Sequence[Heads], verbose: bool) -> None:
     print(f"\n{table.text()}")
     if EFFECTIVE in table.header:
         print(
-            f"{EFFECTIVE}: the longest n up to which the score stays above {KEPT:.0%} of its value "
-            "at train length"
+            f"{EFFECTIVE}: the longest n up to which the score stays above "
+            f"{EFFECTIVE_SHARE:.0%} of its value at train length"
         )
     if verbose:
         tuning = settings_table(group)
@@ -79,7 +79,7 @@ def _table(group: Group, scores: Scores, errors: bool) -> Table:
     return Table(title, header, rows)
 
 
-def _values(scores: Scores, line: Line, errors: bool) -> list[str]:
+def _values(scores: Scores, line: ScoreLine, errors: bool) -> list[str]:
     texts = []
     for value in line.values:
         if value.mean is None:

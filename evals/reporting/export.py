@@ -25,6 +25,7 @@ from evals.reporting.readme_tables import markdown_table
 from evals.reporting.scores import Scores, of_group
 from evals.results.store import read_rows
 from evals.results.summary import Group, groups, version_warnings
+from evals.results.summary_csv import number_text
 from evals.results.trials import of_tasks
 from evals.task import Metric
 from evals.theory.trained_heads import fitted
@@ -51,15 +52,12 @@ def csv_tables(tables: Sequence[Scores]) -> str:
             for length, value in zip(table.lengths, line.values, strict=True):
                 writer.writerow([
                     table.task.name, table.distinction, line.variant, line.encoding, length,
-                    table.metric.name, *map(_number, value[:4]), value.seeds, value.failed,
-                    line.untrained, _number(table.chance), table.train_length, *effective,
-                    _number(value.difference), _number(value.p), int(line.unstable), line.tuned,
+                    table.metric.name, *map(number_text, value[:4]), value.seeds, value.failed,
+                    line.untrained, number_text(table.chance), table.train_length, *effective,
+                    number_text(value.difference), number_text(value.p), int(line.unstable),
+                    line.tuned,
                 ])  # fmt: skip
     return file.getvalue()
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
 
 
 FORMATS = {
@@ -92,58 +90,58 @@ def add_parser(commands: Any) -> None:
     add_plugin(parser, " or tasks")
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Export the results in some folders."""
-    to_one_file = _writes_one_file(given)
-    found = groups(of_tasks(read_rows(given.folders), NAME))
-    _check_chosen(found, given.metric, given.lengths)
-    for warning in version_warnings(found):
+    to_one_file = _writes_one_file(args)
+    task_groups = groups(of_tasks(read_rows(args.folders), NAME))
+    _check_chosen(task_groups, args.metric, args.lengths)
+    for warning in version_warnings(task_groups):
         print(warning, file=sys.stderr)
     tables: dict[str, Scores] = {}
     files: dict[Path, str | bytes] = {}
-    for name, group in _named(found):
-        metrics = _metrics(group, given.metric)
-        if given.lengths is None or set(given.lengths) & set(group.lengths):
-            tables |= {f"{name}-{m.name}": of_group(group, m, given.lengths) for m in metrics}
-        if metrics and given.figures:
+    for name, group in _named(task_groups):
+        metrics = _metrics(group, args.metric)
+        if args.lengths is None or set(args.lengths) & set(group.lengths):
+            tables |= {f"{name}-{m.name}": of_group(group, m, args.lengths) for m in metrics}
+        if metrics and args.figures:
             heads = fitted(group)
-            for kind in given.figures:  # drawn anew, because saving a figure changes its layout
+            for kind in args.figures:  # drawn anew, because saving a figure changes its layout
                 for drawing in figures(group, heads, metrics):
-                    path = given.out / f"{name}-{drawing.name}.{kind}"
+                    path = args.out / f"{name}-{drawing.name}.{kind}"
                     files[path] = FIGURES[kind](drawing.figure)
-    if given.format is not None:
-        suffix, render = FORMATS[given.format]
-        if given.out is None:
+    if args.format is not None:
+        suffix, render = FORMATS[args.format]
+        if args.out is None:
             print(render(list(tables.values())), end="")
         elif to_one_file:
-            files[given.out] = render(list(tables.values()))
+            files[args.out] = render(list(tables.values()))
         else:
-            files |= {given.out / f"{name}{suffix}": render([t]) for name, t in tables.items()}
+            files |= {args.out / f"{name}{suffix}": render([t]) for name, t in tables.items()}
     for path, data in files.items():
         write_whole(path, data)
         print(f"written: {path}")
     return 0
 
 
-def _writes_one_file(given: argparse.Namespace) -> bool:
+def _writes_one_file(args: argparse.Namespace) -> bool:
     """Return true if --out is one file for all tables.
 
     Raises:
         UsageError: --out does not fit --format and --figures, or one of these is invalid.
     """
-    if wrong := [kind for kind in given.figures if kind not in FIGURES]:
-        raise UsageError(f"--figures must be among {', '.join(FIGURES)}, got {', '.join(wrong)}")
-    check_unique("--figures", given.figures)
-    if given.format is None and not given.figures:
+    if unknown := [kind for kind in args.figures if kind not in FIGURES]:
+        raise UsageError(f"--figures must be among {', '.join(FIGURES)}, got {', '.join(unknown)}")
+    check_unique("--figures", args.figures)
+    if args.format is None and not args.figures:
         raise UsageError("export needs --format or --figures")
-    out: Path | None = given.out
+    out: Path | None = args.out
     suffixes = [suffix for suffix, _ in FORMATS.values()]
     one_file = out is not None and out.suffix in suffixes and not out.is_dir()
-    if given.figures and (out is None or one_file):
+    if args.figures and (out is None or one_file):
         raise UsageError(f"--figures needs --out DIR, got {out or 'no --out'}")
-    expected = "" if given.format is None else FORMATS[given.format][0]
+    expected = "" if args.format is None else FORMATS[args.format][0]
     if out is not None and one_file and out.suffix != expected:
-        raise UsageError(f"--out must end in {expected} with --format {given.format}, got {out}")
+        raise UsageError(f"--out must end in {expected} with --format {args.format}, got {out}")
     is_file = out is not None and (out.exists() or bool(out.suffix)) and not out.is_dir()
     if is_file and not one_file:
         raise UsageError(f"--out must be a folder or a {', '.join(suffixes)} file, got {out}")
@@ -151,19 +149,19 @@ def _writes_one_file(given: argparse.Namespace) -> bool:
 
 
 def _check_chosen(
-    found: Sequence[Group], metrics: Sequence[str] | None, lengths: Sequence[int] | None
+    task_groups: Sequence[Group], metrics: Sequence[str] | None, lengths: Sequence[int] | None
 ) -> None:
     """Raise UsageError for a metric or a length that no result has or that is repeated."""
     for option, values in (("--metric", metrics), ("--lengths", lengths)):
         check_unique(option, values or [])
-    known = dict.fromkeys(metric.name for group in found for metric in group.metrics)
+    known = dict.fromkeys(metric.name for group in task_groups for metric in group.metrics)
     for name in metrics or ():
         if name not in (*known, ALL):
             raise UsageError(f"--metric must be among {', '.join(known)} or {ALL}, got {name!r}")
-    there = sorted({length for group in found for length in group.lengths})
-    if missing := [length for length in lengths or () if length not in there]:
-        known, given = (", ".join(map(str, lengths)) for lengths in (there, missing))
-        raise UsageError(f"--lengths must be among {known}, got {given}")
+    measured = sorted({length for group in task_groups for length in group.lengths})
+    if missing := [length for length in lengths or () if length not in measured]:
+        known, unmeasured = (", ".join(map(str, lengths)) for lengths in (measured, missing))
+        raise UsageError(f"--lengths must be among {known}, got {unmeasured}")
 
 
 def _metrics(group: Group, names: Sequence[str] | None) -> list[Metric]:
@@ -172,10 +170,10 @@ def _metrics(group: Group, names: Sequence[str] | None) -> list[Metric]:
     return [metric for metric in group.metrics if ALL in names or metric.name in names]
 
 
-def _named(found: Sequence[Group]) -> Iterator[tuple[str, Group]]:
+def _named(task_groups: Sequence[Group]) -> Iterator[tuple[str, Group]]:
     """Pairs (file name prefix, group). Further groups of a task get a number: mqar, mqar_2."""
     count: dict[str, int] = {}
-    for group in found:
+    for group in task_groups:
         name = group.task.name
         count[name] = count.get(name, 0) + 1
         yield f"{name}_{count[name]}" if count[name] > 1 else name, group

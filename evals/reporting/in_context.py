@@ -31,7 +31,7 @@ from evals.theory.in_context import (
     SCHEDULE,
     VARIANTS,
     Baselines,
-    Trained,
+    TrainedLayer,
     baselines,
     by_name,
     tables,
@@ -53,34 +53,34 @@ def add_parser(commands: Any) -> None:
     add_plugin(parser)
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Train, print the tables, and write them with --out. Returns 1 if a run failed, or 0."""
     for name in ("seeds", "steps"):
-        if getattr(given, name) < 1:
-            raise UsageError(f"--{name} must be an int >= 1, got {getattr(given, name)}")
-    calls = [LINEAR, *_variants(given.variants)]
-    if given.out is not None:
-        check_writable("--out", given.out)
-    schedule = replace(SCHEDULE, steps=given.steps)
-    trained: list[Trained] = []
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name} must be an int >= 1, got {getattr(args, name)}")
+    calls = [LINEAR, *_variants(args.variants)]
+    if args.out is not None:
+        check_writable("--out", args.out)
+    schedule = replace(SCHEDULE, steps=args.steps)
+    trained: list[TrainedLayer] = []
     failed = 0
     with lean_arithmetic():
         base = baselines(LENGTHS)
         for call in calls:
             for heads in HEADS:
-                for seed in range(given.seeds):
+                for seed in range(args.seeds):
                     try:
                         trained.append(train(call, heads, seed, base, schedule))
                     except (NotFinite, ValueError, TypeError) as error:
                         print(f"failed: {call}, heads {heads}, seed {seed}: {error}")
                         failed += 1
-    found = tables(base, trained, given.steps)
-    for table in found:
+    all_tables = tables(base, trained, args.steps)
+    for table in all_tables:
         print(f"{table.text()}\n")
-    if given.out is not None:
-        write_whole(given.out / f"{NAME}.csv", tables_csv(found))
-        write_whole(given.out / f"{NAME}.png", png(plot(base, trained)))
-        print(f"written: {given.out}/{NAME}.csv, {NAME}.png")
+    if args.out is not None:
+        write_whole(args.out / f"{NAME}.csv", tables_csv(all_tables))
+        write_whole(args.out / f"{NAME}.png", png(plot(base, trained)))
+        print(f"written: {args.out}/{NAME}.csv, {NAME}.png")
     return 1 if failed else 0
 
 
@@ -95,20 +95,20 @@ def _variants(texts: list[str]) -> list[VariantCall]:
 # ------------------------------------------------------------------------------------- figure
 
 
-def plot(base: Baselines, trained: Sequence[Trained]) -> Figure:
+def plot(base: Baselines, trained: Sequence[TrainedLayer]) -> Figure:
     """Losses during training at the left, losses by the number of rows at the right. Each line is a
     mean over seeds."""
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    every = by_name(trained)
-    looks = looks_of(list(dict.fromkeys(one.variant for one in trained)))
-    for name, mine in every.items():
-        dashed = "--" if mine[0].heads == 1 else "-"
-        style = {"color": looks[mine[0].variant]["color"], "linestyle": dashed}
-        steps = [step for step, _ in mine[0].curve]
-        curves = [[loss / base.zero[ROWS] for _, loss in one.curve] for one in mine]
+    layers = by_name(trained)
+    looks = looks_of(list(dict.fromkeys(layer.variant for layer in trained)))
+    for name, results in layers.items():
+        dashed = "--" if results[0].heads == 1 else "-"
+        style = {"color": looks[results[0].variant]["color"], "linestyle": dashed}
+        steps = [step for step, _ in results[0].curve]
+        curves = [[loss / base.zero[ROWS] for _, loss in layer.curve] for layer in results]
         left.plot(steps, _means(curves), label=name, linewidth=1.5, **style)  # type: ignore[arg-type]
-        by_rows = [[one.loss[n] / base.zero[n] for n in base.zero] for one in mine]
+        by_rows = [[layer.loss[n] / base.zero[n] for n in base.zero] for layer in results]
         right.plot(list(base.zero), _means(by_rows), marker="o", markersize=3.5, linewidth=1.5,
                    **style)  # type: ignore[arg-type]  # fmt: skip
     relative = [base.scaled[n] / base.zero[n] for n in base.zero]

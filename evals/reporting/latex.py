@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evals.reporting.scores import Line, Scores, Value
+from evals.reporting.scores import ScoreLine, Scores, Value
 from evals.reporting.tables import BETTER, PARTIAL, WORSE
 
 _ESCAPES = {
@@ -28,21 +28,21 @@ def latex_table(scores: Scores) -> str:
     LaTeX comments above the table give the text for a caption.
     """
     count = len(scores.lengths)
-    more = scores.has_effective
+    has_effective = scores.has_effective
     comments = [scores.title, *scores.notes(), r"needs \usepackage{booktabs}"]
     body = [
-        rf"\begin{{tabular}}{{l{'r' * (count + more)}}}",
+        rf"\begin{{tabular}}{{l{'r' * (count + has_effective)}}}",
         r"\toprule",
-        rf" & \multicolumn{{{count}}}{{c}}{{Eval length $n$}}{' & Effective' * more} \\",
+        rf" & \multicolumn{{{count}}}{{c}}{{Eval length $n$}}{' & Effective' * has_effective} \\",
         rf"\cmidrule(lr){{2-{count + 1}}}",
-        _row(["Variant", *map(str, scores.lengths), *["length"] * more]),
+        _row(["Variant", *map(str, scores.lengths), *["length"] * has_effective]),
         r"\midrule",
         *(
             _row(
                 [
                     _label(line, scores.seeds),
                     *(_cell(scores, value) for value in line.values),
-                    *[_effective(line)] * more,
+                    *[_effective(line)] * has_effective,
                 ]
             )
             for line in scores.lines
@@ -51,7 +51,7 @@ def latex_table(scores: Scores) -> str:
     if scores.chance is not None:
         body += [
             r"\midrule",
-            _row(["Chance", *[scores.shown(scores.chance)] * count, *[""] * more]),
+            _row(["Chance", *[scores.shown(scores.chance)] * count, *[""] * has_effective]),
         ]
     body += [r"\bottomrule", r"\end{tabular}"]
     head = [f"% {' '.join(comment.split())}" for comment in comments]
@@ -62,14 +62,14 @@ def _row(cells: list[str]) -> str:
     return rf"{' & '.join(cells)} \\"
 
 
-def _label(line: Line, seeds: int) -> str:
+def _label(line: ScoreLine, seeds: int) -> str:
     encoding = "" if line.encoding == "none" else f", {escape(line.encoding)}"
     mark = rf"$^{{\dagger\,{line.untrained}/{seeds}}}$" if line.untrained else ""
     mark += r"$^{\ddagger}$" * line.unstable
     return f"{escape(line.variant)}{encoding}{mark}"
 
 
-def _effective(line: Line) -> str:
+def _effective(line: ScoreLine) -> str:
     return escape(line.effective_text).replace("≥", r"$\geq$")
 
 

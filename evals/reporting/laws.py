@@ -26,7 +26,7 @@ from evals.theory.laws import (
     KAPPA,
     LENGTHS,
     SHRINKING_FROM,
-    Point,
+    Comparison,
     fixed_scores,
     growth,
     measure,
@@ -37,19 +37,19 @@ from evals.theory.laws import (
 )
 
 
-def _fixed_table(law: Law, points: list[Point]) -> Table:
+def _fixed_table(law: Law, points: list[Comparison]) -> Table:
     """One row per n: the measured largest weight and the law's prediction for each score gap Δ."""
     header = ["n", *(text for gap in GAPS for text in (f"Δ={gap:g}", "law"))]
     rows = []
     for n in dict.fromkeys(point.n for point in points):
-        mine = [point for point in points if point.n == n]
-        pairs = [f"{x:.6f}" for point in mine for x in (point.measured, point.predicted)]
-        rows.append([str(n), *pairs, f"{max(point.deviation for point in mine):.0e}"])
+        points_at_n = [point for point in points if point.n == n]
+        pairs = [f"{x:.6f}" for point in points_at_n for x in (point.measured, point.predicted)]
+        rows.append([str(n), *pairs, f"{max(point.deviation for point in points_at_n):.0e}"])
     title = f"{law}: largest weight with one key at Δ, the others at 0; the law is exact"
     return Table(title, [*header, "largest deviation"], rows)
 
 
-def _shrinking_table(law: Law, points: list[Point]) -> Table:
+def _shrinking_table(law: Law, points: list[Comparison]) -> Table:
     """One row per n: measurement, prediction, and the reason if the point is not checked."""
     rows = []
     for point in points:
@@ -67,32 +67,32 @@ def _shrinking_table(law: Law, points: list[Point]) -> Table:
     return Table(title, ["n", "measured", "law", "deviation", "not checked because"], rows)
 
 
-def _jacobian_table(points: list[Point]) -> Table:
+def _jacobian_table(points: list[Comparison]) -> Table:
     """One row per variant: the measured norm and the law's prediction at each n."""
     header = ["variant", *(text for n in JACOBIAN_LENGTHS for text in (f"n={n}", "law"))]
     rows = []
     for name in dict.fromkeys(str(point.law) for point in points):
-        mine = [point for point in points if str(point.law) == name]
-        pairs = [f"{x:.6f}" for point in mine for x in (point.measured, point.predicted)]
-        rows.append([name, *pairs, f"{max(point.deviation for point in mine):.0e}"])
+        variant_points = [point for point in points if str(point.law) == name]
+        pairs = [f"{x:.6f}" for point in variant_points for x in (point.measured, point.predicted)]
+        rows.append([name, *pairs, f"{max(point.deviation for point in variant_points):.0e}"])
     title = "Jacobian norm ‖∂w/∂z‖₂ at n scores of 0; the law is exact"
     return Table(title, [*header, "largest deviation"], rows)
 
 
-def tables(points: list[Point]) -> list[Table]:
+def tables(points: list[Comparison]) -> list[Table]:
     """The tables: one for each law and kind of gap, and one for all Jacobian norms."""
-    found = []
-    for make, gap in ((_fixed_table, "fixed"), (_shrinking_table, "shrinking")):
+    all_tables = []
+    for make_table, gap in ((_fixed_table, "fixed"), (_shrinking_table, "shrinking")):
         for name in dict.fromkeys(str(point.law) for point in points):
-            mine = [p for p in points if str(p.law) == name and p.gap == gap]
-            if mine:
-                found.append(make(mine[0].law, mine))
+            law_points = [p for p in points if str(p.law) == name and p.gap == gap]
+            if law_points:
+                all_tables.append(make_table(law_points[0].law, law_points))
     if uniform := [point for point in points if point.gap == "uniform"]:
-        found.append(_jacobian_table(uniform))
-    return found
+        all_tables.append(_jacobian_table(uniform))
+    return all_tables
 
 
-def csv_text(points: list[Point]) -> str:
+def csv_text(points: list[Comparison]) -> str:
     """The text of laws.csv, with a line per comparison of a law with a measurement.
 
     The column ``held`` is 1 if the deviation is checked against the tolerance, otherwise 0.
@@ -155,7 +155,7 @@ def _print_measured(variant: VariantCall) -> None:
         print(f"{variant}: no closed form, and not measured: {error}\n")
 
 
-def plot(points: list[Point]) -> Figure:
+def plot(points: list[Comparison]) -> Figure:
     """Plot laws as lines and measurements as marks, for two fixed gaps and the shrinking gap."""
     panels = [("fixed", 1.5), ("fixed", 3.0), ("shrinking", KAPPA)]
     titles = ["one key at Δ = 1.5, others at 0", "one key at Δ = 3, others at 0",
@@ -166,15 +166,16 @@ def plot(points: list[Point]) -> Figure:
     looks = looks_of(names)
     for axes, (gap, size), title in zip(grid, panels, titles, strict=True):
         for name in names:
-            mine = [p for p in points if (str(p.law), p.gap, p.size) == (name, gap, size)]
-            if not mine:
+            law_points = [p for p in points if (str(p.law), p.gap, p.size) == (name, gap, size)]
+            if not law_points:
                 continue
             look = looks[name]
-            valid = [p for p in mine if p.law.holds(p.n, p.size)]
+            valid = [p for p in law_points if p.law.holds(p.n, p.size)]
             axes.plot([p.n for p in valid], [p.predicted for p in valid], color=look["color"],
                       linestyle=look["linestyle"], linewidth=1.3)  # fmt: skip
-            axes.plot([p.n for p in mine], [p.measured for p in mine], color=look["color"],
-                      marker=look["marker"], markersize=5, linestyle="", label=name)  # fmt: skip
+            axes.plot([p.n for p in law_points], [p.measured for p in law_points],
+                      color=look["color"], marker=look["marker"], markersize=5, linestyle="",
+                      label=name)  # fmt: skip
         length_axis(axes, [16, 256, 4096, 65536])
         axes.set_yscale("log")
         axes.set_title(title, loc="left", fontsize=10.5)

@@ -25,7 +25,7 @@ class Cell(NamedTuple):
     percent: float | None
 
 
-class Line(NamedTuple):
+class LeaderboardLine(NamedTuple):
     """One series of the leaderboard.
 
     label: the text to sort by. name: the label with † and ‡. cells: one per
@@ -47,7 +47,7 @@ class Leaderboard(NamedTuple):
     """
 
     columns: list[tuple[int, str]]
-    lines: list[Line]
+    lines: list[LeaderboardLine]
     chance: str
     order: str
     has_effective: bool
@@ -57,22 +57,22 @@ def leaderboard(group: Group) -> Leaderboard:
     """The leaderboard of a group, with the score of its task."""
     score = group.task.score
     scores = of_group(group, score)
-    found = {(line.variant, line.encoding): line for line in scores.lines}
+    score_lines = {(line.variant, line.encoding): line for line in scores.lines}
     lines = [
-        Line(
-            one.label,
-            group.name(one),
+        LeaderboardLine(
+            series.label,
+            group.name(series),
             [
                 _score_cell(point, score, value)
-                for point, value in zip(group.of(one), found[one].values, strict=True)
+                for point, value in zip(group.of(series), score_lines[series].values, strict=True)
             ],
-            found[one].effective_text,
-            None if (effective := found[one].effective) is None else effective.length,
+            score_lines[series].effective_text,
+            None if (effective := score_lines[series].effective) is None else effective.length,
         )
-        for one in group.series
+        for series in group.series
     ]
 
-    def rank(line: Line) -> tuple[bool, float]:
+    def rank(line: LeaderboardLine) -> tuple[bool, float]:
         value = line.cells[-1].value
         return value is None, (value or 0.0) * (1 if score.lower_is_better else -1)
 
@@ -91,12 +91,12 @@ def _distance(group: Group, length: int) -> str:
 
 
 def _score_cell(point: Point, score: Metric, value: Value) -> Cell:
-    found, failed = point.metrics.get(score.name), "+".join(point.failures)
-    if found is None:
+    mean, failed = point.metrics.get(score.name), "+".join(point.failures)
+    if mean is None:
         return Cell(point, failed or "—", "", None, None)
-    text = f"{score.factor * found.mean:.{score.digits}f}"
+    text = f"{score.factor * mean.mean:.{score.digits}f}"
     text += verdict(value.p, value.difference, score) + (PARTIAL if failed else "")
     percent = None
     if score.factor == 100 and not score.lower_is_better:
-        percent = round(min(100.0, max(0.0, 100 * found.mean)), 2)
-    return Cell(point, text, found.span(score.factor, score.digits), found.mean, percent)
+        percent = round(min(100.0, max(0.0, 100 * mean.mean)), 2)
+    return Cell(point, text, mean.span(score.factor, score.digits), mean.mean, percent)

@@ -17,8 +17,8 @@ from evals.reporting.pictures import Picture
 from evals.reporting.plots import png
 from evals.reporting.pretrained_plots import figures
 from evals.reporting.report import report_html
-from evals.reporting.stored import Stored
-from evals.results.pretrained import BASELINE, RETRIEVAL, Group, groups, summary_csv
+from evals.reporting.stored import StoredResults
+from evals.results.pretrained import BASELINE, RETRIEVAL, PretrainedGroup, groups, summary_csv
 from evals.results.rows import PRETRAINED, Row
 from evals.results.summary import Estimate
 
@@ -34,7 +34,7 @@ def _cell(mean: Estimate | None, factor: float, digits: int, sign: bool = False)
 
 
 def _by_length(
-    group: Group,
+    group: PretrainedGroup,
     title: str,
     metric: str,
     factor: float = 1.0,
@@ -43,26 +43,26 @@ def _by_length(
     paired: bool = False,
 ) -> Table | None:
     """A table of one metric: a row for each series, a column for each length."""
-    find: Callable[[str, int, str], Estimate | None] = group.gain if paired else group.mean
+    mean_of: Callable[[str, int, str], Estimate | None] = group.gain if paired else group.mean
     rows = []
     for series in group.series:
-        means = [find(series, n, metric) for n in group.lengths]
+        means = [mean_of(series, n, metric) for n in group.lengths]
         if any(mean is not None for mean in means):
             rows.append([series, *(_cell(mean, factor, digits, paired) for mean in means)])
     header = ["variant", *(f"n = {n}" for n in group.lengths)]
     return Table(title, header, rows, note) if rows else None
 
 
-def _positions(group: Group, length: int, rise: bool) -> Table | None:
+def _positions(group: PretrainedGroup, length: int, rise: bool) -> Table | None:
     """The loss at each bin of positions, or its rise above the model as loaded."""
     names = [series for series in group.series if not (rise and series == BASELINE)]
-    found = {series: group.by_position(series, length, rise) for series in names}
-    found = {series: bins for series, bins in found.items() if bins}
-    if not found:
+    bins_by_series = {series: group.by_position(series, length, rise) for series in names}
+    bins_by_series = {series: bins for series, bins in bins_by_series.items() if bins}
+    if not bins_by_series:
         return None
-    spans = list(dict.fromkeys((b, e) for bins in found.values() for b, e, _ in bins))
+    spans = list(dict.fromkeys((b, e) for bins in bins_by_series.values() for b, e, _ in bins))
     rows = []
-    for series, bins in found.items():
+    for series, bins in bins_by_series.items():
         means = {(b, e): mean for b, e, mean in bins}
         style = "+.3f" if rise else ".3f"
         rows.append([series, *(f"{means[s].mean:{style}}" if s in means else "—" for s in spans)])
@@ -71,7 +71,9 @@ def _positions(group: Group, length: int, rise: bool) -> Table | None:
     return Table(f"{what} by position at n = {length}, nats per token", header, rows)
 
 
-def _tasks(group: Group, length: int, end: str, title: str, factor: float) -> Table | None:
+def _tasks(
+    group: PretrainedGroup, length: int, end: str, title: str, factor: float
+) -> Table | None:
     """The scores of each retrieval task at one length."""
     rows = []
     for series in group.series:
@@ -84,12 +86,12 @@ def _tasks(group: Group, length: int, end: str, title: str, factor: float) -> Ta
     )
 
 
-def tables(group: Group) -> list[Table]:
+def tables(group: PretrainedGroup) -> list[Table]:
     """All tables of a group; those without any number are left out."""
     over = "Mean over samples (95 % bootstrap interval). Planted sentences do not count."
     paired = f"Minus the loss of the model {BASELINE}, paired by sample."
     exact = "Share of answers that greedy decoding would give exactly."
-    found = [
+    all_tables = [
         _by_length(group, "Loss, nats per token (lower is better)", "loss", note=over),
         _by_length(group, "Rise of the loss, nats per token", "loss", note=paired, paired=True),
         _by_length(group, "Retrieval, mean of the tasks, %", "retrieval", 100, 1, exact),
@@ -110,11 +112,11 @@ def tables(group: Group) -> list[Table]:
         _by_length(group, "Largest weight, mean over heads", "max_weight"),
         *(_by_length(group, f"{title}, mean over heads", name) for name, title in TITLES.items()),
     ]  # fmt: skip
-    found += adapt.tables(group)
-    return [table for table in [*found, _costs(group)] if table is not None]
+    all_tables += adapt.tables(group)
+    return [table for table in [*all_tables, _costs(group)] if table is not None]
 
 
-def _costs(group: Group) -> Table:
+def _costs(group: PretrainedGroup) -> Table:
     """Mean CPU seconds of a context, without intervals: they depend on the machine."""
     rows = []
     for series in group.series:
@@ -124,32 +126,32 @@ def _costs(group: Group) -> Table:
     return Table("CPU seconds per context", ["variant", *(f"n = {n}" for n in group.lengths)], rows)
 
 
-def notes(group: Group) -> list[str]:
+def notes(group: PretrainedGroup) -> list[str]:
     """Lines about samples, lengths beyond the trained context, and failures."""
     counts = {n: max(len(group.samples(s, n)) for s in group.series) for n in group.lengths}
-    found = ["samples: " + ", ".join(f"{count} at n = {n}" for n, count in counts.items())]
+    lines = ["samples: " + ", ".join(f"{count} at n = {n}" for n, count in counts.items())]
     if beyond := group.beyond():
         lengths = ", ".join(map(str, beyond))
-        found.append(f"n = {lengths}: beyond the trained context of {group.first['limit']} tokens")
-    return [*found, *group.failed()]
+        lines.append(f"n = {lengths}: beyond the trained context of {group.first['limit']} tokens")
+    return [*lines, *group.failed()]
 
 
 def print_tables(rows: Sequence[Row], verbose: bool) -> None:
     """Print the main tables, or all of them."""
     for group in groups(rows):
         print(f"\n{group.title}")
-        found = tables(group)
-        for table in found if verbose else found[:_PRINTED]:
+        all_tables = tables(group)
+        for table in all_tables if verbose else all_tables[:_PRINTED]:
             print(f"\n{table.text()}")
         for line in notes(group):
             print(line)
-        if not verbose and len(found) > _PRINTED:
-            print(f"The report and --verbose show {len(found) - _PRINTED} more tables.")
+        if not verbose and len(all_tables) > _PRINTED:
+            print(f"The report and --verbose show {len(all_tables) - _PRINTED} more tables.")
 
 
-def sections(rows: Sequence[Row]) -> list[Stored]:
+def sections(rows: Sequence[Row]) -> list[StoredResults]:
     """A section of the report for each group."""
-    found = []
+    sections = []
     for number, group in enumerate(groups(rows), 1):
         pictures = [
             Picture(f"{name}-{number}", title, "curve", png(figure))
@@ -160,22 +162,22 @@ def sections(rows: Sequence[Row]) -> list[Stored]:
             f"{_trained(group)}. "
             f"{'; '.join(notes(group))}."
         )
-        found.append(Stored(f"{NAME}-{number}", f"{NAME}: {group.title}", about, tables(group),
-                            pictures))  # fmt: skip
-    return found
+        ident, heading = f"{NAME}-{number}", f"{NAME}: {group.title}"
+        sections.append(StoredResults(ident, heading, about, tables(group), pictures))
+    return sections
 
 
-def _trained(group: Group) -> str:
+def _trained(group: PretrainedGroup) -> str:
     return ", without training" * (not adapt.trainings(group))
 
 
 def write_report(rows: Sequence[Row], out: Path) -> Path:
     """Write report.html, summary.csv and the figures into a folder; returns the page."""
-    found = sections(rows)
+    report_sections = sections(rows)
     write_whole(out / "summary.csv", summary_csv(groups(rows)))
-    for section in found:
+    for section in report_sections:
         for picture in section.pictures:
             write_whole(out / f"{picture.name.removesuffix('-1')}.png", picture.data)
     page = out / "report.html"
-    write_whole(page, report_html([], "", pretrained=found))
+    write_whole(page, report_html([], "", pretrained=report_sections))
     return page

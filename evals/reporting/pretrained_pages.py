@@ -10,7 +10,7 @@ from commandline.table import Table, markdown
 from evals.reporting.readme_tables import NONE_YET, made_by
 from evals.results.pretrained import RETRIEVAL, RISE
 
-Line = Mapping[str, str]
+SummaryLine = Mapping[str, str]
 FIGURES = {
     "loss-by-position": "Loss by position at the longest length",
     "by-length": "Loss, retrieval and weight on the needle by length",
@@ -31,12 +31,12 @@ def documented(folder: Path, name: str) -> str:
     path = folder / f"{name}.csv"
     if not path.exists():
         return NONE_YET
-    lines: list[Line] = list(csv.DictReader(path.read_text().splitlines()))
-    found = [_by_length(lines, *one) for one in _BY_LENGTH]
-    found.append(_tasks(lines))
+    lines: list[SummaryLine] = list(csv.DictReader(path.read_text().splitlines()))
+    tables = [_by_length(lines, *columns) for columns in _BY_LENGTH]
+    tables.append(_tasks(lines))
     texts = [
         f"**{table.title}**\n\n{markdown([table.header, *table.rows], right=True)}"
-        for table in found
+        for table in tables
         if table.rows
     ]
     shown = [(text, figure_path(folder, name, figure)) for figure, text in FIGURES.items()]
@@ -50,34 +50,34 @@ def figure_path(folder: Path, results: str, figure: str) -> Path:
 
 
 def _by_length(
-    lines: Sequence[Line], title: str, metric: str, factor: float, digits: int, sign: bool
+    lines: Sequence[SummaryLine], title: str, metric: str, factor: float, digits: int, sign: bool
 ) -> Table:
     """A table of one metric: a row for each variant, a column for each length."""
-    mine = {(x["series"], int(x["length"])): x for x in lines if x["metric"] == metric}
-    lengths = sorted({length for _, length in mine})
+    by_point = {(x["series"], int(x["length"])): x for x in lines if x["metric"] == metric}
+    lengths = sorted({length for _, length in by_point})
     rows = [
-        [f"`{name}`", *(_cell(mine.get((name, n)), factor, digits, sign) for n in lengths)]
-        for name in dict.fromkeys(name for name, _ in mine)
+        [f"`{name}`", *(_cell(by_point.get((name, n)), factor, digits, sign) for n in lengths)]
+        for name in dict.fromkeys(name for name, _ in by_point)
     ]
     return Table(title, ["variant", *(f"n = {n}" for n in lengths)], rows)
 
 
-def _tasks(lines: Sequence[Line]) -> Table:
+def _tasks(lines: Sequence[SummaryLine]) -> Table:
     """The retrieval tasks at the longest length that has the most samples."""
-    mine = {
+    by_point = {
         (x["series"], int(x["length"]), x["metric"]): x for x in lines if x["metric"] in RETRIEVAL
     }
-    if not mine:
+    if not by_point:
         return Table("", [], [])
-    length = max((int(x["samples"]), n) for (_, n, _), x in mine.items())[1]
+    length = max((int(x["samples"]), n) for (_, n, _), x in by_point.items())[1]
     rows = [
-        [f"`{name}`", *(_cell(mine.get((name, length, task)), 100, 0) for task in RETRIEVAL)]
-        for name in dict.fromkeys(name for name, _, _ in mine)
+        [f"`{name}`", *(_cell(by_point.get((name, length, task)), 100, 0) for task in RETRIEVAL)]
+        for name in dict.fromkeys(name for name, _, _ in by_point)
     ]
     return Table(f"Retrieval at n = {length}, %", ["variant", *RETRIEVAL.values()], rows)
 
 
-def _cell(line: Line | None, factor: float, digits: int, sign: bool = False) -> str:
+def _cell(line: SummaryLine | None, factor: float, digits: int, sign: bool = False) -> str:
     if line is None:
         return "—"
     text = f"{factor * float(line['mean']):{'+' if sign else ''}.{digits}f}"
@@ -87,7 +87,7 @@ def _cell(line: Line | None, factor: float, digits: int, sign: bool = False) -> 
     return f"{text} ({low} … {high})"
 
 
-def _samples(lines: Sequence[Line]) -> str:
+def _samples(lines: Sequence[SummaryLine]) -> str:
     counts = {int(x["length"]): x["samples"] for x in lines if x["metric"] == "loss"}
-    each = ", ".join(f"{count} at n = {n}" for n, count in sorted(counts.items()))
-    return f"Means over samples with 95 % bootstrap intervals. Samples: {each}."
+    text = ", ".join(f"{count} at n = {n}" for n, count in sorted(counts.items()))
+    return f"Means over samples with 95 % bootstrap intervals. Samples: {text}."

@@ -9,14 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from evals.reporting.plots import GRID, length_axis, looks_of
-from evals.results.pretrained import BASELINE, Group
+from evals.results.pretrained import BASELINE, PretrainedGroup
 from evals.results.summary import Estimate
 
-Line = tuple[list[float], list[Estimate]]
+Curve = tuple[list[float], list[Estimate]]
 _MAPS = {"needle_weight": "Weight on the needle", "max_weight": "Largest weight"}
 
 
-def figures(group: Group) -> Iterator[tuple[str, str, Figure]]:
+def figures(group: PretrainedGroup) -> Iterator[tuple[str, str, Figure]]:
     """(name, title, figure) of all figures for which a row has values."""
     if group.has("loss"):
         title = f"Loss by position at n = {group.lengths[-1]}"
@@ -39,7 +39,7 @@ def figures(group: Group) -> Iterator[tuple[str, str, Figure]]:
             yield f"heads-{name.replace('_', '-')}", f"{title} of each head", figure
 
 
-def _draw(axes: Axes, group: Group, lines: dict[str, Line], factor: float) -> None:
+def _draw(axes: Axes, group: PretrainedGroup, lines: dict[str, Curve], factor: float) -> None:
     """A line with a band for the interval for each series."""
     looks = looks_of([series for series in group.series if series != BASELINE])
     looks[BASELINE] = {"color": "#999999", "linestyle": ":", "marker": "", "linewidth": 2.2}
@@ -56,14 +56,14 @@ def _draw(axes: Axes, group: Group, lines: dict[str, Line], factor: float) -> No
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _loss_by_position(group: Group, length: int) -> Figure:
+def _loss_by_position(group: PretrainedGroup, length: int) -> Figure:
     """The loss at the left; at the right its rise above the model as loaded, in which the
     differences between parts of the text cancel."""
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     titles = {False: f"Loss by position at n = {length}", True: f"Rise above the model {BASELINE}"}
     panels = figure.subplots(1, 2)
     for axes, (rise, title) in zip(panels, titles.items(), strict=True):
-        lines: dict[str, Line] = {}
+        lines: dict[str, Curve] = {}
         for series in group.series:
             if bins := group.by_position(series, length, rise):
                 x = [(begin * end) ** 0.5 for begin, end, _ in bins]
@@ -82,19 +82,19 @@ def _loss_by_position(group: Group, length: int) -> Figure:
     return figure
 
 
-def _by_length(group: Group, shown: Sequence[tuple[str, str, float]]) -> Figure:
+def _by_length(group: PretrainedGroup, shown: Sequence[tuple[str, str, float]]) -> Figure:
     figure = Figure(figsize=(4.8 * min(2, len(shown)), 3.9 * -(-len(shown) // 2) + 0.8),
                     layout="constrained")  # fmt: skip
     grid = figure.subplots(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)
     for axes in grid.flat[len(shown) :]:
         axes.set_visible(False)
     for axes, (metric, title, factor) in zip(grid.flat, shown, strict=False):
-        lines: dict[str, Line] = {}
+        lines: dict[str, Curve] = {}
         for series in group.series:
-            found = [(float(n), group.mean(series, n, metric)) for n in group.lengths]
-            kept = [(n, mean) for n, mean in found if mean is not None]
-            if kept:
-                lines[series] = [n for n, _ in kept], [mean for _, mean in kept]
+            means = [(float(n), group.mean(series, n, metric)) for n in group.lengths]
+            measured = [(n, mean) for n, mean in means if mean is not None]
+            if measured:
+                lines[series] = [n for n, _ in measured], [mean for _, mean in measured]
         _draw(axes, group, lines, factor)
         length_axis(axes, group.lengths, "length n")
         axes.set_title(title, loc="left", fontsize=10)
@@ -103,20 +103,20 @@ def _by_length(group: Group, shown: Sequence[tuple[str, str, float]]) -> Figure:
     return figure
 
 
-def _head_map(group: Group, name: str, title: str) -> Figure | None:
+def _head_map(group: PretrainedGroup, name: str, title: str) -> Figure | None:
     """A heat map by layer and head for each series, at the longest length."""
     length = group.lengths[-1]
-    found = {series: group.by_head(series, length, name) for series in group.series}
-    found = {series: layers for series, layers in found.items() if layers}
-    if not found:
+    layers_by_series = {series: group.by_head(series, length, name) for series in group.series}
+    layers_by_series = {series: layers for series, layers in layers_by_series.items() if layers}
+    if not layers_by_series:
         return None
-    wide = min(4, len(found))
-    high = -(-len(found) // wide)
+    wide = min(4, len(layers_by_series))
+    high = -(-len(layers_by_series) // wide)
     figure = Figure(figsize=(2.6 * wide + 0.9, 3.0 * high + 0.4), layout="constrained")
     grid = figure.subplots(high, wide, squeeze=False)
-    for axes in grid.flat[len(found) :]:
+    for axes in grid.flat[len(layers_by_series) :]:
         axes.set_visible(False)
-    for axes, (series, layers) in zip(grid.flat, found.items(), strict=False):
+    for axes, (series, layers) in zip(grid.flat, layers_by_series.items(), strict=False):
         cells = np.full((len(layers), max(map(len, layers))), np.nan)
         for index, layer in enumerate(layers):
             cells[index, : len(layer)] = layer

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from commandline.table import markdown
-from evals.reporting.scores import KEPT, Line, Scores, Value, of_summary
+from evals.reporting.scores import EFFECTIVE_SHARE, ScoreLine, Scores, Value, of_summary
 from evals.reporting.tables import BETTER, PARTIAL, chance_text
 from evals.results.provenance import BROKEN, sentence
 from evals.results.summary import UNSTABLE, UNTRAINED
@@ -49,46 +49,46 @@ def scores(folder: Path = MEASURED) -> str:
 def _described(path: Path) -> str:
     """The Markdown table of a summary, the published scores, and what made the results."""
     task, _, name = path.stem.partition(".")
-    found = _read(path, task)
-    preset = name in found.task.presets
+    scores = _read(path, task)
+    preset = name in scores.task.presets
     if name:
         words = f"preset {name}" if preset else name.replace("-", " ")
-        found = replace(found, distinction=words)
-    text = markdown_table(found, rounded_away(path))
-    return text + (_published(found) if preset else "") + made_by(path)
+        scores = replace(scores, distinction=words)
+    text = markdown_table(scores, rounded_away(path))
+    return text + (_published(scores) if preset else "") + made_by(path)
 
 
 def rounded_away(path: Path) -> list[str]:
     """The labels of the rows that do not hold in the second arithmetic."""
-    made = path.with_suffix(".json")
-    found = json.loads(made.read_text()) if made.exists() else {}
-    held = found.get("arithmetic", {}).get("holds", {})
+    file = path.with_suffix(".json")
+    provenance = json.loads(file.read_text()) if file.exists() else {}
+    held = provenance.get("arithmetic", {}).get("holds", {})
     return [label for label, holds in held.items() if not holds]
 
 
 def made_by(path: Path) -> str:
     """A paragraph that says what made a summary; empty for a file without provenance."""
-    made = path.with_suffix(".json")
-    if not made.exists():
+    file = path.with_suffix(".json")
+    if not file.exists():
         return ""
-    return f"\n{sentence(json.loads(made.read_text()), f'results/{made.name}')}\n"
+    return f"\n{sentence(json.loads(file.read_text()), f'results/{file.name}')}\n"
 
 
-def _published(found: Scores) -> str:
+def _published(scores: Scores) -> str:
     """The scores of the table beside those that a paper published."""
-    published = found.task.published
+    published = scores.task.published
     if published is None:
         return ""
-    lengths = [n for n in found.lengths if n in published.lengths]
-    lines, rows = {line.variant: line for line in found.lines}, []
-    for name, scores in published.rows.items():
-        theirs = dict(zip(published.lengths, scores, strict=True))
+    lengths = [n for n in scores.lengths if n in published.lengths]
+    lines, rows = {line.variant: line for line in scores.lines}, []
+    for name, paper_scores in published.rows.items():
+        paper = dict(zip(published.lengths, paper_scores, strict=True))
         if name in lines:
-            ours = dict(zip(found.lengths, lines[name].values, strict=True))
-            means = [ours[n].mean for n in lengths]
-            here = ["—" if mean is None else found.shown(mean) for mean in means]
+            measured = dict(zip(scores.lengths, lines[name].values, strict=True))
+            means = [measured[n].mean for n in lengths]
+            here = ["—" if mean is None else scores.shown(mean) for mean in means]
             rows.append([f"`{name}`, here", *here])
-        there = [f"{theirs[n]}{'?' * (n in published.second_hand)}" for n in lengths]
+        there = [f"{paper[n]}{'?' * (n in published.second_hand)}" for n in lengths]
         rows.append([f"`{name}`, paper", *there])
     header = ["variant", *(f"n = {n}" for n in lengths)]
     return f"\n{published.title}\n\n{markdown([header, *rows], right=True)}"
@@ -97,35 +97,36 @@ def _published(found: Scores) -> str:
 def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     """A table of one task: variant, score at the train length, score at the longest eval length,
     and effective length."""
-    found = summary_scores(folder, task)
-    if found is None:
+    scores = summary_scores(folder, task)
+    if scores is None:
         return NONE_YET
-    chance = found.chance or 0.0
-    seeds = "one seed" if found.seeds == 1 else f"mean of {found.seeds} seeds"
-    name = found.metric.title.split(":")[0].lower().replace(", %", " (%)")
+    chance = scores.chance or 0.0
+    seeds = "one seed" if scores.seeds == 1 else f"mean of {scores.seeds} seeds"
+    name = scores.metric.title.split(":")[0].lower().replace(", %", " (%)")
     header = (
         "variant",
-        f"{name} at the train length, n = {found.train_length}",
-        f"{name} at n = {found.lengths[-1]}",
+        f"{name} at the train length, n = {scores.train_length}",
+        f"{name} at n = {scores.lengths[-1]}",
         "effective length, n",
     )
-    rows = [header, *(_overview_row(found, line) for line in found.lines)]
+    rows = [header, *(_overview_row(scores, line) for line in scores.lines)]
     notes = [
-        f"`{task}`, {seeds}, chance {chance_text(found.metric, chance)}.",
-        f"Effective length: the longest n up to which the score stays above {100 * KEPT:g} % of "
-        f"its value at the train length. Variants with {UNTRAINED} have none.",
+        f"`{task}`, {seeds}, chance {chance_text(scores.metric, chance)}.",
+        "Effective length: the longest n up to which the score stays above "
+        f"{100 * EFFECTIVE_SHARE:g} % of its value at the train length. Variants with {UNTRAINED} "
+        "have none.",
         # The overview has no intervals and no marks of tests.
-        *(f"{x}." for x in found.notes() if "interval" not in x and not x.startswith(BETTER)),
+        *(f"{x}." for x in scores.notes() if "interval" not in x and not x.startswith(BETTER)),
     ]
     return f"{markdown(rows, right=True)}\n{' '.join(notes)}\n"
 
 
-def _overview_row(found: Scores, line: Line) -> tuple[str, ...]:
-    values = dict(zip(found.lengths, line.values, strict=True))
-    ends = (values.get(found.train_length, Value()), line.values[-1])
+def _overview_row(scores: Scores, line: ScoreLine) -> tuple[str, ...]:
+    values = dict(zip(scores.lengths, line.values, strict=True))
+    ends = (values.get(scores.train_length, Value()), line.values[-1])
     return (
-        _label(line, found.seeds),
-        *("—" if value.mean is None else found.shown(value.mean) for value in ends),
+        _label(line, scores.seeds),
+        *("—" if value.mean is None else scores.shown(value.mean) for value in ends),
         line.effective_text,
     )
 
@@ -140,41 +141,41 @@ def _read(path: Path, task: str) -> Scores:
     return of_summary(task, list(csv.DictReader(path.read_text().splitlines())))
 
 
-def markdown_table(found: Scores, broken: Sequence[str] = ()) -> str:
+def markdown_table(scores: Scores, broken: Sequence[str] = ()) -> str:
     """A Markdown table of scores by variant and length: mean and 95 % interval over seeds.
 
     The rows with labels in ``broken`` get a mark.
     """
-    more = found.has_effective
-    header = ("variant", *(f"n = {length}" for length in found.lengths))
-    header += ("effective length",) * more
+    has_effective = scores.has_effective
+    header = ("variant", *(f"n = {length}" for length in scores.lengths))
+    header += ("effective length",) * has_effective
     body = [
         (
-            _label(line, found.seeds) + f" {BROKEN}" * (line.label in broken),
-            *(_cell(found, value) for value in line.values),
-            *[line.effective_text] * more,
+            _label(line, scores.seeds) + f" {BROKEN}" * (line.label in broken),
+            *(_cell(scores, value) for value in line.values),
+            *[line.effective_text] * has_effective,
         )
-        for line in found.lines
+        for line in scores.lines
     ]
-    name = found.task.name
-    title = found.title.replace(name, f"**{name}**", 1)
-    notes = " ".join(f"{note}." for note in found.notes()).replace(f"{PARTIAL} ", f"\\{PARTIAL} ")
+    name = scores.task.name
+    title = scores.title.replace(name, f"**{name}**", 1)
+    notes = " ".join(f"{note}." for note in scores.notes()).replace(f"{PARTIAL} ", f"\\{PARTIAL} ")
     table = markdown([header, *body], right=True)
     notes = f"\n{notes}\n" if notes else ""
-    return f"{title} Training schedule: {found.schedule}.\n\n{table}{notes}"
+    return f"{title} Training schedule: {scores.schedule}.\n\n{table}{notes}"
 
 
-def _label(line: Line, seeds: int) -> str:
+def _label(line: ScoreLine, seeds: int) -> str:
     encoding = "" if line.encoding == "none" else f" {line.encoding}"
     untrained = f" {UNTRAINED} {line.untrained}/{seeds}" if line.untrained else ""
     untrained += f" {UNSTABLE}" * line.unstable
     return f"`{' '.join(line.variant.split())}`{encoding}{untrained}"
 
 
-def _cell(found: Scores, value: Value) -> str:
+def _cell(scores: Scores, value: Value) -> str:
     if value.mean is None:
         return value.failed or "—"
-    text = found.shown(value.mean) + found.mark(value)
+    text = scores.shown(value.mean) + scores.mark(value)
     if value.low is not None and value.high is not None:
-        text += f" ({found.shown(value.low)}–{found.shown(value.high)})"
+        text += f" ({scores.shown(value.low)}–{scores.shown(value.high)})"
     return text + (PARTIAL if value.failed else "")

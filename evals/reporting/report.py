@@ -17,8 +17,8 @@ from markupsafe import Markup
 from commandline.table import Table
 from evals.reporting.leaderboard import Leaderboard, leaderboard
 from evals.reporting.pictures import Picture
-from evals.reporting.scores import KEPT
-from evals.reporting.stored import Stored
+from evals.reporting.scores import EFFECTIVE_SHARE
+from evals.reporting.stored import StoredResults
 from evals.reporting.tables import (
     chance_text,
     cost_table,
@@ -39,7 +39,7 @@ _SETTINGS = {"train_shortest": "shortest train length", "train_longest": "train 
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class ShownGroup:
     """A group with its fitted heads and its pictures."""
 
     group: Group
@@ -51,7 +51,7 @@ class Shown:
 class Section:
     """The section of the page about one group. ident: its HTML id."""
 
-    shown: Shown
+    shown: ShownGroup
     ident: str
     heading: str
 
@@ -88,16 +88,17 @@ class Section:
 
     @property
     def tables(self) -> list[Table]:
-        scores, some = score_tables(self.group), (settings_table, learned_table)
-        optional = [table for make in some if (table := make(self.group)) is not None]
+        scores, makers = score_tables(self.group), (settings_table, learned_table)
+        optional = [table for make_table in makers if (table := make_table(self.group)) is not None]
         return [*scores, *more_tables(self.group), *optional, cost_table(self.group)]
 
     @property
     def settings(self) -> dict[str, str]:
         """The settings, versions and seeds of the results, by their names on the page."""
-        found = self.group.settings.items()
+        group_settings = self.group.settings.items()
         settings = {
-            _SETTINGS.get(name, name.replace("_", " ")): str(value) for name, value in found
+            _SETTINGS.get(name, name.replace("_", " ")): str(value)
+            for name, value in group_settings
         }
         versions = {name: _values(self.group.rows, name) for name in _VERSIONS}
         return settings | versions | {"seeds": ", ".join(map(str, self.group.seeds))}
@@ -121,8 +122,9 @@ class Section:
         if seeds > 1:
             means = f"Large numbers: mean over {seeds} seeds; small: its 95 % bootstrap interval."
         effective = (
-            f" Effective length: the longest n up to which the score stays above {100 * KEPT:g} % "
-            f"of its value at the train length; — for variants with {UNTRAINED}."
+            " Effective length: the longest n up to which the score stays above "
+            f"{100 * EFFECTIVE_SHARE:g} % of its value at the train length; — for variants with "
+            f"{UNTRAINED}."
         )
         return (
             f"{score.title}, by variant and eval length n. "
@@ -148,24 +150,26 @@ class Section:
             ident = self.point_ident(point)
             for row in sorted(point.rows, key=lambda row: row["seed"]):
                 start = [row[name] for name in ("variant", "positions", "length", "seed", "status")]
-                found = row["metrics"]
-                figures = [f"{found[name]:.6g}" if name in found else "" for name in metrics]
+                row_metrics = row["metrics"]
+                figures = [
+                    f"{row_metrics[name]:.6g}" if name in row_metrics else "" for name in metrics
+                ]
                 yield ident, [*start, *figures, row["sequences"], row["key"], row["message"]]
                 ident = ""
 
 
 def report_html(
-    shown: Sequence[Shown],
+    shown: Sequence[ShownGroup],
     note: str,
-    theory_results: Sequence[Stored] = (),
-    pretrained: Sequence[Stored] = (),
+    theory_results: Sequence[StoredResults] = (),
+    pretrained: Sequence[StoredResults] = (),
 ) -> str:
     """The HTML of the whole page. All text from results is escaped.
 
     theory_results: stored results of commands such as ``ranks``, shown below the tasks.
     pretrained: results of pretrained models, shown below these.
     """
-    groups = [one.group for one in shown]
+    groups = [x.group for x in shown]
     sections = _sections(shown)
     tasks = list(dict.fromkeys(group.task.name for group in groups))
     script = (TEMPLATE / "report.js").read_text(encoding="utf-8")
@@ -199,19 +203,19 @@ def _title(tasks: Sequence[str]) -> str:
     return "Length generalization of attention variants" + f": {tasks[0]}" * (len(tasks) == 1)
 
 
-def _sections(shown: Sequence[Shown]) -> list[Section]:
+def _sections(shown: Sequence[ShownGroup]) -> list[Section]:
     """A section for each group. If a task has several groups, the headings name the settings that
     differ."""
-    found = []
-    for one in shown:
-        task = one.group.task
+    sections = []
+    for shown_group in shown:
+        task = shown_group.group.task
         ident, heading = re.sub(r"[^a-z0-9-]", "-", task.name.lower()), task.name
-        same = [other for other in shown if other.group.task is task]
-        if len(same) > 1:
-            ident += f"-{same.index(one) + 1}"
-            heading += f" · {one.group.distinction}"
-        found.append(Section(one, ident, heading))
-    return found
+        of_task = [other for other in shown if other.group.task is task]
+        if len(of_task) > 1:
+            ident += f"-{of_task.index(shown_group) + 1}"
+            heading += f" · {shown_group.group.distinction}"
+        sections.append(Section(shown_group, ident, heading))
+    return sections
 
 
 def _values(rows: Sequence[Row], name: str) -> str:
@@ -220,10 +224,10 @@ def _values(rows: Sequence[Row], name: str) -> str:
 
 def _what_was_run(groups: Sequence[Group]) -> str:
     rows = [row for group in groups for row in group.rows]
-    series = {one for group in groups for one in group.series}
+    all_series = {series for group in groups for series in group.series}
     counts = (
         (len({group.task.name for group in groups}), "task"),
-        (len({one.variant for one in series}), "variant"),
+        (len({series.variant for series in all_series}), "variant"),
         (len({row["seed"] for row in rows}), "seed"),
         (len(rows), "result"),
     )
@@ -234,13 +238,13 @@ def _what_was_run(groups: Sequence[Group]) -> str:
 
 def _failed(sections: Sequence[Section]) -> list[tuple[Section, Point, str]]:
     """Tuples (section, point, reasons) of all points with failed or missing seeds."""
-    found = []
+    failed = []
     for section in sections:
         seeds = len(section.group.seeds)
         for point in section.group.points.values():
             if point.failures:
                 counts = point.failures.items()
-                what = ", ".join(f"{status} in {n} of {seeds} seeds" for status, n in counts)
-                more = f": {'; '.join(point.messages)}" if point.messages else ""
-                found.append((section, point, what + more))
-    return found
+                text = ", ".join(f"{status} in {n} of {seeds} seeds" for status, n in counts)
+                messages = f": {'; '.join(point.messages)}" if point.messages else ""
+                failed.append((section, point, text + messages))
+    return failed

@@ -16,7 +16,9 @@ from evals.results.tuned import values_text
 from evals.task import Metric, Task
 from evals.tasks import TASKS
 
-KEPT = 0.85  # effective length: the score stays above this share of its value at train length
+EFFECTIVE_SHARE = (
+    0.85  # effective length: the score stays above this share of its value at train length
+)
 
 
 class Value(NamedTuple):
@@ -48,7 +50,7 @@ class Effective(NamedTuple):
         return str(self.length) if self.dropped else f"≥ {self.length}"
 
 
-class Line(NamedTuple):
+class ScoreLine(NamedTuple):
     """One variant with its position encoding: a value for each length.
 
     untrained: the number of seeds whose score at the train length is missing or below the task's
@@ -93,7 +95,7 @@ class Scores:
     seeds: int
     chance: float | None
     schedule: str
-    lines: list[Line]
+    lines: list[ScoreLine]
     distinction: str = ""
     remarks: tuple[str, ...] = ()
 
@@ -146,7 +148,7 @@ class Scores:
 def effective_length(
     means: Mapping[int, float | None], train_length: int, metric: Metric, untrained: int
 ) -> Effective | None:
-    """The effective length of `Line`, from the mean at each eval length."""
+    """The effective length of `ScoreLine`, from the mean at each eval length."""
     start = means.get(train_length)
     if untrained or start is None or metric.lower_is_better:
         return None
@@ -155,15 +157,15 @@ def effective_length(
         mean = means[length]
         if mean is None:  # missing or failed, which says nothing about the score
             continue
-        if mean <= KEPT * start:
+        if mean <= EFFECTIVE_SHARE * start:
             return None if longest is None else Effective(longest, dropped=True)
         longest = length
     return None if longest is None else Effective(longest, dropped=False)
 
 
 def _effective(group: Group, series: Series, metric: Metric) -> Effective | None:
-    found = {point.length: point.metrics.get(metric.name) for point in group.of(series)}
-    means = {length: None if value is None else value.mean for length, value in found.items()}
+    estimates = {point.length: point.metrics.get(metric.name) for point in group.of(series)}
+    means = {length: None if value is None else value.mean for length, value in estimates.items()}
     return effective_length(means, group.settings["train_longest"], metric, group.untrained(series))
 
 
@@ -173,7 +175,7 @@ def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None)
     is_score = metric is group.task.score
     p = group.p_values(chosen) if is_score else {}
     lines = [
-        Line(
+        ScoreLine(
             *series,
             group.untrained(series),
             [
@@ -209,26 +211,30 @@ def of_summary(name: str, summary: Sequence[Mapping[str, str]]) -> Scores:
     """
     task, first = TASKS[name], summary[0]
     if len(several := {line.get("settings") or "" for line in summary}) > 1:
-        found = "; ".join(sorted(several))
-        raise UsageError(f"all lines of {name}'s summary must have the same settings, got {found}")
+        settings = "; ".join(sorted(several))
+        raise UsageError(
+            f"all lines of {name}'s summary must have the same settings, got {settings}"
+        )
     lengths = sorted({int(line["length"]) for line in summary})
     lines = []
     for variant, encoding in dict.fromkeys((x["variant"], x["positions"]) for x in summary):
-        mine = {
+        by_length = {
             int(line["length"]): line
             for line in summary
             if (line["variant"], line["positions"]) == (variant, encoding)
         }
-        untrained = int(mine[min(mine)]["untrained"])
-        values = [_of_line(mine[n], task.score.name) if n in mine else Value() for n in lengths]
-        some = mine[min(mine)]
+        untrained = int(by_length[min(by_length)]["untrained"])
+        values = [
+            _of_line(by_length[n], task.score.name) if n in by_length else Value() for n in lengths
+        ]
+        first_line = by_length[min(by_length)]
         # Older files lack these columns.
-        unstable, at_edge = (some.get(name) == "1" for name in ("unstable", "at_edge"))
+        unstable, at_edge = (first_line.get(name) == "1" for name in ("unstable", "at_edge"))
         means = {n: value.mean for n, value in zip(lengths, values, strict=True)}
         effective = effective_length(means, int(first["train_length"]), task.score, untrained)
-        tuned = some.get("tuned") or ""
+        tuned = first_line.get("tuned") or ""
         lines.append(
-            Line(variant, encoding, untrained, values, unstable, tuned, effective, at_edge)
+            ScoreLine(variant, encoding, untrained, values, unstable, tuned, effective, at_edge)
         )
     return Scores(
         task=task,
@@ -249,12 +255,12 @@ def _failed(line: Mapping[str, str]) -> int:
 
 def _of_point(point: Point, metric: Metric, is_score: bool, p: float | None) -> Value:
     failed = "+".join(point.failures)
-    if (found := point.metrics.get(metric.name)) is None:
+    if (mean := point.metrics.get(metric.name)) is None:
         return Value(failed=failed)
-    low, high = found.interval or (None, None)
+    low, high = mean.interval or (None, None)
     versus = point.versus_baseline if is_score else None
     difference = None if versus is None else versus.mean
-    return Value(found.mean, found.error, low, high, found.count, failed, difference, p)
+    return Value(mean.mean, mean.error, low, high, mean.count, failed, difference, p)
 
 
 def _of_line(line: Mapping[str, str], name: str) -> Value:
@@ -266,11 +272,11 @@ def _of_line(line: Mapping[str, str], name: str) -> Value:
     return Value(mean, error, low, high, int(line["seeds"]), failed, difference, p)
 
 
-def _best_first(lines: list[Line], metric: Metric) -> list[Line]:
+def _best_first(lines: list[ScoreLine], metric: Metric) -> list[ScoreLine]:
     """The lines sorted by the value at the longest length; lines without one come last."""
     sign = 1 if metric.lower_is_better else -1
 
-    def rank(line: Line) -> tuple[bool, float]:
+    def rank(line: ScoreLine) -> tuple[bool, float]:
         mean = line.values[-1].mean
         return mean is None, sign * (mean or 0.0)
 

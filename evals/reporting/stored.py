@@ -20,7 +20,7 @@ COMMANDS = {"ranks": ranks.ABOUT, in_context.NAME: in_context.ABOUT}
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class StoredResults:
     """The results of one command. ident: the HTML id of its section. about: what it measured."""
 
     ident: str
@@ -30,7 +30,7 @@ class Stored:
     pictures: Sequence[Picture]
 
 
-def stored(folders: Sequence[Path]) -> list[Stored]:
+def stored(folders: Sequence[Path]) -> list[StoredResults]:
     """The results of the commands in these folders, in the order of `COMMANDS`.
 
     Raises:
@@ -44,7 +44,7 @@ def stored(folders: Sequence[Path]) -> list[Stored]:
     ]
 
 
-def _read(folder: Path, name: str, number: int, many: bool) -> Stored:
+def _read(folder: Path, name: str, number: int, many: bool) -> StoredResults:
     file, image = folder / f"{name}.csv", folder / f"{name}.png"
     try:
         tables = read_tables(file.read_text(encoding="utf-8"))
@@ -55,4 +55,4 @@ def _read(folder: Path, name: str, number: int, many: bool) -> Stored:
     title = f"Figure of {name}"
     pictures = [Picture(name, title, "theory", image.read_bytes())] if image.is_file() else []
     heading, ident = (f"{name} · {folder}", f"{name}-{number}") if many else (name, name)
-    return Stored(ident, heading, COMMANDS[name], tables, pictures)
+    return StoredResults(ident, heading, COMMANDS[name], tables, pictures)

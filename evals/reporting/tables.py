@@ -24,9 +24,9 @@ def legend(group: Group) -> list[str]:
         variants=[series.variant for series in group.series],
         seeds=len(group.seeds),
         untrained=[series.variant for series in group.series if group.untrained(series)],
-        untuned=[one.label for one in group.series if not group.tuned(one)["values"]],
-        at_edge=[one.label for one in group.series if group.at_edge(one)],
-        swept=any(group.tuned(one)["values"] for one in group.series),
+        untuned=[series.label for series in group.series if not group.tuned(series)["values"]],
+        at_edge=[series.label for series in group.series if group.at_edge(series)],
+        swept=any(group.tuned(series)["values"] for series in group.series),
         unstable=any(map(group.unstable, group.series)),
         factor=group.task.score.factor,
         tested=len(group.p_values()),
@@ -169,8 +169,8 @@ def score_tables(group: Group) -> list[Table]:
 
 
 def _span(point: Point, score: Metric) -> str:
-    found = point.metrics.get(score.name)
-    return (found.span(score.factor, score.digits) if found else "") or "—"
+    mean = point.metrics.get(score.name)
+    return (mean.span(score.factor, score.digits) if mean else "") or "—"
 
 
 def _difference(point: Point, score: Metric, p_values: Mapping[tuple[Series, int], float]) -> str:
@@ -194,21 +194,24 @@ def p_text(p: float) -> str:
 def settings_table(group: Group) -> Table | None:
     """The settings that differ between the variants, and the validation scores of the sweep; None
     if there are no such settings."""
-    score, tuned = group.task.score, {one: group.tuned(one) for one in group.series}
-    own = {one: group.own(one) for one in group.series}
-    if not any(found["values"] for found in tuned.values()) and not any(own.values()):
+    score, tuned = group.task.score, {series: group.tuned(series) for series in group.series}
+    variant_settings = {series: group.variant_settings(series) for series in group.series}
+    if not any([*(x["values"] for x in tuned.values()), *variant_settings.values()]):
         return None
     tried = dict.fromkeys(
-        values_text(each["values"]) for found in tuned.values() for each in found["tried"]
+        values_text(candidate["values"]) for x in tuned.values() for candidate in x["tried"]
     )
     rows = []
-    for one in group.series:
-        scores = {values_text(each["values"]): validation(each) for each in tuned[one]["tried"]}
+    for series in group.series:
+        scores = {
+            values_text(candidate["values"]): validation(candidate)
+            for candidate in tuned[series]["tried"]
+        }
         shown = [scores.get(name) for name in tried]
         rows.append([
-            one.label,
-            ", ".join(f"{name} {value}" for name, value in own[one].items()) or "—",
-            values_text(tuned[one]["values"]) or "not tuned",
+            series.label,
+            ", ".join(f"{name} {value}" for name, value in variant_settings[series].items()) or "—",
+            values_text(tuned[series]["values"]) or "not tuned",
             *("—" if x is None else f"{score.factor * x:.{score.digits}f}" for x in shown),
         ])  # fmt: skip
     title = "Settings of each variant, and mean validation score of each candidate of the sweep"
@@ -224,11 +227,13 @@ def learned_table(group: Group) -> Table | None:
     """The learned parameters of the variants, or None if there are none."""
     rows = []
     for series in group.series:
-        found: dict[str, list[float]] = {}
+        values_by_name: dict[str, list[float]] = {}
         for row in {r["training"]: r for p in group.of(series) for r in p.rows}.values():
             for name, values in row["learned"].items():
-                found.setdefault(name, []).extend(values)
-        rows += [[series.label, name, _spread(values, 3)] for name, values in found.items()]
+                values_by_name.setdefault(name, []).extend(values)
+        rows += [
+            [series.label, name, _spread(values, 3)] for name, values in values_by_name.items()
+        ]
     title = "Learned parameters: mean (range) over heads and seeds"
     return Table(title, ["variant", "parameter", "value"], rows) if rows else None
 
@@ -270,12 +275,12 @@ def _published_table(group: Group) -> Table | None:
     for variant, figures in published.rows.items():
         points = {p.length: p for s in group.series if s.variant == variant for p in group.of(s)}
         if points:
-            ours = [_cell(score)(points[n]) for n in lengths]
-            theirs = [
+            measured = [_cell(score)(points[n]) for n in lengths]
+            paper = [
                 f"{figures[published.lengths.index(n)]:.1f}{'?' * (n in published.second_hand)}"
                 for n in lengths
             ]
-            rows += [[f"{variant}, here", *ours], [f"{variant}, paper", *theirs]]
+            rows += [[f"{variant}, here", *measured], [f"{variant}, paper", *paper]]
     if not rows or not lengths:
         return None
     return Table(published.title, ["variant", *(f"n = {n}" for n in lengths)], rows)

@@ -22,26 +22,26 @@ def _between(keys: Sequence[int]) -> list[int]:
     return sorted({*keys, *middle})
 
 
-def theory_plot(group: Group, found: Sequence[Heads] | None = None) -> Figure | None:
+def theory_plot(group: Group, all_heads: Sequence[Heads] | None = None) -> Figure | None:
     """Plot the largest weight of each series' sharpest head against n as marks, and its fitted law
     as a line. None if no heads were measured.
 
-    found: the result of `evals.theory.trained_heads.fitted` for the group; None computes it.
+    all_heads: the result of `evals.theory.trained_heads.fitted` for the group; None computes it.
     """
-    found = fitted(group) if found is None else found
-    if not found:
+    all_heads = fitted(group) if all_heads is None else all_heads
+    if not all_heads:
         return None
     figure = Figure(figsize=(9.6, line_height(group)), layout="constrained")
     axes = figure.add_subplot()
     looks = looks_of([series.label for series in group.series])
     ends, weights = [], []
-    for heads in found:
+    for heads in all_heads:
         look, peaks = looks[heads.series.label], heads.mean_peaks(0)
-        seen = [(n, w) for n, w in zip(heads.keys, peaks, strict=True) if w > 0]
-        if not seen:
+        visible = [(n, w) for n, w in zip(heads.keys, peaks, strict=True) if w > 0]
+        if not visible:
             continue
         colour = str(look["color"])
-        x, y = zip(*seen, strict=True)
+        x, y = zip(*visible, strict=True)
         axes.plot(x, y, color=colour, marker=str(look["marker"]), markersize=5, linestyle="")
         weights += y
         ends.append((heads.series.label, y[-1], colour))
@@ -55,7 +55,7 @@ def theory_plot(group: Group, found: Sequence[Heads] | None = None) -> Figure | 
             axes.plot(heads.keys, bound, color=colour, linewidth=1.1, linestyle=(0, (4, 3)))
     if not weights:
         return None
-    keys = sorted({n for heads in found for n in heads.keys})
+    keys = sorted({n for heads in all_heads for n in heads.keys})
     length_axis(axes, keys)
     axes.set_xlim(keys[0] / 1.3, keys[-1] * 1.05)
     axes.set_yscale("log")
@@ -70,7 +70,7 @@ def theory_plot(group: Group, found: Sequence[Heads] | None = None) -> Figure | 
     title = f"{group.task.name}: largest weight of the sharpest head, and the fitted law\n"
     axes.set_title(title, loc="left", fontsize=12)
     notes = ["marks: measured", "lines: the law with the smaller error"]
-    if any(heads.series.variant == BASELINE for heads in found):
+    if any(heads.series.variant == BASELINE for heads in all_heads):
         notes.append("dashed: upper bound for softmax, e^δ/n")
     where = {"transform": axes.transAxes, "fontsize": 8.5, "color": "#555555"}
     axes.text(0, 1.02, "; ".join(notes), **where)

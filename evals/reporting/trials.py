@@ -12,9 +12,10 @@ from markupsafe import Markup
 from commandline.files import write_whole
 from commandline.table import Table, markdown
 from evals.experiment import Experiment
+from evals.reporting.readme_tables import NONE_YET
 from evals.reporting.tables import ENOUGH_FOR_ERRORS, PARTIAL, chance_text
 from evals.results.rows import Row
-from evals.results.trials import Line, TrialGroup, summary_lines, trial_groups, trials_csv
+from evals.results.trials import SummaryLine, TrialGroup, summary_lines, trial_groups, trials_csv
 from evals.task import Metric
 from evals.tasks import EXPERIMENTS
 
@@ -22,7 +23,7 @@ TEMPLATE = Path(__file__).parent / "template"
 CURVE_OF = "softmax"  # the documentation shows the curve of this output layer only
 
 
-def _cell(line: Line, name: str, metric: Metric, sign: bool) -> str:
+def _cell(line: SummaryLine, name: str, metric: Metric, sign: bool) -> str:
     """Mean and standard error; a mark if a seed has no value."""
     if not line[name]:
         return line["failed"] or "—"
@@ -33,7 +34,7 @@ def _cell(line: Line, name: str, metric: Metric, sign: bool) -> str:
 
 
 def _crossed(
-    title: str, lines: Sequence[Line], name: str, metric: Metric, sign: bool = False
+    title: str, lines: Sequence[SummaryLine], name: str, metric: Metric, sign: bool = False
 ) -> Table | None:
     """A table of output layers against conditions. The more numerous of both are its rows.
 
@@ -41,35 +42,35 @@ def _crossed(
     """
     if not any(line[name] for line in lines):
         return None
-    found = {
+    cells = {
         (line["variant"], line["condition"]): _cell(line, name, metric, sign) for line in lines
     }
-    shown = {point for point, text in found.items() if text != "—"}
-    variants = [v for v in dict.fromkeys(v for v, _ in found) if any(v == a for a, _ in shown)]
-    conditions = [c for c in dict.fromkeys(c for _, c in found) if any(c == b for _, b in shown)]
+    shown = {point for point, text in cells.items() if text != "—"}
+    variants = [v for v in dict.fromkeys(v for v, _ in cells) if any(v == a for a, _ in shown)]
+    conditions = [c for c in dict.fromkeys(c for _, c in cells) if any(c == b for _, b in shown)]
     if len(variants) >= len(conditions):
         header = ["output layer", *conditions]
-        rows = [[v, *(found.get((v, c), "—") for c in conditions)] for v in variants]
+        rows = [[v, *(cells.get((v, c), "—") for c in conditions)] for v in variants]
     else:
         header = ["condition", *variants]
-        rows = [[c, *(found.get((v, c), "—") for v in variants)] for c in conditions]
+        rows = [[c, *(cells.get((v, c), "—") for v in variants)] for c in conditions]
     return Table(title, header, rows)
 
 
-def metric_tables(task: Experiment, lines: Sequence[Line]) -> list[Table]:
+def metric_tables(task: Experiment, lines: Sequence[SummaryLine]) -> list[Table]:
     """A table for each metric, and of the gain over the condition to compare with."""
     score, chance = task.score, f"; chance {chance_text(task.score, task.chance())}"
-    found = [
+    tables = [
         _crossed(f"{metric.title}{chance * (metric is score)}", lines, metric.name, metric)
         for metric in task.metrics
     ]
     pairs = ", ".join(f"{name} − {other}" for name, other in task.versus.items())
     title = f"{score.title}: difference paired by seed ({pairs})"
-    found.append(_crossed(title, lines, f"{score.name}_gain", score, sign=True))
-    return [table for table in found if table is not None]
+    tables.append(_crossed(title, lines, f"{score.name}_gain", score, sign=True))
+    return [table for table in tables if table is not None]
 
 
-def curve_table(task: Experiment, lines: Sequence[Line]) -> Table | None:
+def curve_table(task: Experiment, lines: Sequence[SummaryLine]) -> Table | None:
     """The curve: a row for each output layer and condition, a column for each x."""
     drawn = [line for line in lines if line["curve"]]
     if task.curve is None or not drawn:
@@ -84,35 +85,35 @@ def curve_table(task: Experiment, lines: Sequence[Line]) -> Table | None:
     return Table(task.curve, ["", *(x for x, _ in points[0])], rows)
 
 
-def tables(task: Experiment, lines: Sequence[Line]) -> list[Table]:
+def tables(task: Experiment, lines: Sequence[SummaryLine]) -> list[Table]:
     """All tables of an experiment."""
     curve = curve_table(task, lines)
     return [*metric_tables(task, lines), *([curve] if curve else [])]
 
 
-def notes(lines: Sequence[Line]) -> list[str]:
+def notes(lines: Sequence[SummaryLine]) -> list[str]:
     """The explanations of the marks in the tables."""
     seeds = int(lines[0]["seeds"])
-    found = ["one seed" if seeds == 1 else f"mean ± standard error over {seeds} seeds"]
-    found.append(f"schedule: {lines[0]['schedule']}")
+    texts = ["one seed" if seeds == 1 else f"mean ± standard error over {seeds} seeds"]
+    texts.append(f"schedule: {lines[0]['schedule']}")
     names = [name.removesuffix("_seeds") for name in lines[0] if name.endswith("_seeds")]
     if any(line[name] and line[f"{name}_seeds"] != line["seeds"]
            for line in lines for name in names):  # fmt: skip
-        found.append(f"{PARTIAL} undefined or failed in some seeds; the mean leaves them out")
+        texts.append(f"{PARTIAL} undefined or failed in some seeds; the mean leaves them out")
     if 1 < seeds < ENOUGH_FOR_ERRORS:
-        found.append(f"with only {seeds} seeds the standard errors are themselves uncertain")
-    return found
+        texts.append(f"with only {seeds} seeds the standard errors are themselves uncertain")
+    return texts
 
 
 def write_trials(rows: Sequence[Row], out: Path, note: str, verbose: bool = False) -> None:
     """Write summary.csv and report.html of each experiment, and print its tables."""
-    found = trial_groups(rows)
-    for task in dict.fromkeys(group.task for group in found):
-        mine = [group for group in found if group.task is task]
-        write_whole(out / task.name / "summary.csv", trials_csv(mine))
+    all_groups = trial_groups(rows)
+    for task in dict.fromkeys(group.task for group in all_groups):
+        task_groups = [group for group in all_groups if group.task is task]
+        write_whole(out / task.name / "summary.csv", trials_csv(task_groups))
         page = out / task.name / "report.html"
-        write_whole(page, report_html(mine, note))
-        for group in mine:
+        write_whole(page, report_html(task_groups, note))
+        for group in task_groups:
             _print(group, verbose)
         print(f"\n{note}\nReport: {page}")
 
@@ -131,13 +132,13 @@ def _print(group: TrialGroup, verbose: bool) -> None:
 
 def failures(group: TrialGroup) -> list[str]:
     """A line for each output layer, condition and reason of a failure."""
-    found: dict[tuple[str, str, str], list[int]] = {}
+    seeds_by_failure: dict[tuple[str, str, str], list[int]] = {}
     for (variant, condition, seed), row in group.rows.items():
         if row["status"] != "ok":
-            found.setdefault((variant, condition, row["message"]), []).append(seed)
+            seeds_by_failure.setdefault((variant, condition, row["message"]), []).append(seed)
     return [
         f"failed: {variant} under {condition}: {message} (seeds {', '.join(map(str, seeds))})"
-        for (variant, condition, message), seeds in found.items()
+        for (variant, condition, message), seeds in seeds_by_failure.items()
     ]
 
 
@@ -171,16 +172,16 @@ def documented(folder: Path, name: str) -> str:
     """
     path, task = folder / f"{name}.csv", EXPERIMENTS[name]
     if not path.exists():
-        return "Nothing has been measured yet.\n"
-    lines: list[Line] = list(csv.DictReader(path.read_text().splitlines()))
-    found = metric_tables(task, lines)
+        return NONE_YET
+    lines: list[SummaryLine] = list(csv.DictReader(path.read_text().splitlines()))
+    tables = metric_tables(task, lines)
     curve = curve_table(task, [line for line in lines if line["variant"] == CURVE_OF])
     if curve is not None:
         title = f"{curve.title} ({CURVE_OF})"
-        found.append(Table(title, curve.header, curve.rows))
+        tables.append(Table(title, curve.header, curve.rows))
     texts = []
-    for table in found:
-        wide = [[f"`{row[0]}`", *row[1:]] for row in table.rows]
-        texts.append(f"**{table.title}**\n\n{markdown([table.header, *wide], right=True)}")
+    for table in tables:
+        rows = [[f"`{row[0]}`", *row[1:]] for row in table.rows]
+        texts.append(f"**{table.title}**\n\n{markdown([table.header, *rows], right=True)}")
     foot = "; ".join(notes(lines)).replace(PARTIAL, f"\\{PARTIAL}")
     return "\n".join([*texts, f"{foot[0].upper()}{foot[1:]}.\n"])

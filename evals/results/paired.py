@@ -67,7 +67,7 @@ def coverage(count: int) -> float:
     return 1 - two_sided(1.96 * math.sqrt((count - 1) / count), count - 1)
 
 
-def holm(found: Mapping[Key, float]) -> dict[Key, float]:
+def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
     """Holm's adjusted p values: the k-th smallest of m is multiplied by m − k + 1, and none is
     smaller than one before it. Comparing them with 0.05 keeps the probability of any false claim
     below 0.05.
@@ -77,7 +77,7 @@ def holm(found: Mapping[Key, float]) -> dict[Key, float]:
     """
     adjusted: dict[Key, float] = {}
     largest = 0.0
-    for rank, (key, p) in enumerate(sorted(found.items(), key=lambda item: item[1])):
-        largest = max(largest, min(1.0, (len(found) - rank) * p))
+    for rank, (key, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
         adjusted[key] = largest
     return adjusted

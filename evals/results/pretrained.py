@@ -30,7 +30,7 @@ _SAME = ("fingerprint", "dtype", "data", "seed", "planted")
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class PretrainedGroup:
     """Rows of one model, text, dtype, seed and kind of device.
 
     The last row of each (series, length, sample) counts, but metrics that only earlier rows have
@@ -51,19 +51,19 @@ class Group:
         return f"{row['model']}, {row['text']}, {row['dtype']}{device}, seed {row['seed']}{planted}"
 
     @cached_property
-    def found(self) -> dict[tuple[str, int], dict[int, Row]]:
+    def rows_by_point(self) -> dict[tuple[str, int], dict[int, Row]]:
         """The rows with results by (series, length), each by sample."""
-        found: dict[tuple[str, int], dict[int, Row]] = {}
+        rows: dict[tuple[str, int], dict[int, Row]] = {}
         for row in self.rows:
             if row["status"] == "ok":
-                mine = found.setdefault((series_of(row), row["length"]), {})
-                old = mine.get(row["sample"], {"metrics": {}, "curves": {}})
-                mine[row["sample"]] = {
+                samples = rows.setdefault((series_of(row), row["length"]), {})
+                old = samples.get(row["sample"], {"metrics": {}, "curves": {}})
+                samples[row["sample"]] = {
                     **row,
                     **{name: {**old[name], **row[name]} for name in ("metrics", "curves")},
                 }
         # The order of samples decides their interval, so that equal samples have equal intervals.
-        return {key: dict(sorted(mine.items())) for key, mine in found.items()}
+        return {key: dict(sorted(samples.items())) for key, samples in rows.items()}
 
     @cached_property
     def series(self) -> list[str]:
@@ -77,12 +77,12 @@ class Group:
 
     def samples(self, series: str, length: int) -> dict[int, Row]:
         """The rows with results, by sample."""
-        return self.found.get((series, length), {})
+        return self.rows_by_point.get((series, length), {})
 
     def values(self, series: str, length: int, metric: str) -> dict[int, float]:
         """A metric by sample."""
-        mine = self.samples(series, length).items()
-        return {s: row["metrics"][metric] for s, row in mine if metric in row["metrics"]}
+        rows = self.samples(series, length).items()
+        return {s: row["metrics"][metric] for s, row in rows if metric in row["metrics"]}
 
     def mean(self, series: str, length: int, metric: str) -> Estimate | None:
         """The mean over samples."""
@@ -93,8 +93,8 @@ class Group:
         if series == BASELINE:
             return None
         base = self.values(BASELINE, length, metric)
-        mine = self.values(series, length, metric).items()
-        return estimate([value - base[sample] for sample, value in mine if sample in base])
+        values = self.values(series, length, metric).items()
+        return estimate([value - base[sample] for sample, value in values if sample in base])
 
     def by_position(
         self, series: str, length: int, rise: bool = False
@@ -102,15 +102,18 @@ class Group:
         """(first position, end, mean loss) of each bin of positions in which a sample has tokens of
         the text. The mean is over samples. With ``rise``, the loss of the model as loaded is
         subtracted, paired by sample."""
-        mine, base = self._bins(series, length), self._bins(BASELINE, length) if rise else {}
-        found: dict[tuple[int, int], list[float]] = {}
-        for sample, bins in mine.items():
+        bins_by_sample, base = (
+            self._bins(series, length),
+            self._bins(BASELINE, length) if rise else {},
+        )
+        losses: dict[tuple[int, int], list[float]] = {}
+        for sample, bins in bins_by_sample.items():
             for span, loss in bins.items():
                 if not rise:
-                    found.setdefault(span, []).append(loss)
+                    losses.setdefault(span, []).append(loss)
                 elif span in base.get(sample, {}):
-                    found.setdefault(span, []).append(loss - base[sample][span])
-        means = [(begin, end, estimate(found[begin, end])) for begin, end in sorted(found)]
+                    losses.setdefault(span, []).append(loss - base[sample][span])
+        means = [(begin, end, estimate(losses[begin, end])) for begin, end in sorted(losses)]
         return [(begin, end, mean) for begin, end, mean in means if mean is not None]
 
     def _bins(self, series: str, length: int) -> dict[int, dict[tuple[int, int], float]]:
@@ -120,25 +123,25 @@ class Group:
             sample: {
                 span: total / count
                 for span, total, count in zip(
-                    pairwise(map(int, one["loss_edges"])),
-                    one["loss_sum"],
-                    one["loss_count"],
+                    pairwise(map(int, curve["loss_edges"])),
+                    curve["loss_sum"],
+                    curve["loss_count"],
                     strict=True,
                 )
                 if count
             }
-            for sample, one in curves.items()
-            if "loss_sum" in one
+            for sample, curve in curves.items()
+            if "loss_sum" in curve
         }
 
     def by_head(self, series: str, length: int, name: str) -> list[list[float]]:
         """A measure of each head, as a list for each layer; means over samples."""
         curves = [row["curves"] for row in self.samples(series, length).values()]
-        curves = [one for one in curves if f"head_{name}" in one]
+        curves = [curve for curve in curves if f"head_{name}" in curve]
         if not curves:
             return []
-        every = [one[f"head_{name}"] for one in curves]
-        means = [sum(values) / len(values) for values in zip(*every, strict=True)]
+        head_curves = [curve[f"head_{name}"] for curve in curves]
+        means = [sum(values) / len(values) for values in zip(*head_curves, strict=True)]
         ends = [0, *accumulate(int(count) for count in curves[0]["heads"])]
         return [means[begin:end] for begin, end in pairwise(ends)]
 
@@ -148,14 +151,14 @@ class Group:
 
     def failed(self) -> list[str]:
         """A line for each series, length and reason of failed samples."""
-        found: dict[tuple[str, int, str], list[int]] = {}
+        samples_by_failure: dict[tuple[str, int, str], list[int]] = {}
         for row in self.rows:
             if row["status"] != "ok":
                 key = series_of(row), row["length"], f"{row['status']}: {row['message']}"
-                found.setdefault(key, []).append(row["sample"])
+                samples_by_failure.setdefault(key, []).append(row["sample"])
         return [
-            f"failed: {series}, n = {length}: {why} (samples {', '.join(map(str, samples))})"
-            for (series, length, why), samples in found.items()
+            f"failed: {series}, n = {length}: {reason} (samples {', '.join(map(str, samples))})"
+            for (series, length, reason), samples in samples_by_failure.items()
         ]
 
     def beyond(self) -> list[int]:
@@ -164,15 +167,15 @@ class Group:
         return [n for n in self.lengths if limit is not None and n > limit]
 
 
-def summary_csv(found: Sequence[Group]) -> str:
+def summary_csv(groups: Sequence[PretrainedGroup]) -> str:
     """All means with their intervals, a line for each group, series, length and metric."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     names = ("model", "dtype", "text", "seed", "series", "length", "metric")
     writer.writerow([*names, "mean", "low", "high", "samples"])
-    for group in found:
+    for group in groups:
         start = [group.first[name] for name in names[:4]]
-        for (series, length), rows in group.found.items():
+        for (series, length), rows in group.rows_by_point.items():
             metrics = dict.fromkeys(name for row in rows.values() for name in row["metrics"])
             means = [(name, group.mean(series, length, name)) for name in metrics]
             means.append((RISE, group.gain(series, length, "loss")))
@@ -197,13 +200,15 @@ def _device(row: Row) -> str:
     return row["device"].split(":")[0]
 
 
-def groups(rows: Iterable[Row]) -> list[Group]:
+def groups(rows: Iterable[Row]) -> list[PretrainedGroup]:
     """Group rows by what the variants must share to be compared."""
-    found: dict[str, list[Row]] = {}
+    rows_by_group: dict[str, list[Row]] = {}
     for row in rows:
-        same = [_device(row), *(row[name] for name in _SAME)]
-        found.setdefault(json.dumps(same), []).append(row)
-    return [Group(_of_latest_plugins(mine)) for mine in found.values()]
+        shared = [_device(row), *(row[name] for name in _SAME)]
+        rows_by_group.setdefault(json.dumps(shared), []).append(row)
+    return [
+        PretrainedGroup(_of_latest_plugins(group_rows)) for group_rows in rows_by_group.values()
+    ]
 
 
 def _of_latest_plugins(rows: Sequence[Row]) -> list[Row]:

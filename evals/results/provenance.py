@@ -38,21 +38,21 @@ def provenance(rows: Sequence[Row], command: str, note: str | None = None) -> di
     reported = [row for row in rows if not is_validation(row)]
     if not reported:
         raise UsageError("the folder must have results, got only those of a sweep")
-    found: dict[str, Any] = {"command": command} | ({"note": note} if note else {})
+    made_by: dict[str, Any] = {"command": command} | ({"note": note} if note else {})
     for name in (*_FIELDS, *_MODEL):
         if values := _values(reported, name):
-            found[name] = values
-    found["seeds"] = _values(reported, "seed")
+            made_by[name] = values
+    made_by["seeds"] = _values(reported, "seed")
     if is_pretrained(rows[0]):
         samples: dict[int, set[int]] = {}
         for row in reported:
             samples.setdefault(row["length"], set()).add(row["sample"])
-        found["samples"] = {str(n): len(mine) for n, mine in sorted(samples.items())}
-        return found
+        made_by["samples"] = {str(n): len(x) for n, x in sorted(samples.items())}
+        return made_by
     if swept := [row for row in rows if is_validation(row)]:
-        found["sweep_seeds"] = _values(swept, "seed")
-    found["settings"] = _by_variant(reported, "settings")
-    return found
+        made_by["sweep_seeds"] = _values(swept, "seed")
+    made_by["settings"] = _by_variant(reported, "settings")
+    return made_by
 
 
 def _values(rows: Sequence[Row], name: str) -> list[Any]:
@@ -62,37 +62,37 @@ def _values(rows: Sequence[Row], name: str) -> list[Any]:
 
 def _by_variant(rows: Sequence[Row], name: str) -> dict[str, Any]:
     """Settings that all rows share, and under the name of a variant those that differ."""
-    every = [row[name] for row in rows]
-    names = dict.fromkeys(key for one in every for key in one)
+    first, *others = (row[name] for row in rows)
+    names = dict.fromkeys(key for settings in (first, *others) for key in settings)
     absent = object()
-    same = [n for n in names if all(one.get(n, absent) == every[0].get(n, absent) for one in every)]
-    found: dict[str, Any] = {n: every[0][n] for n in same}
+    shared = [n for n in names if all(x.get(n, absent) == first.get(n, absent) for x in others)]
+    settings: dict[str, Any] = {n: first[n] for n in shared}
     for row in rows:
         series = f"{row['variant']} {row.get('positions', '')}".replace(" none", "").strip()
-        if own := {n: value for n, value in row[name].items() if n not in same}:
-            found[series] = own
-    return found
+        if differing := {n: value for n, value in row[name].items() if n not in shared}:
+            settings[series] = differing
+    return settings
 
 
-def sentence(found: Mapping[str, Any], file: str) -> str:
+def sentence(made_by: Mapping[str, Any], file: str) -> str:
     """A line for below the table. ``file`` is the path of the JSON file, for the link."""
-    seeds = found["seeds"]
+    seeds = made_by["seeds"]
     several = len(seeds) > 1
-    text = f"seeds {seeds[0]} to {seeds[-1]}" if several else f"seed {seeds[0]}"
-    if swept := found.get("sweep_seeds"):
-        text += f" (sweep: {' and '.join(map(str, swept))})"
+    seed_text = f"seeds {seeds[0]} to {seeds[-1]}" if several else f"seed {seeds[0]}"
+    if swept := made_by.get("sweep_seeds"):
+        seed_text += f" (sweep: {' and '.join(map(str, swept))})"
     parts = [
-        f"Made by `{found['command']}`",
-        f"commit {' and '.join(found['commit'])}",
-        f"torch {' and '.join(found['torch'])}",
-        text,
+        f"Made by `{made_by['command']}`",
+        f"commit {' and '.join(made_by['commit'])}",
+        f"torch {' and '.join(made_by['torch'])}",
+        seed_text,
     ]
     line = f"{', '.join(parts)}; [all settings]({file})."
-    if note := found.get("note"):
+    if note := made_by.get("note"):
         line += f" {note}"
-    if other := found.get("arithmetic"):
-        run = f"a second run with `{other['environment']}`"
-        some = not all(other["holds"].values())
+    if second := made_by.get("arithmetic"):
+        run = f"a second run with `{second['environment']}`"
+        some = not all(second["holds"].values())
         line += f" {BROKEN}: the row does not hold" if some else " Every row holds"
         line += f" in {run}."
     return line

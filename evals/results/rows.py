@@ -11,31 +11,31 @@ from evals.tasks import EXPERIMENTS, TASKS
 
 PRETRAINED = "pretrained"  # the task of rows of pretrained models
 Row = dict[str, Any]
-Whole = Annotated[int, Field(ge=0)]
+NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Numbers = dict[str, float]
 Lists = dict[str, list[float]]
 
 
-class Settings(BaseModel):
+class RowSettings(BaseModel):
     """The settings in a row that tables and figures need. Other settings are allowed."""
 
     model_config = ConfigDict(strict=True)
 
-    steps: Whole
-    train_shortest: Whole
+    steps: NotNegative
+    train_shortest: NotNegative
     train_longest: Positive
 
 
-class TrialSettings(BaseModel):
+class TrialRowSettings(BaseModel):
     """The settings in a row of an experiment that tables need. Other settings are allowed."""
 
     model_config = ConfigDict(strict=True)
 
-    steps: Whole
+    steps: NotNegative
 
 
-class Measured(BaseModel):
+class RowFields(BaseModel):
     """The required fields of every result row. Other fields are allowed."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -43,7 +43,7 @@ class Measured(BaseModel):
     key: str
     task: str
     variant: str
-    seed: Whole
+    seed: NotNegative
     status: Literal["ok", "nan", "oom"]
     message: str
     metrics: Numbers
@@ -58,7 +58,7 @@ class Measured(BaseModel):
     arithmetic: str = ""  # the CPU's vector instructions, which decide how sums are rounded
 
 
-class Common(Measured):
+class TrainedFields(RowFields):
     """The required fields of a result row with a trained model."""
 
     chance: float
@@ -87,7 +87,7 @@ class Tuned(BaseModel):
         return self
 
 
-class Fields(Common):
+class TaskFields(TrainedFields):
     """The fields of a result row of a task, the optional ones last.
 
     split: "validation" in a row of a sweep. shared: for each setting that differs between the
@@ -96,24 +96,24 @@ class Fields(Common):
 
     positions: str
     length: Positive
-    sequences: Whole
+    sequences: NotNegative
     learned: Lists
     train_cpu_seconds: float
-    settings: Settings
+    settings: RowSettings
     training: str
     split: Literal["validation"] | None = None
     shared: dict[str, Any] = {}
     tuned: Tuned | None = None
 
 
-class TrialFields(Common):
+class TrialFields(TrainedFields):
     """The required fields of a result row of an experiment."""
 
     condition: str
-    settings: TrialSettings
+    settings: TrialRowSettings
 
 
-class PretrainedFields(Measured):
+class PretrainedFields(RowFields):
     """The required fields of a result row of a pretrained model."""
 
     model: str
@@ -123,7 +123,7 @@ class PretrainedFields(Measured):
     text: str
     layers: str
     length: Positive
-    sample: Whole
+    sample: NotNegative
     planted: bool
 
 
@@ -144,16 +144,16 @@ def is_validation(row: Row) -> bool:
 
 def problem(row: object) -> str | None:
     """The error message for a row that was read from a file, or None if it is valid."""
-    fields = TrialFields if is_trial(row) else Fields
+    fields = TrialFields if is_trial(row) else TaskFields
     fields = PretrainedFields if is_pretrained(row) else fields
     try:
-        found = fields.model_validate(row)
+        valid_row = fields.model_validate(row)
     except ValidationError as error:
         return first_error(error)
     known = TASKS | EXPERIMENTS
-    if found.status == "ok" and found.task in known:
-        score = known[found.task].score.name
-        if score not in found.metrics:
+    if valid_row.status == "ok" and valid_row.task in known:
+        score = known[valid_row.task].score.name
+        if score not in valid_row.metrics:
             return f"metrics must have {score!r} where status is 'ok'"
     return None
 
@@ -179,17 +179,17 @@ _ALLOWED = {
 
 def first_error(error: ValidationError) -> str:
     """The first error of a validation, as "NAME must be X, got Y"."""
-    wrong = error.errors()[0]
-    names = [part for part in wrong["loc"] if isinstance(part, str)]
+    details = error.errors()[0]
+    names = [part for part in details["loc"] if isinstance(part, str)]
     where = ".".join(names) or "the row"
-    if wrong["type"] == "missing":
+    if details["type"] == "missing":
         return f"{where} is missing"
-    if wrong["type"] not in _ALLOWED:  # for example an error from a validator of Options
-        message = wrong["msg"].removeprefix("Value error, ")
+    if details["type"] not in _ALLOWED:  # for example an error from a validator of Options
+        message = details["msg"].removeprefix("Value error, ")
         return f"{where} {message}" if message.startswith("must ") else f"{where}: {message}"
-    allowed = _ALLOWED[wrong["type"]].format(**wrong.get("ctx", {}))
-    came = repr(wrong["input"])
-    came = came if len(came) <= 60 else f"{came[:57]}..."
+    allowed = _ALLOWED[details["type"]].format(**details.get("ctx", {}))
+    value = repr(details["input"])
+    value = value if len(value) <= 60 else f"{value[:57]}..."
     # If the location ends with an index, the error is in an entry of a list.
-    must = "must be" if len(names) == len(wrong["loc"]) else "entries must be"
-    return f"{where} {must} {allowed}, got {came}"
+    must = "must be" if len(names) == len(details["loc"]) else "entries must be"
+    return f"{where} {must} {allowed}, got {value}"

@@ -22,7 +22,7 @@ from commandline.files import NotWritten
 from evals.results.rows import Row, problem
 
 
-class Rows:
+class RowFile:
     """The rows of a file by key. The first append creates the file."""
 
     def __init__(self, path: Path) -> None:
@@ -85,11 +85,11 @@ def _append(path: Path, line: bytes) -> None:
         os.close(file)
 
 
-def _merge(found: dict[str, Row], more: dict[str, Row]) -> None:
+def _merge(rows: dict[str, Row], file_rows: dict[str, Row]) -> None:
     """Add the rows of another file. A failure does not replace the result of a repeated run."""
-    for key, row in more.items():
-        if row["status"] == "ok" or found.get(key, row)["status"] != "ok":
-            found[key] = row
+    for key, row in file_rows.items():
+        if row["status"] == "ok" or rows.get(key, row)["status"] != "ok":
+            rows[key] = row
 
 
 def _changed(path: Path) -> tuple[int, str]:
@@ -106,27 +106,27 @@ class Shard:
     local_rank: int | None = None
 
 
-WHOLE = Shard(0, 1)
+UNSHARDED = Shard(0, 1)
 
 
 class Folder:
     """The rows of all files of a folder. New rows are appended to this shard's file."""
 
-    def __init__(self, path: Path, shard: Shard = WHOLE) -> None:
+    def __init__(self, path: Path, shard: Shard = UNSHARDED) -> None:
         part = f"rows-{shard.index}-of-{shard.count}.jsonl"
         name = part if shard.count > 1 else "rows.jsonl"
         self.path = path
-        self.own = Rows(path / name)
-        self.damaged = self.own.damaged
+        self.shard_file = RowFile(path / name)
+        self.damaged = self.shard_file.damaged
         self.by_key: dict[str, Row] = {}
         for file in sorted(path.glob("rows*.jsonl"), key=_changed):
-            others = self.own if file == self.own.path else Rows(file)
+            others = self.shard_file if file == self.shard_file.path else RowFile(file)
             _merge(self.by_key, others.by_key)
-            self.damaged += 0 if others is self.own else others.damaged
+            self.damaged += 0 if others is self.shard_file else others.damaged
 
     def append(self, row: Row) -> None:
         """Append one row."""
-        self.own.append(row)
+        self.shard_file.append(row)
         self.by_key[row["key"]] = row
 
 
@@ -136,17 +136,18 @@ def read_rows(folders: Sequence[Path]) -> list[Row]:
     Raises:
         UsageError: a folder has no rows, or a file has a line that is JSON but not a row.
     """
-    found: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
     for folder in folders:
-        mine: dict[str, Row] = {}
+        folder_rows: dict[str, Row] = {}
         for path in (folder, *sorted(sub for sub in folder.glob("*") if sub.is_dir())):
-            read = Folder(path)
-            _merge(mine, read.by_key)
-            if read.damaged:
+            contents = Folder(path)
+            _merge(folder_rows, contents.by_key)
+            if contents.damaged:
                 print(
-                    f"warning: skipped {read.damaged} unreadable line(s) in {path}", file=sys.stderr
+                    f"warning: skipped {contents.damaged} unreadable line(s) in {path}",
+                    file=sys.stderr,
                 )
-        if not mine:
+        if not folder_rows:
             raise UsageError(f"no results in {folder}: it has no rows*.jsonl with rows")
-        _merge(found, mine)
-    return list(found.values())
+        _merge(rows, folder_rows)
+    return list(rows.values())

@@ -180,7 +180,7 @@ class Group:
         sweep for it."""
         return self._a_row(series).get("tuned") or {"values": {}, "tried": []}
 
-    def own(self, series: Series) -> dict[str, Any]:
+    def variant_settings(self, series: Series) -> dict[str, Any]:
         """The settings in which the variant may differ from others, besides those of the sweep.
 
         A variant that the sweep left out has the preset's values of these.
@@ -210,8 +210,8 @@ def metrics_of(groups: Sequence[Group]) -> list[Metric]:
 
     Optional metrics that occur in no result of these groups are left out.
     """
-    found = {name for group in groups for point in group.points.values() for name in point.metrics}
-    return [m for m in groups[0].task.metrics if not m.optional or m.name in found]
+    measured = {name for x in groups for point in x.points.values() for name in point.metrics}
+    return [m for m in groups[0].task.metrics if not m.optional or m.name in measured]
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
@@ -221,26 +221,26 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     Raises:
         UsageError: the task of a row is unknown.
     """
-    found: dict[tuple[str, str], list[Row]] = {}
+    keyed: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if is_validation(row):
             continue
         if row["task"] not in TASKS:
             raise UsageError(f"unknown task {row['task']!r}: load its file with --plugin")
         kind = str(row["device"]).split(":")[0]
-        same = json.dumps([_shared_settings(row), kind, row["data"]], sort_keys=True)
-        found.setdefault((row["task"], same), []).append(row)
-    ordered = sorted(found.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1]))
-    every = [_group(TASKS[name], part) for (name, _), mine in ordered for part in _by_sizes(mine)]
-    return [replace(group, distinction=_distinction(group, every)) for group in every]
+        shared = json.dumps([_shared_settings(row), kind, row["data"]], sort_keys=True)
+        keyed.setdefault((row["task"], shared), []).append(row)
+    ordered = sorted(keyed.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1]))
+    all_groups = [_group(TASKS[task], part) for (task, _), x in ordered for part in _by_sizes(x)]
+    return [replace(group, distinction=_distinction(group, all_groups)) for group in all_groups]
 
 
 def _shared_settings(row: Row) -> dict[str, Any]:
     """The settings of a row's table: in place of those that differ between its variants, a text."""
-    found = row["settings"] | row.get("shared", {})
+    settings = row["settings"] | row.get("shared", {})
     return {
         name: TUNED if _is_tuned(value) else value
-        for name, value in found.items()
+        for name, value in settings.items()
         if value is not None
     }
 
@@ -256,8 +256,8 @@ def _by_sizes(rows: list[Row]) -> list[list[Row]]:
     sequences. The part with the largest numbers comes first."""
     sizes: dict[int, list[int]] = {}
     for length in {row["length"] for row in rows}:
-        found = {row["sequences"] for row in rows if row["length"] == length}
-        sizes[length] = sorted(found, reverse=True)
+        counts = {row["sequences"] for row in rows if row["length"] == length}
+        sizes[length] = sorted(counts, reverse=True)
     parts: dict[int, list[Row]] = {}
     for row in rows:
         parts.setdefault(sizes[row["length"]].index(row["sequences"]), []).append(row)
@@ -271,14 +271,14 @@ def _distinction(group: Group, every: Sequence[Group]) -> str:
     adds data and device where these differ. If some of those groups also have the same data and
     device, it adds the numbers of sequences.
     """
-    others = [one for one in every if one.task is group.task and one is not group]
+    others = [other for other in every if other.task is group.task and other is not group]
     parts = []
     for read in (_settings, _origins, _sizes):
-        mine, theirs = read(group), [read(other) for other in others]
-        names = dict.fromkeys(name for found in (mine, *theirs) for name in found)
-        differs = [n for n in names if any(x.get(n) != mine.get(n) for x in theirs)]
-        parts += [f"{name} {mine.get(name, 'default')}" for name in differs]
-        others = [other for other, x in zip(others, theirs) if x == mine]
+        group_values, other_values = read(group), [read(other) for other in others]
+        names = dict.fromkeys(name for x in (group_values, *other_values) for name in x)
+        differs = [n for n in names if any(x.get(n) != group_values.get(n) for x in other_values)]
+        parts += [f"{name} {group_values.get(name, 'default')}" for name in differs]
+        others = [other for other, x in zip(others, other_values) if x == group_values]
     return ", ".join(parts)
 
 
@@ -302,8 +302,8 @@ def _series(row: Row) -> Series:
 
 def _version(row: Row) -> tuple[str, str]:
     """What all rows of a series share: the variant, and the settings that are its own or tuned."""
-    own = {name: row["settings"].get(name) for name in row.get("shared", {})}
-    return row["version"], json.dumps(own, sort_keys=True)
+    differing = {name: row["settings"].get(name) for name in row.get("shared", {})}
+    return row["version"], json.dumps(differing, sort_keys=True)
 
 
 def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
@@ -312,38 +312,39 @@ def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
     Also returns a message for each series with rows left out.
     """
     version = {_series(row): _version(row) for row in rows}
-    same = [row for row in rows if _version(row) == version[_series(row)]]
-    found = {(_series(row), row["length"], row["seed"]): row for row in same}
+    current = [row for row in rows if _version(row) == version[_series(row)]]
+    latest = {(_series(row), row["length"], row["seed"]): row for row in current}
     messages = []
     for series in version:
-        old = sum(_series(row) == series for row in rows) - sum(key[0] == series for key in found)
+        old = sum(_series(row) == series for row in rows) - sum(key[0] == series for key in latest)
         if old:
             messages.append(
                 f"{series.label}: left out {old} result(s) of other versions or settings of the "
                 "variant"
             )
-    return list(found.values()), messages
+    return list(latest.values()), messages
 
 
 def _group(task: Task, every: list[Row]) -> Group:
     rows, left_out = _latest(every)
-    at = {(_series(row), row["length"], row["seed"]): row for row in rows}
-    series = list(dict.fromkeys(key[0] for key in at))
-    lengths = sorted({key[1] for key in at})
-    seeds = sorted({key[2] for key in at})
+    by_seed: dict[tuple[Series, int], dict[int, Row]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        by_seed.setdefault((_series(row), row["length"]), {})[row["seed"]] = row
+    all_series = list(dict.fromkeys(map(_series, rows)))
+    lengths, seeds = (sorted({row[name] for row in rows}) for name in ("length", "seed"))
     points = {}
-    for one, length in itertools.product(series, lengths):
-        mine = {seed: at[one, length, seed] for seed in seeds if (one, length, seed) in at}
-        softmax = Series(BASELINE, one.positions)
-        base = {seed: at[softmax, length, seed] for seed in seeds if (softmax, length, seed) in at}
-        points[one, length] = _point(task, one, length, mine, base, len(seeds))
-    return Group(task, _shared_settings(rows[0]), series, lengths, seeds, points, rows, left_out)
+    for series, length in itertools.product(all_series, lengths):
+        base = by_seed.get((Series(BASELINE, series.positions), length), {})
+        at_length = by_seed.get((series, length), {})
+        points[series, length] = _point(task, series, length, at_length, base, len(seeds))
+    settings = _shared_settings(rows[0])
+    return Group(task, settings, all_series, lengths, seeds, points, rows, left_out)
 
 
 def _point(
     task: Task, series: Series, length: int, rows: dict[int, Row], base: dict[int, Row], seeds: int
 ) -> Point:
-    good = {seed: row for seed, row in rows.items() if row["status"] == "ok"}
+    valid = {seed: row for seed, row in rows.items() if row["status"] == "ok"}
     failures: dict[str, int] = {}
     for row in rows.values():
         if row["status"] != "ok":
@@ -352,19 +353,19 @@ def _point(
         failures["missing"] = missing
     metrics = {}
     for metric in task.metrics:
-        values = [r["metrics"][metric.name] for r in good.values() if metric.name in r["metrics"]]
+        values = [r["metrics"][metric.name] for r in valid.values() if metric.name in r["metrics"]]
         if (value := estimate(values)) is not None:
             metrics[metric.name] = value
     score = task.score.name
     paired = [
         row["metrics"][score] - base[seed]["metrics"][score]
-        for seed, row in good.items()
+        for seed, row in valid.items()
         if series.variant != BASELINE and seed in base and base[seed]["status"] == "ok"
     ]
     curves = {}
-    for name in dict.fromkeys(name for row in good.values() for name in row["curves"]):
-        mine = [row["curves"][name] for row in good.values() if name in row["curves"]]
-        curves[name] = [sum(column) / len(column) for column in zip(*mine, strict=True)]
+    for name in dict.fromkeys(name for row in valid.values() for name in row["curves"]):
+        seed_curves = [row["curves"][name] for row in valid.values() if name in row["curves"]]
+        curves[name] = [sum(column) / len(column) for column in zip(*seed_curves, strict=True)]
     messages = sorted({row["message"] for row in rows.values() if row["message"]})
     return Point(
         series, length, metrics, estimate(paired), t_test(paired), curves, list(rows.values()),
@@ -374,24 +375,25 @@ def _point(
 
 def failures(group: Group) -> list[str]:
     """Messages about failed and missing results, one per series and reason."""
-    found: dict[tuple[Series, str, int], list[int]] = {}
+    lengths_by_failure: dict[tuple[Series, str, int], list[int]] = {}
     for point in group.points.values():
         for status, seeds in point.failures.items():
             reason = "; ".join(point.messages) if status != "missing" else "no result"
-            found.setdefault((point.series, reason or status, seeds), []).append(point.length)
+            key = point.series, reason or status, seeds
+            lengths_by_failure.setdefault(key, []).append(point.length)
     return [
         f"failed: {series.label}, n = {', '.join(map(str, lengths))}: {reason} "
         f"({seeds} of {len(group.seeds)} seeds)"
-        for (series, reason, seeds), lengths in found.items()
+        for (series, reason, seeds), lengths in lengths_by_failure.items()
     ]
 
 
 def version_warnings(groups: Sequence[Group]) -> list[str]:
     """Warnings if results differ in commit or in the version of a variant, torch or attnzoo."""
-    found = [f"warning: {group.task.name}: {text}" for group in groups for text in group.left_out]
+    warnings = [f"warning: {x.task.name}: {text}" for x in groups for text in x.left_out]
     every = [row for group in groups for row in group.rows]
     for name in ("commit", "torch", "attnzoo", "arithmetic"):
         values = sorted({str(row[name]) for row in every if name in row})
         if len(values) > 1:
-            found.append(f"warning: results differ in {name}: {', '.join(values)}")
-    return found
+            warnings.append(f"warning: results differ in {name}: {', '.join(values)}")
+    return warnings

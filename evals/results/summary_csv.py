@@ -15,7 +15,8 @@ from evals.results.tuned import tuned_cells
 from evals.task import Metric
 
 
-def _digits(value: float | None) -> str:
+def number_text(value: float | None) -> str:
+    """A number with six digits; empty for None."""
     return "" if value is None else f"{value:.6g}"
 
 
@@ -23,10 +24,10 @@ def _columns(metric: str) -> list[str]:
     return [metric, f"{metric}_se", f"{metric}_low", f"{metric}_high"]
 
 
-def _cells(found: Estimate | None) -> list[str]:
-    if found is None:
+def _cells(value: Estimate | None) -> list[str]:
+    if value is None:
         return [""] * 4
-    return [_digits(x) for x in (found.mean, found.error, *(found.interval or (None, None)))]
+    return [number_text(x) for x in (value.mean, value.error, *(value.interval or (None, None)))]
 
 
 def csv_text(groups: Sequence[Group]) -> str:
@@ -56,7 +57,7 @@ def csv_text(groups: Sequence[Group]) -> str:
             for point in group.of(series):
                 tuning = [int(group.unstable(series)), int(group.at_edge(series))]
                 tuning += tuned_cells(group.tuned(series))
-                p = _digits(p_values.get((series, point.length)))
+                p = number_text(p_values.get((series, point.length)))
                 writer.writerow([*_line(group, point, metrics), p, *tuning, *constants])
     return file.getvalue()
 

@@ -20,7 +20,7 @@ from evals.results.rows import Row, is_pretrained, is_trial
 from evals.results.summary import BASELINE, Estimate, estimate
 from evals.tasks import EXPERIMENTS
 
-Line = dict[str, str]
+SummaryLine = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -43,37 +43,37 @@ class TrialGroup:
 
     @property
     def conditions(self) -> list[str]:
-        found = {condition for _, condition, _ in self.rows}
-        return [name for name in self.task.conditions if name in found]
+        present = {condition for _, condition, _ in self.rows}
+        return [name for name in self.task.conditions if name in present]
 
     @property
     def seeds(self) -> list[int]:
         return sorted({seed for _, _, seed in self.rows})
 
-    def good(self, variant: str, condition: str) -> dict[int, Row]:
+    def scored_rows(self, variant: str, condition: str) -> dict[int, Row]:
         """The rows with scores, by seed."""
-        found = {seed: self.rows.get((variant, condition, seed)) for seed in self.seeds}
-        return {s: row for s, row in found.items() if row is not None and row["status"] == "ok"}
+        rows = {seed: self.rows.get((variant, condition, seed)) for seed in self.seeds}
+        return {s: row for s, row in rows.items() if row is not None and row["status"] == "ok"}
 
     def failed(self, variant: str, condition: str) -> str:
         """The statuses of the seeds without scores, such as "nan:2"; "" if all have scores."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for seed in self.seeds:
             row = self.rows.get((variant, condition, seed))
             status = "missing" if row is None else row["status"]
             if status != "ok":
-                found[status] = found.get(status, 0) + 1
-        return " ".join(f"{status}:{count}" for status, count in sorted(found.items()))
+                counts[status] = counts.get(status, 0) + 1
+        return " ".join(f"{status}:{count}" for status, count in sorted(counts.items()))
 
     def paired(self, one: tuple[str, str], other: tuple[str, str]) -> Estimate | None:
         """The score of one (variant, condition) minus that of another, paired by seed."""
         if one == other:
             return None
         name = self.task.score.name
-        mine, theirs = self.good(*one), self.good(*other)
+        first, second = self.scored_rows(*one), self.scored_rows(*other)
         return estimate(
-            [row["metrics"][name] - theirs[s]["metrics"][name]
-             for s, row in mine.items() if s in theirs]
+            [row["metrics"][name] - second[s]["metrics"][name]
+             for s, row in first.items() if s in second]
         )  # fmt: skip
 
 
@@ -84,39 +84,39 @@ def of_tasks(rows: Sequence[Row], command: str, required: bool = True) -> list[R
         UsageError: no rows are of tasks, and ``required`` is true.
     """
     others = [row for row in rows if is_trial(row) or is_pretrained(row)]
-    found = [row for row in rows if not is_trial(row) and not is_pretrained(row)]
+    task_rows = [row for row in rows if not is_trial(row) and not is_pretrained(row)]
     names = ", ".join(sorted({row["task"] for row in others}))
     where = "; their own folders have summary.csv and report.html"
-    if names and not found and required:
+    if names and not task_rows and required:
         raise UsageError(f"{command} needs results of tasks, got only those of {names}{where}")
     if names:
         print(f"note: {command} leaves out {names}{where}", file=sys.stderr)
-    return found
+    return task_rows
 
 
 def trial_groups(rows: Iterable[Row]) -> list[TrialGroup]:
     """Group the rows of experiments by experiment, settings, data and kind of device."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    rows_by_group: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         kind = str(row["device"]).split(":")[0]
-        same = json.dumps([row["settings"], kind, row["data"]], sort_keys=True)
-        found.setdefault((row["task"], same), []).append(row)
+        shared = json.dumps([row["settings"], kind, row["data"]], sort_keys=True)
+        rows_by_group.setdefault((row["task"], shared), []).append(row)
     names = list(EXPERIMENTS)
-    ordered = sorted(found.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
+    ordered = sorted(rows_by_group.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
     return [
-        _group(EXPERIMENTS[name], mine, [r[0] for (n, _), r in ordered if n == name])
-        for (name, _), mine in ordered
+        _group(EXPERIMENTS[name], group_rows, [r[0] for (n, _), r in ordered if n == name])
+        for (name, _), group_rows in ordered
     ]
 
 
 def _group(task: Experiment, rows: Sequence[Row], firsts: Sequence[Row]) -> TrialGroup:
     """firsts: a row of each group of the experiment."""
     version = {row["variant"]: row["version"] for row in rows}
-    same = [row for row in rows if row["version"] == version[row["variant"]]]
+    current = [row for row in rows if row["version"] == version[row["variant"]]]
     messages = []
     for variant in version:
         old = sum(row["variant"] == variant for row in rows)
-        if old := old - sum(row["variant"] == variant for row in same):
+        if old := old - sum(row["variant"] == variant for row in current):
             messages.append(f"{variant}: left out {old} result(s) of other versions of the layer")
     settings = rows[0]["settings"]
     names = [n for n in settings if any(r["settings"].get(n) != settings[n] for r in firsts)]
@@ -124,22 +124,22 @@ def _group(task: Experiment, rows: Sequence[Row], firsts: Sequence[Row]) -> Tria
     for name in ("data", "device"):
         values = {str(row[name]).split(":")[0] for row in firsts}
         parts += [f"{name} {rows[0][name]}"] * (len(values) > 1)
-    by_point = {(row["variant"], row["condition"], row["seed"]): row for row in same}
+    by_point = {(row["variant"], row["condition"], row["seed"]): row for row in current}
     return TrialGroup(task, settings, by_point, messages, ", ".join(parts))
 
 
 ENDS = ("", "_se", "_low", "_high", "_seeds")
 
 
-def _cells(name: str, found: Estimate | None) -> Line:
-    if found is None:
-        return {f"{name}{end}": "" for end in ENDS}
-    numbers = (found.mean, found.error, *(found.interval or (None, None)))
+def _cells(name: str, value: Estimate | None) -> SummaryLine:
+    if value is None:
+        return {f"{name}{suffix}": "" for suffix in ENDS}
+    numbers = (value.mean, value.error, *(value.interval or (None, None)))
     texts = ["" if x is None else f"{x:.6g}" for x in numbers]
-    return {f"{name}{end}": text for end, text in zip(ENDS, [*texts, str(found.count)])}
+    return {f"{name}{suffix}": text for suffix, text in zip(ENDS, [*texts, str(value.count)])}
 
 
-def summary_lines(group: TrialGroup) -> Iterator[Line]:
+def summary_lines(group: TrialGroup) -> Iterator[SummaryLine]:
     """A line for each output layer and condition, all with the same columns.
 
     A metric has its mean, standard error, 95 % interval, and the number of seeds in which it is
@@ -150,7 +150,7 @@ def summary_lines(group: TrialGroup) -> Iterator[Line]:
         for condition in group.conditions:
             if not any((variant, condition, seed) in group.rows for seed in group.seeds):
                 continue
-            good = group.good(variant, condition)
+            valid = group.scored_rows(variant, condition)
             line = {
                 "task": task.name,
                 "variant": variant,
@@ -159,14 +159,14 @@ def summary_lines(group: TrialGroup) -> Iterator[Line]:
                 "failed": group.failed(variant, condition),
             }
             for metric in task.metrics:
-                found = [row["metrics"] for row in good.values()]
-                values = [metrics[metric.name] for metrics in found if metric.name in metrics]
+                results = [row["metrics"] for row in valid.values()]
+                values = [metrics[metric.name] for metrics in results if metric.name in metrics]
                 line |= _cells(metric.name, estimate(values))
-            here, name = (variant, condition), task.score.name
+            point, name = (variant, condition), task.score.name
             other = (variant, task.versus.get(condition, condition))
-            line |= _cells(f"{name}_minus_softmax", group.paired(here, (BASELINE, condition)))
-            line |= _cells(f"{name}_gain", group.paired(here, other))
-            line["curve"] = _curve([row["curves"] for row in good.values()])
+            line |= _cells(f"{name}_minus_softmax", group.paired(point, (BASELINE, condition)))
+            line |= _cells(f"{name}_gain", group.paired(point, other))
+            line["curve"] = _curve([row["curves"] for row in valid.values()])
             line |= {
                 "chance": f"{task.chance():.6g}",
                 "schedule": _schedule(group),
@@ -180,12 +180,12 @@ def _schedule(group: TrialGroup) -> str:
 
 
 def _curve(curves: Sequence[Mapping[str, Sequence[float]]]) -> str:
-    found = [curve for curve in curves if curve]
-    if not found:
+    measured = [curve for curve in curves if curve]
+    if not measured:
         return ""
-    columns = zip(*(curve["score"] for curve in found), strict=True)
+    columns = zip(*(curve["score"] for curve in measured), strict=True)
     means = [sum(column) / len(column) for column in columns]
-    return " ".join(f"{x:g}:{y:.6g}" for x, y in zip(found[0]["x"], means, strict=True))
+    return " ".join(f"{x:g}:{y:.6g}" for x, y in zip(measured[0]["x"], means, strict=True))
 
 
 def trials_csv(groups: Sequence[TrialGroup]) -> str:

@@ -19,7 +19,7 @@ def at_edge(tuned: Mapping[str, Any]) -> bool:
     Values beyond it may be better.
     """
     for name, chosen in tuned["values"].items():
-        candidates = {each["values"][name] for each in tuned["tried"]}
+        candidates = {candidate["values"][name] for candidate in tuned["tried"]}
         if len(candidates) > 1 and chosen in (min(candidates), max(candidates)):
             return True
     return False
@@ -33,7 +33,7 @@ def validation(tried: Mapping[str, Any]) -> float | None:
 
 def tuned_cells(tuned: Mapping[str, Any]) -> list[str]:
     """The tuned values in words and their validation score; both empty without a sweep."""
-    mine = [tried for tried in tuned["tried"] if tried["values"] == tuned["values"]]
-    score = validation(mine[0]) if mine else None
+    chosen = [tried for tried in tuned["tried"] if tried["values"] == tuned["values"]]
+    score = validation(chosen[0]) if chosen else None
     text = "" if score is None else f"{score:.6g}"
     return [values_text(tuned["values"]), text]

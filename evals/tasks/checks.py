@@ -59,13 +59,15 @@ def _check_preset(task: Task, of: str, preset: Preset) -> None:
                 checked_candidates(name, values)
             except ValueError as error:
                 raise ValueError(f"sweep {of} {error}") from error
-    for variant, own in preset.own.items():
-        if unknown := [name for name in own if name not in vars(preset.settings)]:
-            raise ValueError(f"own {of} must have settings, got {unknown[0]!r} for {variant!r}")
+    for variant, settings in preset.variant_settings.items():
+        if unknown := [name for name in settings if name not in vars(preset.settings)]:
+            raise ValueError(
+                f"variant_settings {of} must name settings, got {unknown[0]!r} for {variant!r}"
+            )
         try:
-            replace(preset.settings, **own)
+            replace(preset.settings, **settings)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"own {of} for {variant!r}: {error}") from error
+            raise ValueError(f"variant_settings {of} for {variant!r}: {error}") from error
 
 
 def checked_candidates(name: str, values: Any) -> list[float]:

@@ -23,9 +23,9 @@ from evals.tasks.draws import GENERATOR, integers, uniforms, words
 from evals.tasks.families.sequence import (
     ACCURACY,
     LOSS,
-    Batch,
+    SequenceBatch,
+    SequenceSettings,
     SequenceTask,
-    Settings,
     paper,
     quick,
     smoke,
@@ -35,7 +35,7 @@ ZERO, ONE, WRITE, READ, IGNORE = range(5)
 IGNORED = {"train": 0.8, "validation": 0.8, "test": 0.8, "sparse": 0.98, "dense": 0.1}
 
 
-def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Batch:
+def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> SequenceBatch:
     """Draw sequences, with one random number per instruction and one per bit."""
     if length % 2 or length < 4:
         raise UsageError(f"a length of flip-flop must be an even int >= 4, got {length}")
@@ -43,8 +43,8 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
     raw = words(seed, split, length, start, stop, 2 * steps)
     chance = uniforms(raw[:, :steps]).astype(np.float64)
     ignored = IGNORED[split]
-    rest = np.where(chance < ignored + (1 - ignored) / 2, WRITE, READ)
-    kinds = np.where(chance < ignored, IGNORE, rest)
+    not_ignored = np.where(chance < ignored + (1 - ignored) / 2, WRITE, READ)
+    kinds = np.where(chance < ignored, IGNORE, not_ignored)
     kinds[:, 0], kinds[:, -1] = WRITE, READ
     bits = integers(raw[:, steps:], 2)
     # A running maximum over these gives the step of the last write.
@@ -54,27 +54,27 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
     tokens = np.stack([kinds, bits], axis=2).reshape(-1, length)
     answers = np.full_like(tokens, -1)
     answers[:, 0::2] = np.where(kinds == READ, bits, -1)
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(answers))
+    return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
 PRESETS = {
     "smoke": smoke(
         (64, 128, 256),
-        Settings(
+        SequenceSettings(
             steps=100, batch=16, train_shortest=16, train_longest=64, train_stride=16,
             test_sequences=32,
         ),
     ),
     "quick": quick(
         (64, 128, 256, 512, 1024),
-        Settings(
+        SequenceSettings(
             steps=1500, batch=16, train_shortest=8, train_longest=64, train_stride=4,
             test_sequences=500, test_least=64, test_items=2**17,
         ),
     ),
     "paper": paper(
         (512, 1024, 2048, 4096, 8192),
-        Settings(
+        SequenceSettings(
             steps=10000, batch=64, width=256, heads=4, depth=4, learning_rate=3e-4,
             train_shortest=512, train_longest=512, test_sequences=1000, test_items=2**20,
         ),

@@ -40,14 +40,14 @@ from evals.measures.ranks import rank
 from evals.task import BatchResult, Metric
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import (
-    Batch,
+    SequenceBatch,
+    SequenceSettings,
     SequenceTask,
     paper,
     quick,
     right,
     smoke,
 )
-from evals.tasks.families.sequence import Settings as Base
 
 LINE = b"\n#key="
 DIGITS = 4
@@ -73,7 +73,7 @@ def corpus() -> tuple[dict[str, np.ndarray], str]:
             package = name.split("/")[0].removesuffix(".py")
             held_out = int(hashlib.sha256(package.encode()).hexdigest()[-1], 16) < 2
             parts["test" if held_out else "train"].append(path.read_bytes())
-    texts = {split: b"\n".join(found) for split, found in parts.items()}
+    texts = {split: b"\n".join(files) for split, files in parts.items()}
     if min(map(len, texts.values())) < 2**18:
         raise UsageError(
             f"language-model reads the .py files of Python's standard library; {root} has too few"
@@ -83,7 +83,7 @@ def corpus() -> tuple[dict[str, np.ndarray], str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Base):
+class LanguageModelSettings(SequenceSettings):
     """Settings of the language model."""
 
     width: int = 128
@@ -91,7 +91,7 @@ class Settings(Base):
     learning_rate: float = 2e-3
 
 
-def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Batch:
+def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> SequenceBatch:
     """Draw sequences. The random numbers of a sequence give its start in the text, the depth of the
     needle and its digits, in this order."""
     if length < SHORTEST:
@@ -99,15 +99,15 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
     text = corpus()[0]["train" if split in ("train", "validation") else "test"]
     raw = words(seed, split, length, start, stop, 2 + DIGITS)
     starts = integers(raw[:, 0], len(text) - length)
-    whole = text[starts[:, None] + np.arange(length + 1)].astype(np.int64)
-    tokens, answers = whole[:, :-1].copy(), whole[:, 1:].copy()
+    bytes_read = text[starts[:, None] + np.arange(length + 1)].astype(np.int64)
+    tokens, answers = bytes_read[:, :-1].copy(), bytes_read[:, 1:].copy()
     for row, index in enumerate(range(start, stop)):
         if split == "planted" or (split == "train" and index % 2):
             digits = integers(raw[row, 2:], 10) + ord("0")
             room = length - 2 * PLANTED
             depth = int(integers(raw[row, 1:2], room)[0])
             _insert_needle(tokens[row], answers[row], digits, depth, asked_only=split == "planted")
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(answers))
+    return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
 def _insert_needle(
@@ -124,15 +124,15 @@ def _insert_needle(
         answers[:-DIGITS] = -1
 
 
-def read(logits: torch.Tensor, batch: Batch) -> BatchResult:
+def read(logits: torch.Tensor, batch: SequenceBatch) -> BatchResult:
     """The metrics: accuracy of the digits in the split ``planted``, otherwise bits per byte."""
     count = len(batch.tokens)
-    wanted = batch.answers[batch.asked]
-    if len(wanted) == count * DIGITS:
+    answers = batch.answers[batch.asked]
+    if len(answers) == count * DIGITS:
         hits = right(logits, batch).reshape(count, DIGITS)
         exact = (hits.amin(dim=-1) == 1).double() + 0 * hits.sum(dim=-1)
         return BatchResult({"needle": exact, "digits": hits.flatten()})
-    bits = F.cross_entropy(logits.double(), wanted, reduction="none") / math.log(2)
+    bits = F.cross_entropy(logits.double(), answers, reduction="none") / math.log(2)
     rows = bits.reshape(count, -1)
     pieces = torch.stack([piece.mean(dim=-1) for piece in rows.tensor_split(PIECES, dim=-1)], -1)
     last = pieces[:, -PIECES // 4 :].mean(dim=-1)
@@ -144,7 +144,7 @@ def frequencies(settings: Any) -> Tensor:
     return torch.from_numpy(np.bincount(corpus()[0]["train"], minlength=256))
 
 
-def log_rank(model: Transformer, states: Tensor, batch: Batch) -> dict[str, Tensor]:
+def log_rank(model: Transformer, states: Tensor, batch: SequenceBatch) -> dict[str, Tensor]:
     """The rank of log P over the first tokens of a batch without needles, by name.
 
     log P is computed in fp64 from the given states. The result is empty if a probability is 0, or
@@ -161,18 +161,18 @@ def log_rank(model: Transformer, states: Tensor, batch: Batch) -> dict[str, Tens
 PRESETS = {
     "smoke": smoke(
         (64, 256, 1024),
-        Settings(
+        LanguageModelSettings(
             steps=150, batch=16, width=64, train_shortest=64, train_longest=64,
             test_sequences=16, test_least=4, test_items=2**13,
         ),
     ),
     "quick": quick(
         (128, 256, 512, 1024, 2048),
-        Settings(steps=3000, batch=64, train_shortest=128, train_longest=128),
+        LanguageModelSettings(steps=3000, batch=64, train_shortest=128, train_longest=128),
     ),
     "paper": paper(
         (1024, 2048, 4096, 8192, 16384),
-        Settings(
+        LanguageModelSettings(
             steps=20000, batch=64, width=384, heads=6, depth=6, learning_rate=1e-3,
             train_shortest=1024, train_longest=1024, test_items=2**21,
         ),

@@ -31,14 +31,14 @@ from evals.tasks.families.sequence import (
     ACCURACY,
     EXACT,
     LOSS,
-    Batch,
+    SequenceBatch,
+    SequenceSettings,
     SequenceTask,
     paper,
     quick,
     smoke,
     whole_answers,
 )
-from evals.tasks.families.sequence import Settings as Base
 
 # Token 0 marks the begin, 1 .. 16 are symbols, 17 + c is the count c.
 BEGIN, FIRST, SYMBOLS = 0, 1, 16
@@ -46,7 +46,7 @@ SHORTEST = 2  # the smallest number of repetitions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Base):
+class LocalCountSettings(SequenceSettings):
     """Settings of local count. ``repeats`` is the largest number of repetitions in a block."""
 
     repeats: int = 48
@@ -57,7 +57,9 @@ class Settings(Base):
             raise ValueError(f"repeats must be >= {SHORTEST}, got {self.repeats}")
 
 
-def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Settings) -> Batch:
+def draw(
+    seed: int, split: str, length: int, start: int, stop: int, settings: LocalCountSettings
+) -> SequenceBatch:
     """Draw sequences. Each takes one random number per block for the number of repetitions, then
     one per block for the symbol, for the largest possible number of blocks."""
     blocks = -(-length // SHORTEST)
@@ -79,25 +81,25 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Se
     symbols = np.take_along_axis(symbols, block, axis=1)
     tokens = np.pad(FIRST + symbols, ((0, 0), (1, 0)), constant_values=BEGIN)
     answers = np.pad(FIRST + SYMBOLS + counts, ((0, 0), (1, 0)), constant_values=-1)
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(answers))
+    return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
 PRESETS = {
     "smoke": smoke(
         (16, 32, 64),
-        Settings(
+        LocalCountSettings(
             steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32, repeats=8
         ),
     ),
     "quick": quick(
         (32, 64, 128, 256, 512),
-        Settings(
+        LocalCountSettings(
             steps=1200, batch=32, heads=4, train_shortest=4, train_longest=32, repeats=8
         ),
     ),
     "paper": paper(
         tuple(128 * 2**i for i in range(7)),
-        Settings(
+        LocalCountSettings(
             steps=78125, batch=128, width=256, heads=8, depth=4, learning_rate=3e-4,
             weight_decay=0.0, fill=False, curriculum=0.0, train_shortest=64, train_longest=128,
             test_sequences=1000, test_items=2**20,

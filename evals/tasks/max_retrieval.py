@@ -13,7 +13,7 @@ import torch
 
 from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Preset, Published
 from evals.tasks.draws import GENERATOR, integers, uniforms, words
-from evals.tasks.families.retrieval import CLASSES, Batch, RetrievalTask, Settings
+from evals.tasks.families.retrieval import CLASSES, RetrievalBatch, RetrievalSettings, RetrievalTask
 
 _VARIANTS = (*MAIN_VARIANTS, "softmax->log_n(train_length=16)")
 PRESETS = {
@@ -21,21 +21,21 @@ PRESETS = {
         variants=EVERY_VARIANT,
         seeds=1,
         lengths=(16, 64, 256),
-        settings=Settings(steps=200, test_sequences=500),
+        settings=RetrievalSettings(steps=200, test_sequences=500),
     ),
     "quick": Preset(
         variants=_VARIANTS,
         seeds=SEEDS,
         sweep={"learning_rate": (1e-3, 3e-3, 1e-2)},
         lengths=tuple(2**i for i in range(4, 13)),
-        settings=Settings(steps=2000),
+        settings=RetrievalSettings(steps=2000),
     ),
     "paper": Preset(
         variants=_VARIANTS,
         seeds=10,
         sweep=RECORDED,
         lengths=tuple(2**i for i in range(4, 15)),
-        settings=Settings(steps=10000),
+        settings=RetrievalSettings(steps=10000),
     ),
 }
 
@@ -52,7 +52,7 @@ PUBLISHED = Published(
 )  # fmt: skip
 
 
-def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
+def draw(seed: int, split: str, length: int, start: int, stop: int) -> RetrievalBatch:
     """Draw sequences, with one random uint64 for the query and one per item.
 
     The upper 24 bits give the query or rho. fp32 holds them exactly, so rounding changes no label.
@@ -60,7 +60,7 @@ def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
     """
     raw = words(seed, split, length, start, stop, length + 1)
     uniform = torch.from_numpy(np.ascontiguousarray(uniforms(raw)))
-    return Batch(
+    return RetrievalBatch(
         features=uniform[:, 1:, None].contiguous(),
         classes=torch.from_numpy(integers(raw[:, 1:], CLASSES)),
         query=uniform[:, :1].contiguous(),

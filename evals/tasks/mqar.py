@@ -24,18 +24,18 @@ import torch
 from commandline.errors import UsageError
 from evals.tasks.draws import GENERATOR, integers, subsets, words
 from evals.tasks.families.sequence import (
-    OWN,
-    Batch,
+    VARIANT_SETTINGS,
+    SequenceBatch,
+    SequenceSettings,
     SequenceTask,
     paper,
     quick,
     smoke,
 )
-from evals.tasks.families.sequence import Settings as Base
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Base):
+class MqarSettings(SequenceSettings):
     """Settings of MQAR. A sequence of N tokens has N / ``density`` key-value pairs."""
 
     vocabulary: int = 256
@@ -57,51 +57,53 @@ class Settings(Base):
         return pairs
 
 
-def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Settings) -> Batch:
+def draw(
+    seed: int, split: str, length: int, start: int, stop: int, settings: MqarSettings
+) -> SequenceBatch:
     """Draw sequences.
 
     Each sequence takes one random number per possible key, one per pair for its value, and one per
     position after the pairs. The keys with the smallest random numbers are used.
     """
     pairs = settings.pairs(length)
-    rest = length - 2 * pairs
-    raw = words(seed, split, length, start, stop, settings.keys + pairs + rest)
+    places_after = length - 2 * pairs
+    raw = words(seed, split, length, start, stop, settings.keys + pairs + places_after)
     keys = 1 + subsets(raw[:, : settings.keys], pairs)
     first = 1 + settings.keys
     drawn = raw[:, settings.keys : settings.keys + pairs]
     values = first + integers(drawn, settings.vocabulary - first)
-    later = 2 * pairs + subsets(raw[:, settings.keys + pairs :], pairs)
+    query_positions = 2 * pairs + subsets(raw[:, settings.keys + pairs :], pairs)
     tokens = np.zeros((stop - start, length), dtype=np.int64)
     tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
-    np.put_along_axis(tokens, later, keys, axis=1)
+    np.put_along_axis(tokens, query_positions, keys, axis=1)
     answers = np.full_like(tokens, -1)
-    np.put_along_axis(answers, later, values, axis=1)
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(answers))
+    np.put_along_axis(answers, query_positions, values, axis=1)
+    return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
 PRESETS = {
     "smoke": smoke(
         (64, 128, 256),
-        Settings(
+        MqarSettings(
             steps=100, batch=16, train_shortest=16, train_longest=64, train_stride=16,
             test_sequences=16,
         ),
     ),
     "quick": quick(
         (64, 128, 256, 512),
-        Settings(
+        MqarSettings(
             steps=2000, batch=16, learning_rate=2e-3, train_shortest=8, train_longest=64,
             train_stride=8,
         ),
     ),
     "paper": paper(
         (64, 128, 256, 512, 1024, 2048, 4096),
-        Settings(
+        MqarSettings(
             steps=25000, batch=256, width=128, heads=1, vocabulary=8192, density=16,
             learning_rate=1e-3, train_shortest=64, train_longest=256, train_stride=64,
             test_items=2**20,
         ),
-        own=OWN,
+        variant_settings=VARIANT_SETTINGS,
     ),
 }  # fmt: skip
 

@@ -42,13 +42,13 @@ from evals.tasks.families.sequence import (
     ACCURACY,
     EXACT,
     LOSS,
-    Batch,
+    SequenceBatch,
+    SequenceSettings,
     SequenceTask,
     paper,
     smoke,
     whole_answers,
 )
-from evals.tasks.families.sequence import Settings as Base
 
 BLANK, PAIR, QUERY, END = range(4)  # larger tokens are letters
 FIRST = 4
@@ -60,7 +60,7 @@ SPARE = 8  # draws of words beyond two per word: fewer would not always give eno
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Base):
+class MqmtarSettings(SequenceSettings):
     """Settings of MQMTAR. Keys and values are words over ``letters`` letters."""
 
     letters: int = 256
@@ -86,7 +86,9 @@ def _letters(drawn: np.ndarray, letters: int) -> np.ndarray:
     return FIRST + np.stack([drawn // letters, drawn % letters], axis=-1)
 
 
-def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Settings) -> Batch:
+def draw(
+    seed: int, split: str, length: int, start: int, stop: int, settings: MqmtarSettings
+) -> SequenceBatch:
     """Draw sequences. Each takes 2 n + 8 random numbers for its n keys, as many for its values, one
     per pair for its place among the blanks, and one per query."""
     pairs, count = settings.pairs(length), stop - start
@@ -100,35 +102,37 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Se
     before = integers(raw[:, 2 * draws : 2 * draws + pairs], room - UNIT + 1)
     first = np.arange(pairs) * room + before  # where each pair starts: (B, n)
     mark = np.full((count, pairs, 1), PAIR)
-    whole = np.concatenate([keys, mark, values], axis=2)
+    pair_tokens = np.concatenate([keys, mark, values], axis=2)
     tokens = np.full((count, tokens_of(length)), BLANK)
     at = first[:, :, None] + np.arange(UNIT - 1)
-    np.put_along_axis(tokens, at.reshape(count, -1), whole.reshape(count, -1), axis=1)
+    np.put_along_axis(tokens, at.reshape(count, -1), pair_tokens.reshape(count, -1), axis=1)
 
     end = length + ASKED
     tokens[:, end] = END
     asked = integers(raw[:, 2 * draws + pairs :], pairs)[:, :, None]
     mark = np.full((count, QUERIES, 1), QUERY)
-    for place, found in ((length, keys), (end + 1, values)):
-        whole = np.concatenate([mark, np.take_along_axis(found, asked, axis=1)], axis=2)
-        tokens[:, place : place + ASKED] = whole.reshape(count, -1)
+    for begin, letters_of_words in ((length, keys), (end + 1, values)):
+        query_tokens = np.concatenate(
+            [mark, np.take_along_axis(letters_of_words, asked, axis=1)], axis=2
+        )
+        tokens[:, begin : begin + ASKED] = query_tokens.reshape(count, -1)
 
     answers = np.full_like(tokens, -1)
     answers[:, end:-1] = np.where(tokens[:, end + 1 :] >= FIRST, tokens[:, end + 1 :], -1)
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(answers))
+    return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
 PRESETS = {
     "smoke": smoke(
         (16, 32, 64),
-        Settings(
+        MqmtarSettings(
             steps=100, batch=16, fill=False, train_shortest=8, train_longest=16,
             train_stride=8, test_sequences=32, letters=16,
         ),
     ),
     "paper": paper(
         tuple(64 * 2**i for i in range(7)),
-        Settings(
+        MqmtarSettings(
             steps=390625, batch=128, width=512, heads=16, depth=4, learning_rate=2e-4,
             weight_decay=0.0, warmup=0.0512, fill=False, curriculum=0.0, train_shortest=32,
             train_longest=64, test_sequences=1000, test_items=2**20,

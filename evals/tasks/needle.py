@@ -14,26 +14,26 @@ import torch
 import torch.nn.functional as F
 
 from evals.tasks.draws import GENERATOR, integers, words
-from evals.tasks.families.retrieval import CLASSES, Batch, RetrievalTask
+from evals.tasks.families.retrieval import CLASSES, RetrievalBatch, RetrievalTask
 from evals.tasks.max_retrieval import PRESETS
 
 KEYS = 16
 
 
-def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
+def draw(seed: int, split: str, length: int, start: int, stop: int) -> RetrievalBatch:
     """Draw sequences. The random numbers of a sequence give the query's key, the index of the item
     with that key, the class of each item, and the key of each item, in this order."""
     raw = words(seed, split, length, start, stop, 2 + 2 * length)
-    asked, index = integers(raw[:, 0], KEYS), integers(raw[:, 1], length)
+    query_keys, index = integers(raw[:, 0], KEYS), integers(raw[:, 1], length)
     keys = integers(raw[:, 2 + length :], KEYS - 1)
-    keys += keys >= asked[:, None]  # the other items have any key except the query's
-    np.put_along_axis(keys, index[:, None], asked[:, None], axis=1)
-    keys_, asked_ = torch.from_numpy(keys), torch.from_numpy(asked)
-    return Batch(
-        features=F.one_hot(keys_, KEYS).float(),
+    keys += keys >= query_keys[:, None]  # the other items have any key except the query's
+    np.put_along_axis(keys, index[:, None], query_keys[:, None], axis=1)
+    key_tensor, query_tensor = torch.from_numpy(keys), torch.from_numpy(query_keys)
+    return RetrievalBatch(
+        features=F.one_hot(key_tensor, KEYS).float(),
         classes=torch.from_numpy(integers(raw[:, 2 : 2 + length], CLASSES)),
-        query=F.one_hot(asked_, KEYS).float(),
-        closeness=(keys_ == asked_[:, None]).float(),
+        query=F.one_hot(query_tensor, KEYS).float(),
+        closeness=(key_tensor == query_tensor[:, None]).float(),
     )
 
 

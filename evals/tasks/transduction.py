@@ -23,18 +23,18 @@ from evals.tasks.families.sequence import (
     ACCURACY,
     EXACT,
     LOSS,
-    Batch,
+    SequenceBatch,
+    SequenceSettings,
     SequenceTask,
     paper,
     quick,
     smoke,
     whole_answers,
 )
-from evals.tasks.families.sequence import Settings as Base
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Base):
+class TransductionSettings(SequenceSettings):
     """Settings of copy, reverse and sort. Tokens below ``symbols`` are symbols, the next one is the
     separator."""
 
@@ -43,36 +43,36 @@ class Settings(Base):
 
 def draw(
     transform: Callable[[np.ndarray], np.ndarray],
-    seed: int, split: str, length: int, start: int, stop: int, settings: Settings,
-) -> Batch:  # fmt: skip
+    seed: int, split: str, length: int, start: int, stop: int, settings: TransductionSettings,
+) -> SequenceBatch:  # fmt: skip
     """Draw sequences, with one random number per symbol."""
     symbols = integers(words(seed, split, length, start, stop, length), settings.symbols)
     answer = transform(symbols)
     mark = np.full((len(symbols), 1), settings.symbols)
     tokens = np.concatenate([symbols, mark, answer], axis=1)
-    wanted = np.full_like(tokens, -1)
-    wanted[:, length:-1] = answer
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(wanted))
+    answers = np.full_like(tokens, -1)
+    answers[:, length:-1] = answer
+    return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
 PRESETS = {
     "smoke": smoke(
         (16, 32, 64),
-        Settings(
+        TransductionSettings(
             steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32
         ),
     ),
     "quick": quick(
         (8, 10, 12, 16, 32),
         # With 32 symbols, sort reaches 72 % in 8000 steps; with rope and 10 symbols, 93 % in 4000.
-        Settings(
+        TransductionSettings(
             steps=4000, batch=16, heads=4, curriculum=0.0, train_shortest=2, train_longest=8,
             symbols=10,
         ),
     ),
     "paper": paper(
         tuple(64 * 2**i for i in range(7)),
-        Settings(
+        TransductionSettings(
             steps=30000, batch=128, width=256, heads=4, depth=4, learning_rate=3e-4,
             train_shortest=1, train_longest=64, test_items=2**20,
         ),

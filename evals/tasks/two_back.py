@@ -26,9 +26,9 @@ from evals.tasks.families.sequence import (
     ACCURACY,
     EXACT,
     LOSS,
-    Batch,
+    SequenceBatch,
+    SequenceSettings,
     SequenceTask,
-    Settings,
     paper,
     quick,
     smoke,
@@ -39,29 +39,29 @@ SYMBOLS = 15
 BACK = 2
 
 
-def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Batch:
+def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> SequenceBatch:
     """Draw sequences, with one random number per symbol."""
     symbols = 1 + integers(words(seed, split, length, start, stop, length), SYMBOLS)
     tokens = np.pad(symbols, ((0, 0), (1, 0)))
     answers = np.zeros_like(tokens)
     answers[:, BACK:] = tokens[:, :-BACK]
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(answers))
+    return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
 PRESETS = {
     "smoke": smoke(
         (16, 32, 64),
-        Settings(
+        SequenceSettings(
             steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32
         ),
     ),
     "quick": quick(
         (64, 128, 256, 512, 1024),
-        Settings(steps=500, batch=32, train_shortest=8, train_longest=64),
+        SequenceSettings(steps=500, batch=32, train_shortest=8, train_longest=64),
     ),
     "paper": paper(
         tuple(64 * 2**i for i in range(7)),
-        Settings(
+        SequenceSettings(
             steps=78125, batch=128, width=256, heads=8, depth=4, learning_rate=3e-4,
             weight_decay=0.0, fill=False, curriculum=0.0, train_shortest=32, train_longest=64,
             test_sequences=1000, test_items=2**20,

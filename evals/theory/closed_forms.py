@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-Form = Callable[[int, float], float]
+ClosedForm = Callable[[int, float], float]
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Law:
 
     variant: str
     params: dict[str, Any] = field(default_factory=dict)
-    fixed: Form | None = None
-    shrinking: Form | None = None
+    fixed: ClosedForm | None = None
+    shrinking: ClosedForm | None = None
     holds: Callable[[int, float], bool] = lambda n, kappa: True
     uniform: Callable[[int], float] | None = None
 
@@ -54,7 +54,7 @@ def softmax_shrinking(n: int, kappa: float) -> float:
     return kappa / (n * (1 - math.exp(-kappa)))
 
 
-def with_log_gain(form: Form, s: float) -> Form:
+def with_log_gain(form: ClosedForm, s: float) -> ClosedForm:
     """A softmax law with the gain s log n, which multiplies Δ and κ.
 
     Fixed: 1 / (1 + (n − 1) n^{−sΔ}) → 1 iff sΔ > 1. Shrinking: sκ log n / (n (1 − n^{−sκ})).
@@ -67,7 +67,7 @@ def position_gain(n: int, beta: float, train_length: int) -> float:
     return 1 + beta * math.log(1 + n // train_length)
 
 
-def with_position_gain(form: Form, beta: float, train_length: int) -> Form:
+def with_position_gain(form: ClosedForm, beta: float, train_length: int) -> ClosedForm:
     """A softmax law with this gain, which multiplies Δ and κ. Fixed: → 1 iff βΔ > 1."""
     return lambda n, size: form(n, position_gain(n, beta, train_length) * size)
 
@@ -83,7 +83,7 @@ def entmax15_fixed(n: int, gap: float) -> float:
     return 1.0 if a >= 1 else (a + (math.sqrt(a * a + n * (1 - a * a)) - a) / n) ** 2
 
 
-def entmax_shrinking(alpha: float) -> Form:
+def entmax_shrinking(alpha: float) -> ClosedForm:
     """p = (ακ/n)^{1/α}, because the weights sum to 1: n/κ ∫ ((α−1)x)^{1/(α−1)} dx = 1.
 
     x is the score above the threshold. p is the leading term of the largest weight for n → ∞. The
@@ -101,7 +101,7 @@ def entmax_support_below(alpha: float) -> Callable[[int, float], bool]:
     return holds
 
 
-def top_p_fixed(p: float) -> Form:
+def top_p_fixed(p: float) -> ClosedForm:
     """s / (s + m r) with softmax weights s and r = (1 − s)/(n − 1), m = ⌈(p − s)/r⌉; 1 if s ≥ p.
 
     This is about e^Δ / (p n) for large n.
@@ -109,8 +109,8 @@ def top_p_fixed(p: float) -> Form:
 
     def form(n: int, gap: float) -> float:
         s = softmax_fixed(n, gap)
-        rest = (1 - s) / (n - 1)
-        return 1.0 if s >= p else s / (s + math.ceil((p - s) / rest) * rest)
+        other_weight = (1 - s) / (n - 1)
+        return 1.0 if s >= p else s / (s + math.ceil((p - s) / other_weight) * other_weight)
 
     return form
 

@@ -138,16 +138,16 @@ def fit(
     def errors(sizes: Tensor, scores: Callable[[int], Tensor]) -> Tensor:
         """Mean squared error of log weight (G, C)."""
         total = torch.zeros(len(sizes), peaks.shape[1], dtype=torch.float64)
-        for n, wanted, use in zip(keys, target, usable, strict=True):
-            total += (log_law(scores(n), call, sizes, learned) - wanted).square() * use
+        for n, log_peaks, is_usable in zip(keys, target, usable, strict=True):
+            total += (log_law(scores(n), call, sizes, learned) - log_peaks).square() * is_usable
         return total / counts.clamp(min=1)
 
     # Without learned parameters all heads share the first grid.
     sizes = GRID[:, None].expand(-1, peaks.shape[1] if learned else 1)
-    found = errors(sizes, gap.coarse)
-    least, at = found.min(0)
-    below, above = found[0] <= least + _TIE, found[-1] <= least + _TIE
-    best = GRID[at]
+    grid_errors = errors(sizes, gap.coarse)
+    smallest, index = grid_errors.min(0)
+    below, above = grid_errors[0] <= smallest + _TIE, grid_errors[-1] <= smallest + _TIE
+    best = GRID[index]
     for half_width, points in ZOOMS:
         around = torch.linspace(-half_width, half_width, points, dtype=torch.float64)[:, None]
         best = best * 10 ** _lowest(errors(best * 10**around, gap.scores), half_width)

@@ -103,14 +103,14 @@ def best_step(a: Tensor, b: Tensor) -> float:
 def best_steps(a: Tensor, b: Tensor) -> Tensor:
     """The loss (B,) after one gradient step with the η of the grid that is best for the problem."""
     gradient = first_gradient(a, b)
-    found = [losses(a, b, -a.shape[1] * size * gradient) for size in STEP_SIZES]
-    return torch.stack(found).amin(0)
+    step_losses = [losses(a, b, -a.shape[1] * size * gradient) for size in STEP_SIZES]
+    return torch.stack(step_losses).amin(0)
 
 
 # ------------------------------------------------------------------------------------- layers
 
 
-class Layer(nn.Module):
+class AttentionLayer(nn.Module):
     """Multi-head attention of one learned query to the rows of a problem: (A, b) -> x (B, d)."""
 
     def __init__(self, variant: VariantCall, heads: int, width: int = SCHEDULE.width) -> None:
@@ -140,7 +140,7 @@ class Layer(nn.Module):
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedLayer:
     """The results of one layer and seed.
 
     curve: (training step, mean loss) pairs. loss: the mean loss by n. cosine: the mean cosine
@@ -185,18 +185,18 @@ def test_problems(n: int) -> tuple[Tensor, Tensor]:
 
 def baselines(lengths: Sequence[int]) -> Baselines:
     """The losses at these n that need no training."""
-    found = Baselines()
+    base = Baselines()
     for n in {ROWS, *lengths}:
-        found.size[n] = best_step(*draw(PROBLEMS, n, _seed("sizes", 0, n)))
+        base.size[n] = best_step(*draw(PROBLEMS, n, _seed("sizes", 0, n)))
     for n in lengths:
         a, b = test_problems(n)
         gradient = first_gradient(a, b)
-        found.zero[n] = losses(a, b, torch.zeros_like(gradient)).mean().item()
-        found.step[n] = losses(a, b, -found.size[n] * gradient).mean().item()
-        scaled = n / ROWS * found.size[ROWS]
-        found.scaled[n] = losses(a, b, -scaled * gradient).mean().item()
-        found.each[n] = best_steps(a, b).mean().item()
-    return found
+        base.zero[n] = losses(a, b, torch.zeros_like(gradient)).mean().item()
+        base.step[n] = losses(a, b, -base.size[n] * gradient).mean().item()
+        scaled = n / ROWS * base.size[ROWS]
+        base.scaled[n] = losses(a, b, -scaled * gradient).mean().item()
+        base.each[n] = best_steps(a, b).mean().item()
+    return base
 
 
 def train(
@@ -205,15 +205,15 @@ def train(
     seed: int,
     base: Baselines,
     schedule: Settings = SCHEDULE,
-) -> Trained:
+) -> TrainedLayer:
     """Train one layer and test it at each n of the baselines.
 
     Raises:
         NotFinite: training gave a NaN or an infinity.
     """
     torch.manual_seed(seed)
-    layer = Layer(variant, heads, schedule.width)
-    found = Trained(str(variant), heads, seed)
+    layer = AttentionLayer(variant, heads, schedule.width)
+    results = TrainedLayer(str(variant), heads, seed)
     test_a, test_b = test_problems(ROWS)
 
     def loss(step: int) -> Tensor:
@@ -225,18 +225,18 @@ def train(
         if step % (4 * REPORT_EVERY) == 0 or part == 1:
             with torch.no_grad():
                 value = losses(test_a, test_b, layer(test_a, test_b)).mean().item()
-            found.curve.append((step, value))
+            results.curve.append((step, value))
 
     fit(layer, loss, schedule, report)
     with torch.no_grad():
         for n in base.zero:
             a, b = test_problems(n)
-            found.loss[n] = losses(a, b, layer(a, b)).mean().item()
-        mine = layer(test_a, test_b)
+            results.loss[n] = losses(a, b, layer(a, b)).mean().item()
+        x = layer(test_a, test_b)
     step = -base.size[ROWS] * first_gradient(test_a, test_b)
-    apart = losses(test_a, predicted(test_a, step), mine).mean().item()
-    cosine = torch.cosine_similarity(mine, step).mean().item()
-    return Trained(found.variant, heads, seed, found.curve, found.loss, cosine, apart)
+    distance = losses(test_a, predicted(test_a, step), x).mean().item()
+    cosine = torch.cosine_similarity(x, step).mean().item()
+    return TrainedLayer(results.variant, heads, seed, results.curve, results.loss, cosine, distance)
 
 
 # ------------------------------------------------------------------------------------- tables
@@ -247,15 +247,15 @@ def _over_seeds(values: Sequence[float]) -> str:
     return mean if len(values) == 1 else f"{mean} ({min(values):.3f} to {max(values):.3f})"
 
 
-def by_name(trained: Sequence[Trained]) -> dict[str, list[Trained]]:
+def by_name(trained: Sequence[TrainedLayer]) -> dict[str, list[TrainedLayer]]:
     """The results of each layer, one per seed."""
-    found: dict[str, list[Trained]] = {}
-    for one in trained:
-        found.setdefault(one.name, []).append(one)
-    return found
+    layers: dict[str, list[TrainedLayer]] = {}
+    for layer in trained:
+        layers.setdefault(layer.name, []).append(layer)
+    return layers
 
 
-def tables(base: Baselines, trained: Sequence[Trained], steps: int) -> list[Table]:
+def tables(base: Baselines, trained: Sequence[TrainedLayer], steps: int) -> list[Table]:
     """The comparison with one gradient step at the trained n, and the losses at each n.
 
     steps: the number of training steps, for the note.
@@ -263,7 +263,7 @@ def tables(base: Baselines, trained: Sequence[Trained], steps: int) -> list[Tabl
     return [_comparison(base, trained, steps), _by_rows(base, trained)]
 
 
-def _comparison(base: Baselines, trained: Sequence[Trained], steps: int) -> Table:
+def _comparison(base: Baselines, trained: Sequence[TrainedLayer], steps: int) -> Table:
     zero, step = base.zero[ROWS], base.step[ROWS]
     each = base.each[ROWS]
     rows = [
@@ -271,15 +271,15 @@ def _comparison(base: Baselines, trained: Sequence[Trained], steps: int) -> Tabl
         ["one gradient step", f"{step / zero:.3f}", "1.000", "1.000", "0.000"],
         ["one step, η per problem", f"{each / zero:.3f}", f"{each / step:.3f}", "1.000", "—"],
     ]
-    for name, mine in by_name(trained).items():
+    for name, results in by_name(trained).items():
         columns = (
-            [one.loss[ROWS] / zero for one in mine],
-            [one.loss[ROWS] / step for one in mine],
-            [one.cosine for one in mine],
-            [one.distance / zero for one in mine],
+            [layer.loss[ROWS] / zero for layer in results],
+            [layer.loss[ROWS] / step for layer in results],
+            [layer.cosine for layer in results],
+            [layer.distance / zero for layer in results],
         )
         rows.append([name, *(_over_seeds(values) for values in columns)])
-    seeds = len({one.seed for one in trained})
+    seeds = len({layer.seed for layer in trained})
     note = (
         f"n = {ROWS} rows, d = {WIDTH}; {PROBLEMS} test problems; {steps} training steps.\n"
         f"Losses are means of ‖softmax(Ax) − b‖². Gradient step: from x = 0 with\n"
@@ -292,14 +292,16 @@ def _comparison(base: Baselines, trained: Sequence[Trained], steps: int) -> Tabl
     return Table("One attention layer against one gradient step", header, rows, note)
 
 
-def _by_rows(base: Baselines, trained: Sequence[Trained]) -> Table:
+def _by_rows(base: Baselines, trained: Sequence[TrainedLayer]) -> Table:
     steps = {"one step, best η for each n": base.step, f"one step, η/n as at {ROWS}": base.scaled}
     rows = [
         [name, *(f"{loss[n] / base.zero[n]:.3f}" for n in base.zero)]
         for name, loss in steps.items()
     ]
-    for name, mine in by_name(trained).items():
-        means = [sum(one.loss[n] for one in mine) / len(mine) / base.zero[n] for n in base.zero]
+    for name, results in by_name(trained).items():
+        means = [
+            sum(layer.loss[n] for layer in results) / len(results) / base.zero[n] for n in base.zero
+        ]
         rows.append([name, *(f"{mean:.3f}" for mean in means)])
     note = f"Layers are trained at n = {ROWS}. A loss above 1 is worse than that of x = 0."
     header = ["layer", *(f"n = {n}" for n in base.zero)]

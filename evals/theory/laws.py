@@ -65,7 +65,7 @@ def shrinking_scores(n: int, kappa: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Point:
+class Comparison:
     """One comparison of a law with a measurement. The deviation is checked if ``held`` is true."""
 
     gap: str  # "fixed", "shrinking" or "uniform"
@@ -89,25 +89,27 @@ class Point:
         return self.held and not self.deviation <= self.tolerance
 
 
-def measure(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> list[Point]:
+def measure(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> list[Comparison]:
     """Compare each law with measurements: with a fixed gap for each Δ and n, with a shrinking gap
     at each n, and for the Jacobian norm at `JACOBIAN_LENGTHS`."""
     points = []
     for law in laws:
         if law.fixed is not None:
             for gap, n in itertools.product(GAPS, lengths):
-                found = law.fixed(n, gap), top_weight(fixed_scores(n, gap), law)
-                points.append(Point("fixed", gap, law, n, *found, EXACT_TOLERANCE, True))
+                values = law.fixed(n, gap), top_weight(fixed_scores(n, gap), law)
+                points.append(Comparison("fixed", gap, law, n, *values, EXACT_TOLERANCE, True))
         if law.shrinking is not None:
             for n in lengths:
-                found = law.shrinking(n, KAPPA), top_weight(shrinking_scores(n, KAPPA), law)
+                values = law.shrinking(n, KAPPA), top_weight(shrinking_scores(n, KAPPA), law)
                 held = n >= SHRINKING_FROM and law.holds(n, KAPPA)
-                points.append(Point("shrinking", KAPPA, law, n, *found, SHRINKING_TOLERANCE, held))
+                points.append(
+                    Comparison("shrinking", KAPPA, law, n, *values, SHRINKING_TOLERANCE, held)
+                )
         if law.uniform is not None:
             for n in JACOBIAN_LENGTHS:
                 norm = jacobian_norm(torch.zeros(n), law.variant, law.params)
-                found = law.uniform(n), norm
-                points.append(Point("uniform", 0.0, law, n, *found, EXACT_TOLERANCE, True))
+                values = law.uniform(n), norm
+                points.append(Comparison("uniform", 0.0, law, n, *values, EXACT_TOLERANCE, True))
     return points
 
 

@@ -70,8 +70,8 @@ def attention_matrix(
     return attnzoo.attention_weights(q, k, k, variant.name, **params)[0, 0]
 
 
-def _text(found: int | None) -> str:
-    return "—" if found is None else str(found)
+def _text(rank: int | None) -> str:
+    return "—" if rank is None else str(rank)
 
 
 def attention_table(
@@ -183,8 +183,8 @@ def mixture_table(
     for kind, published in PUBLISHED.items():
         for name in INITIALIZATIONS:
             for dtype in DTYPES:
-                found = [_text(log_rank(mixture(k, name, dtype, seed, sizes, kind))) for k in MIXED]
-                rows.append([f"{kind}, fp{torch.finfo(dtype).bits}, {name}", *found])
+                ranks = [_text(log_rank(mixture(k, name, dtype, seed, sizes, kind))) for k in MIXED]
+                rows.append([f"{kind}, fp{torch.finfo(dtype).bits}, {name}", *ranks])
         if sizes == (HIDDEN, VOCABULARY, CONTEXTS):
             rows.append([f"{kind}, published", *map(str, published)])
     hidden, vocabulary, contexts = sizes
@@ -220,15 +220,15 @@ def main(
         check_writable("--out", out)
     variants = [complete(VariantCall(name), tokens) for name in names()]
     with lean_arithmetic():
-        found = [
+        all_tables = [
             attention_table(variants, tokens, seed=seed),
             attention_mixture_table(tokens, seed=seed),
             mixture_table(sizes, seed),
         ]
-    for table in found:
+    for table in all_tables:
         print(f"{table.text()}\n")
     print(NOTE)
     if out is not None:
-        write_whole(out / "ranks.csv", tables_csv(found))
+        write_whole(out / "ranks.csv", tables_csv(all_tables))
         print(f"written: {out}/ranks.csv")
     return 0

@@ -116,36 +116,38 @@ class Heads:
     def closer(self, index: int) -> Fit | None:
         """The fit with the smaller error; None if there is no fit, or if the weights do not depend
         on the fitted number."""
-        found = [
-            (self.error(one, index), one) for one in self.fits if not self.any_fits(one, index)
+        errors = [
+            (self.error(law_fit, index), law_fit)
+            for law_fit in self.fits
+            if not self.any_fits(law_fit, index)
         ]
-        found = [pair for pair in found if math.isfinite(pair[0])]
-        return min(found, key=lambda pair: pair[0])[1] if found else None
+        errors = [pair for pair in errors if math.isfinite(pair[0])]
+        return min(errors, key=lambda pair: pair[0])[1] if errors else None
 
     def entries(self, index: int) -> Tensor:
         """The indices (S,) of one head, one per seed, among the S · H entries of a `Fit`."""
         seeds, heads = self.peaks.shape[1:]
         return torch.arange(seeds) * heads + index
 
-    def error(self, found: Fit, index: int) -> float:
+    def error(self, law_fit: Fit, index: int) -> float:
         """The RMS error of log weight of one head, a mean over the seeds with a fit."""
-        return found.errors[self.entries(index)].nanmean().item()
+        return law_fit.errors[self.entries(index)].nanmean().item()
 
-    def any_fits(self, found: Fit, index: int) -> bool:
+    def any_fits(self, law_fit: Fit, index: int) -> bool:
         """True if, in any seed, all κ or Δ fit equally well: the law does not depend on κ or Δ."""
-        mine = self.entries(index)
-        return bool((found.below[mine] & found.above[mine]).any())
+        entries = self.entries(index)
+        return bool((law_fit.below[entries] & law_fit.above[entries]).any())
 
-    def curve(self, found: Fit, index: int, keys: Sequence[int]) -> list[float]:
+    def curve(self, law_fit: Fit, index: int, keys: Sequence[int]) -> list[float]:
         """The largest weights (L,) that a head's fitted law predicts for L numbers of keys.
 
         Each one is the geometric mean over seeds.
         """
-        mine = self.entries(index)
-        mine = mine[found.sizes[mine].isfinite()]
-        learned = {name: values.flatten()[mine] for name, values in self.learned.items()}
+        entries = self.entries(index)
+        entries = entries[law_fit.sizes[entries].isfinite()]
+        learned = {name: values.flatten()[entries] for name, values in self.learned.items()}
         return [
-            log_law(found.gap.scores(n), self.call, found.sizes[mine][None], learned)
+            log_law(law_fit.gap.scores(n), self.call, law_fit.sizes[entries][None], learned)
             .mean()
             .exp()
             .item()
@@ -182,40 +184,40 @@ def heads_of(group: Group, series: Series) -> Heads | None:
     else:
         why = ""
     learned: dict[str, Tensor] = {}
-    for at, point in enumerate(points):
+    for index, point in enumerate(points):
         for row in point.rows:
             if row["status"] != "ok" or "head_peak" not in row["curves"]:
                 continue
             seed = seeds[row["seed"]]
-            peaks[at, seed] = torch.tensor(row["curves"]["head_peak"]).double()[indices]
+            peaks[index, seed] = torch.tensor(row["curves"]["head_peak"]).double()[indices]
             of_heads = {n: x for n, x in row["learned"].items() if not n.startswith("output ")}
             for name, values in ({} if spec.is_substitution else of_heads).items():
-                every = torch.tensor(values, dtype=torch.float64)
-                initial = every[indices].expand(len(seeds), -1).clone()
-                learned.setdefault(name, initial)[seed] = every[indices]
-    for name, given in spec.test.params.items():
-        if isinstance(given, Tensor):  # one value per head of a layer
-            of_all = given.double().repeat(len(last) // len(given))
-            learned[name] = of_all[indices].expand(len(seeds), -1).clone()
+                all_values = torch.tensor(values, dtype=torch.float64)
+                initial = all_values[indices].expand(len(seeds), -1).clone()
+                learned.setdefault(name, initial)[seed] = all_values[indices]
+    for name, value in spec.test.params.items():
+        if isinstance(value, Tensor):  # one value per head of a layer
+            all_heads = value.double().repeat(len(last) // len(value))
+            learned[name] = all_heads[indices].expand(len(seeds), -1).clone()
     names = head_names(len(last), len(last) // group.settings.get("depth", 1))
     keys = [group.task.tokens(point.length) for point in points]
-    found = Heads(series, spec.test, [names[i] for i in indices], indices, len(last), keys, peaks,
+    heads = Heads(series, spec.test, [names[i] for i in indices], indices, len(last), keys, peaks,
                   learned)  # fmt: skip
     if why or len(keys) < 2:
-        return replace(found, why=why or "one length: no fit")
+        return replace(heads, why=why or "one length: no fit")
     flat = {name: values.flatten() for name, values in learned.items()}
     try:
         fits = tuple(fit(gap, spec.test, keys, peaks.flatten(1), flat) for gap in GAPS)
     except (ValueError, TypeError, RuntimeError) as error:
-        return replace(found, why=f"no law: {str(error).splitlines()[0]}")
-    return replace(found, fits=fits)
+        return replace(heads, why=f"no law: {str(error).splitlines()[0]}")
+    return replace(heads, fits=fits)
 
 
 def fitted(group: Group) -> list[Heads]:
     """The `Heads` of each series with measured heads."""
     with lean_arithmetic():
-        every = [heads_of(group, series) for series in group.series]
-    return [found for found in every if found is not None]
+        all_heads = [heads_of(group, series) for series in group.series]
+    return [heads for heads in all_heads if heads is not None]
 
 
 # ------------------------------------------------------------------------------------ tables
@@ -228,39 +230,39 @@ def _spread(values: Tensor) -> str:
     return mean if len(values) == 1 else f"{mean} ({low:.3g} to {high:.3g})"
 
 
-def _fit_cells(found: Fit, mine: Tensor) -> list[str]:
+def _fit_cells(law_fit: Fit, entries: Tensor) -> list[str]:
     """The two table cells of one head's fit: κ or Δ, and the error.
 
-    mine: the indices of this head in ``found``, one per seed.
+    entries: the indices of this head in ``law_fit``, one per seed.
     """
-    mine = mine[found.sizes[mine].isfinite()]
-    if not len(mine):
+    entries = entries[law_fit.sizes[entries].isfinite()]
+    if not len(entries):
         return ["—", "—"]
-    below, above = bool(found.below[mine].any()), bool(found.above[mine].any())
-    size = ("≤ " * below or "≥ " * above) + _spread(found.sizes[mine])
-    return ["any" if below and above else size, f"×{_spread(found.errors[mine].exp())}"]
+    below, above = bool(law_fit.below[entries].any()), bool(law_fit.above[entries].any())
+    size = ("≤ " * below or "≥ " * above) + _spread(law_fit.sizes[entries])
+    return ["any" if below and above else size, f"×{_spread(law_fit.errors[entries].exp())}"]
 
 
 def _verdict(heads: Heads, index: int) -> str:
     if heads.why:
         return heads.why
-    if any(heads.any_fits(found, index) for found in heads.fits):
+    if any(heads.any_fits(law_fit, index) for law_fit in heads.fits):
         return "weights do not depend on κ or Δ"
     if (best := heads.closer(index)) is None:
         return "fewer than two weights above 0: no fit"
-    one, other = (heads.error(found, index) for found in heads.fits)
+    one, other = (heads.error(law_fit, index) for law_fit in heads.fits)
     tolerance = max(SAME[0], SAME[1] * max(one, other))
     return "either" if abs(one - other) < tolerance else best.gap.name
 
 
-def _fit_table(group: Group, found: Sequence[Heads]) -> Table:
+def _fit_table(group: Group, all_heads: Sequence[Heads]) -> Table:
     header = ["variant", "head", "lengths fitted"]
     header += [text for gap in GAPS for text in (gap.symbol, "error")]
     rows = []
-    for heads in found:
+    for heads in all_heads:
         for index, name in enumerate(heads.names):
-            mine = heads.entries(index)
-            cells = [cell for one in heads.fits for cell in _fit_cells(one, mine)]
+            entries = heads.entries(index)
+            cells = [cell for law_fit in heads.fits for cell in _fit_cells(law_fit, entries)]
             usable = int((heads.peaks[:, :, index] > 0).any(1).sum())
             start = [group.name(heads.series), name, str(usable)]
             rows.append([*start, *(cells or ["—"] * 4), _verdict(heads, index)])
@@ -273,14 +275,14 @@ def _fit_table(group: Group, found: Sequence[Heads]) -> Table:
     if len(group.seeds) > 1:
         note += " Numbers: mean (range) over seeds, each fitted separately."
     title = "Laws fitted to the largest weights of each head"
-    return Table(title, [*header, "closer law"], rows, note + _shown(found))
+    return Table(title, [*header, "closer law"], rows, note + _shown(all_heads))
 
 
-def _bound_table(group: Group, found: Sequence[Heads]) -> Table:
+def _bound_table(group: Group, all_heads: Sequence[Heads]) -> Table:
     header = ["variant", "head", "n", "largest weight", "δ", "softmax bound", "2e^δ", "β/log n",
               "γ_c", "‖∂w/∂z‖₂"]  # fmt: skip
     rows = []
-    for heads in found:
+    for heads in all_heads:
         points = _measured(group, heads.series)
         curves, n = points[-1].curves, heads.keys[-1]
         jacobians = [
@@ -308,13 +310,13 @@ def _bound_table(group: Group, found: Sequence[Heads]) -> Table:
         "the longest n with a measurement. Here n is the number of keys."
     )
     title = "Bounds on each head at the longest n"
-    return Table(title, header, rows, note + _shown(found))
+    return Table(title, header, rows, note + _shown(all_heads))
 
 
-def _sparsity_table(group: Group, found: Sequence[Heads]) -> Table | None:
+def _sparsity_table(group: Group, all_heads: Sequence[Heads]) -> Table | None:
     """The measures of sparsity; None if the results are older than these measures."""
     rows = []
-    for heads in found:
+    for heads in all_heads:
         curves, n = _measured(group, heads.series)[-1].curves, heads.keys[-1]
         if any(f"head_{measure}" not in curves for measure in TITLES):
             continue
@@ -330,21 +332,25 @@ def _sparsity_table(group: Group, found: Sequence[Heads]) -> Table | None:
     )
     header = ["variant", "head", "n", "largest weight", *TITLES.values()]
     title = "Sparsity of each head's weights at the longest n"
-    return Table(title, header, rows, note + _shown(found)) if rows else None
+    return Table(title, header, rows, note + _shown(all_heads)) if rows else None
 
 
-def _shown(found: Sequence[Heads]) -> str:
-    total = max(heads.total for heads in found)
+def _shown(all_heads: Sequence[Heads]) -> str:
+    total = max(heads.total for heads in all_heads)
     return f" Shown: the {MOST_HEADS} sharpest of {total} heads." if total > MOST_HEADS else ""
 
 
-def tables(group: Group, found: Sequence[Heads] | None = None) -> list[Table]:
+def tables(group: Group, all_heads: Sequence[Heads] | None = None) -> list[Table]:
     """The tables of fits, bounds and sparsity; empty if no heads were measured.
 
-    found: the result of ``fitted(group)``, if it was computed before.
+    all_heads: the result of ``fitted(group)``, if it was computed before.
     """
-    found = fitted(group) if found is None else found
-    if not found:
+    all_heads = fitted(group) if all_heads is None else all_heads
+    if not all_heads:
         return []
-    sparse = _sparsity_table(group, found)
-    return [_fit_table(group, found), _bound_table(group, found), *([sparse] if sparse else [])]
+    sparse = _sparsity_table(group, all_heads)
+    return [
+        _fit_table(group, all_heads),
+        _bound_table(group, all_heads),
+        *([sparse] if sparse else []),
+    ]

@@ -40,10 +40,10 @@ def test_softmax_of_log_sigmoid_times_sum_of_sigmoids_equals_sigmoid(
     exact = attnzoo.attention(i.q, i.k, i.v, "sigmoid", is_causal=causal, bias=bias)
     torch.testing.assert_close(trick, exact, rtol=1e-6, atol=1e-7)
     leaves = (i.q, i.k, i.v)
-    for found, wanted in zip(
+    for actual, expected in zip(
         torch.autograd.grad(trick, leaves, i.do), torch.autograd.grad(exact, leaves, i.do)
     ):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
@@ -52,9 +52,9 @@ def test_flex_sigmoid_agrees_with_the_definition(monkeypatch: pytest.MonkeyPatch
     setting = Setting(length=48, heads=2, head_dim=16)
     i = Inputs.make(setting)
     with torch.no_grad():
-        found = baselines.flex_sigmoid(setting, None)(i.q, i.k, i.v)
+        out = baselines.flex_sigmoid(setting, None)(i.q, i.k, i.v)
     exact = attnzoo.attention(i.q, i.k, i.v, "sigmoid", is_causal=True)
-    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_log_sigmoid_does_not_overflow() -> None:

@@ -84,15 +84,15 @@ def test_scores_are_exact_for_variants_that_select_keys(input_scale: float) -> N
 
 def test_learned_parameters_match_those_of_the_module() -> None:
     owned = dict(attnzoo.nn.Attention("ssmax", 2).named_parameters())
-    made = learned_params(Case("ssmax", "ssmax"), small())
-    assert {n: tuple(p.shape) for n, p in made.items()} == {
+    learned = learned_params(Case("ssmax", "ssmax"), small())
+    assert {n: tuple(p.shape) for n, p in learned.items()} == {
         n: tuple(p.shape) for n, p in owned.items()
     }
 
 
 def test_key_dim_is_the_feature_dim_if_features_grow_faster_than_d() -> None:
-    found = {n: Case.parse(n, 40).key_dim(64, 16) for n in ("taylor", "cosformer", "softmax")}
-    assert found == {"taylor": 16, "cosformer": None, "softmax": None}
+    key_dims = {n: Case.parse(n, 40).key_dim(64, 16) for n in ("taylor", "cosformer", "softmax")}
+    assert key_dims == {"taylor": 16, "cosformer": None, "softmax": None}
 
 
 # ---- correctness ------------------------------------------------------------------------------
@@ -124,12 +124,12 @@ def test_reference_by_blocks_of_rows_equals_the_whole_definition(
     inputs = Inputs.make(setting, case, gradients=True, learned=True)
     ranges, pairs = [range(2), range(20, 21), range(27, 30)], Pairs([0, 1], [0, 3])
     attend = case.attend(inputs.params, "eager", **inputs.options)
-    whole = by_call(attend, inputs, ranges, pairs)
+    expected = by_call(attend, inputs, ranges, pairs)
     part = inputs.part(pairs.batches, pairs.heads)
     parts = by_definition(case, part, ranges, torch.float64)
-    assert whole.keys() == parts.keys()
-    for name, found in parts.items():
-        torch.testing.assert_close(found, whole[name].double(), rtol=1e-5, atol=1e-6, msg=name)
+    assert expected.keys() == parts.keys()
+    for name, actual in parts.items():
+        torch.testing.assert_close(actual, expected[name].double(), rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("variant", ["ssmax", "entmax"])
@@ -139,9 +139,9 @@ def test_reference_stays_on_the_device(variant: str) -> None:
     for leaf in x[:3]:
         leaf.requires_grad_()
     part = Inputs(*x, params={}, causal=False).part([0, 1], [2])
-    found = by_definition(Case(variant, variant), part, [range(2), range(5, 9)], torch.float64)
-    assert {name: y.device.type for name, y in found.items()} == dict.fromkeys(found, "meta")
-    assert found["out"].shape == (2, 1, 6, 4)
+    results = by_definition(Case(variant, variant), part, [range(2), range(5, 9)], torch.float64)
+    assert {name: y.device.type for name, y in results.items()} == dict.fromkeys(results, "meta")
+    assert results["out"].shape == (2, 1, 6, 4)
 
 
 def checked(case: Case, setting: Setting, backend: str | None, gradients: bool = True) -> Check:
@@ -152,9 +152,9 @@ def checked(case: Case, setting: Setting, backend: str | None, gradients: bool =
 @pytest.mark.parametrize("variant", ["softmax", "entmax", "topk", "taylor"])
 @pytest.mark.parametrize("backend", [None, "tiled"])
 def test_correct_results_pass_the_check(variant: str, backend: str | None) -> None:
-    found = checked(Case.parse(variant, longest=40), small(), backend)
-    assert found.ok, found.worst
-    assert found.deviations.keys() == {"out", "dq", "dk", "dv"}
+    check = checked(Case.parse(variant, longest=40), small(), backend)
+    assert check.ok, check.worst
+    assert check.deviations.keys() == {"out", "dq", "dk", "dv"}
 
 
 MANY = Setting(length=150, batch=5, heads=5, head_dim=16)
@@ -164,9 +164,9 @@ MANY = Setting(length=150, batch=5, heads=5, head_dim=16)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_first_and_last_batch_and_head_are_checked(causal: bool, dtype: str) -> None:
     for variant in ("softmax", "entmax"):
-        found = checked(Case(variant, variant), replace(MANY, causal=causal, dtype=dtype), "tiled")
-        assert found.ok, found.worst
-        assert (found.rows, found.pairs) == (128, 4)
+        check = checked(Case(variant, variant), replace(MANY, causal=causal, dtype=dtype), "tiled")
+        assert check.ok, check.worst
+        assert (check.rows, check.pairs) == (128, 4)
 
 
 def tampered(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -220,9 +220,9 @@ def test_one_wrong_row_head_or_gradient_fails_the_check(
     monkeypatch: pytest.MonkeyPatch, change: Any, what: str, causal: bool
 ) -> None:
     tampered(monkeypatch, change)
-    found = checked(SOFTMAX, replace(MANY, causal=causal), "tiled")
-    assert not found.ok
-    assert not found.deviations[what].ok
+    check = checked(SOFTMAX, replace(MANY, causal=causal), "tiled")
+    assert not check.ok
+    assert not check.deviations[what].ok
 
 
 def test_check_of_a_positional_variant_without_causality_raises() -> None:
@@ -295,8 +295,8 @@ def test_attention_command_writes_json_markdown_and_a_table(
             assert (row["error"] or 0) < 1e-5
             assert row["check"] is None or row["check"]["ok"]
         assert rows["softmax"]["ratios"].keys() == {"sdpa"}
-        own = {"sdpa", "softmax", "package entmax: entmax"}
-        assert rows["entmax"]["ratios"].keys() == own
+        softmax_rows = {"sdpa", "softmax", "package entmax: entmax"}
+        assert rows["entmax"]["ratios"].keys() == softmax_rows
     assert sorted(file.parent.iterdir()) == [file, text]
     for shown in (capsys.readouterr().out, text.read_text()):
         assert "attention: H=2 D=8 float32, causal, iid inputs" in shown
@@ -360,19 +360,19 @@ def test_failed_write_keeps_the_old_json_file(tmp_path: Path) -> None:
 def test_json_is_rewritten_after_each_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, seen = tmp_path / "out.json", []
-    original = Bench.measure_group
+    file, lengths = tmp_path / "out.json", []
+    original = Bench.measure_part
 
-    def measure_group(self: Bench, *args: Any) -> None:
+    def measure_part(self: Bench, *args: Any) -> None:
         if file.exists():
-            seen.append([row["length"] for row in json.loads(file.read_text())["rows"]])
+            lengths.append([row["length"] for row in json.loads(file.read_text())["rows"]])
         original(self, *args)
 
-    monkeypatch.setattr(Bench, "measure_group", measure_group)
+    monkeypatch.setattr(Bench, "measure_part", measure_part)
     line = ["attention", "--variants", "softmax", *QUICK, "--check-only", "--json", str(file)]
     line[line.index("48")] = "16,32,48"
     assert main(line) == 0
-    assert seen == [[16], [16, 32]]
+    assert lengths == [[16], [16, 32]]
 
 
 def test_overhead_lists_all_variants_and_modules(
@@ -382,14 +382,14 @@ def test_overhead_lists_all_variants_and_modules(
     file = tmp_path / "out.json"
     line = ["overhead", "--repeats", "2"]
     assert main([*line, "--json", str(file)]) == 0
-    found = json.loads(file.read_text())["microseconds"]
+    microseconds = json.loads(file.read_text())["microseconds"]
     names = attnzoo.list_variants()
-    assert list(found) == ["sdpa", *names, *(f"nn.Attention {name}" for name in names)]
-    assert all(spread["median"] > 0 for spread in found.values())
+    assert list(microseconds) == ["sdpa", *names, *(f"nn.Attention {name}" for name in names)]
+    assert all(spread["median"] > 0 for spread in microseconds.values())
     capsys.readouterr()
     assert main([*line, "--against", str(file)]) == 0
     (row,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("softmax ")]
-    assert row.split()[-1] == f"{found['softmax']['median']:.1f}"
+    assert row.split()[-1] == f"{microseconds['softmax']['median']:.1f}"
     for text in ("{}", "[]", "no", '{"microseconds": []}', '{"microseconds": {"sdpa": {}}}'):
         file.write_text(text)
         assert main([*line, "--against", str(file)]) == 2

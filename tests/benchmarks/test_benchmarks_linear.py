@@ -40,9 +40,9 @@ def test_command_linear_measures_forward_alone_and_with_backward(tmp_path: Path)
     pairwise = {f"{variant}, pairwise" for variant in LINEAR}
     for length, names in ((64, others | pairwise), (128, others)):
         for direction in ("forward", "both"):
-            found = [r for r in rows if (r["length"], r["direction"]) == (length, direction)]
-            assert {r["name"] for r in found} == names
-            for row in found:
+            timed = [r for r in rows if (r["length"], r["direction"]) == (length, direction)]
+            assert {r["name"] for r in timed} == names
+            for row in timed:
                 assert row["seconds"]["median"] > 0
                 per_token = row["seconds"]["median"] / length * 1e9
                 assert row["figures"]["ns_per_token"] == pytest.approx(per_token)
@@ -138,10 +138,10 @@ def test_check_notices_a_missing_key(variant: str, lost: int) -> None:
     setting = Setting(2000, queries=1, batch=1, heads=4, kv_heads=2, dtype="bfloat16", causal=False)
     inputs = Inputs.make(setting)
     decode.add_heavy_keys(inputs.q, inputs.k)
-    case, kept = Case(variant, variant), torch.arange(2000) != lost
+    case, remaining = Case(variant, variant), torch.arange(2000) != lost
     reference = Reference.of(case, inputs)
     assert reference.check(None, False).ok
-    k, v = (x[:, :, kept] for x in (inputs.k, inputs.v))
+    k, v = (x[:, :, remaining] for x in (inputs.k, inputs.v))
     less = attnzoo.attention(inputs.q, k, v, variant, enable_gqa=True)
     slack = torch.finfo(torch.bfloat16).eps + RESIDUAL
     assert not reference.deviation("out", less, slack, 1.0).ok
@@ -154,9 +154,9 @@ def test_next_token_on_a_state_equals_the_whole_sequence() -> None:
         case = Case.parse(name, 25)
         i = Inputs.make(replace(setting, queries=24, key_dim=case.key_dim(16, 4)), case)
         q, k, v = (torch.cat([x, x[:, :, -1:]], 2) for x in (i.q, i.k, i.v))
-        whole = attnzoo.attention(q, k, v, name, is_causal=True, enable_gqa=True, **case.params)
+        expected = attnzoo.attention(q, k, v, name, is_causal=True, enable_gqa=True, **case.params)
         out = decode.next_token(case, 4, setting)(i.q, i.k, i.v)
-        torch.testing.assert_close(out, whole[:, :, -1:], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out, expected[:, :, -1:], rtol=1e-4, atol=1e-5)
 
 
 def test_taylor_of_order_4_has_no_linear_form() -> None:
@@ -183,10 +183,10 @@ def test_fla_is_called_with_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> N
     ops = {"based": {"fused_chunk_based": based, "parallel_based": based},
            "linear_attn": {"chunk_linear_attn": plain}}  # fmt: skip
     for module, functions in ops.items():
-        made = types.ModuleType(f"fla.ops.{module}")
+        fake_module = types.ModuleType(f"fla.ops.{module}")
         for name, function in functions.items():
-            setattr(made, name, function)
-        monkeypatch.setitem(sys.modules, f"fla.ops.{module}", made)
+            setattr(fake_module, name, function)
+        monkeypatch.setitem(sys.modules, f"fla.ops.{module}", fake_module)
     monkeypatch.setattr(baselines, "installed", lambda package: True)
     setting, rows = Setting(40, batch=2, heads=2, head_dim=8), []
     for case in (Case("taylor", "taylor"), Case("cosformer", "cosformer", {"max_length": 64})):
@@ -197,7 +197,7 @@ def test_fla_is_called_with_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> N
             case, linear.in_fla_layout(inputs), setting, ["fla"]
         )
         bench = Bench("linear", WallClock(), ["forward", "both"], repeats=1, min_seconds=0.0)
-        bench.measure_group(implementations, setting, rows)
+        bench.measure_part(implementations, setting, rows)
     for row in rows:
         assert row.note == ""
         assert row.error is not None

@@ -166,9 +166,11 @@ def baseline(name: str, attend: Any) -> Implementation:
 
 def test_error_of_one_implementation_is_a_note_in_its_row() -> None:
     rows: list[Any] = []
-    ours = [Implementation.of(SOFTMAX, Inputs.make(TINY), name) for name in (None, "linear")]
-    ours[1].name = "not supported"
-    Bench("x", WallClock(), **FAST).measure_group([baseline("broken", broken), *ours], TINY, rows)
+    variants = [Implementation.of(SOFTMAX, Inputs.make(TINY), name) for name in (None, "linear")]
+    variants[1].name = "not supported"
+    Bench("x", WallClock(), **FAST).measure_part(
+        [baseline("broken", broken), *variants], TINY, rows
+    )
     assert [row.seconds is None for row in rows] == [True, False, True]
     assert rows[0].note == "RuntimeError: no kernel"
     assert "backend 'linear' cannot run 'softmax'" in rows[2].note
@@ -186,16 +188,19 @@ def groups(
 
 def test_a_group_in_parts_writes_each_variant_and_compares_it_with_softmax(tmp_path: Path) -> None:
     file = tmp_path / "journal"
-    made, others = Report({}, journal=str(file)), [Case.parse(x, 64) for x in ("sigmoid", "relu")]
+    written, others = (
+        Report({}, journal=str(file)),
+        [Case.parse(x, 64) for x in ("sigmoid", "relu")],
+    )
     torch_softmax = partial(F.scaled_dot_product_attention, is_causal=True)
-    ours = [Implementation.of(case, Inputs.make(TINY), None) for case in (SOFTMAX, *others)]
-    group = [baseline("sdpa", torch_softmax), *ours]
-    Bench("x", WallClock(), **FAST, in_parts=True).run([(TINY, lambda: group)], made)
+    variants = [Implementation.of(case, Inputs.make(TINY), None) for case in (SOFTMAX, *others)]
+    group = [baseline("sdpa", torch_softmax), *variants]
+    Bench("x", WallClock(), **FAST, in_parts=True).measure([(TINY, lambda: group)], written)
     lines = [next(iter(line.values())) for line in journal.read(file)[1:]]
     names = [line if isinstance(line, str) else line["name"] for line in lines]
     assert names == ["softmax", "sdpa", "softmax", "sigmoid", "sigmoid", "relu", "relu"]
-    assert all(row.seconds and row.check and row.check.ok for row in made.rows[1:])
-    assert [row.ratios.keys() for row in made.rows] == [
+    assert all(row.seconds and row.check and row.check.ok for row in written.rows[1:])
+    assert [row.ratios.keys() for row in written.rows] == [
         {"softmax"}, {"sdpa"}, {"sdpa", "softmax"}, {"sdpa", "softmax"},
     ]  # fmt: skip
 
@@ -205,9 +210,9 @@ def test_references_are_made_once_for_a_case_and_not_for_calls_that_no_backend_s
 ) -> None:
     cases, make = [], Reference.of
 
-    def counted(case: Case, *rest: Any) -> Reference:
+    def counted(case: Case, *args: Any) -> Reference:
         cases.append(case.spec)
-        return make(case, *rest)
+        return make(case, *args)
 
     monkeypatch.setattr(Reference, "of", counted)
     inputs = Inputs.make(TINY, gradients=True)
@@ -217,7 +222,9 @@ def test_references_are_made_once_for_a_case_and_not_for_calls_that_no_backend_s
         Implementation.of(SOFTMAX, inputs, None),
         Implementation.of(Case.parse("relu", 64), inputs, "linear"),
     ]
-    Bench("x", WallClock(), ("forward", "backward"), **FAST).run([(TINY, lambda: group)], report())
+    Bench("x", WallClock(), ("forward", "backward"), **FAST).measure(
+        [(TINY, lambda: group)], report()
+    )
     assert cases == ["softmax"]
 
 
@@ -225,10 +232,10 @@ def test_group_whose_inputs_do_not_fit_is_left_out(capsys: pytest.CaptureFixture
     def fail() -> list[Implementation]:
         raise torch.OutOfMemoryError("too much")
 
-    made = report()
-    Bench("x", WallClock()).run([(TINY, fail)], made)
-    assert made.left_out[0].endswith("N=32: OutOfMemoryError: too much")
-    assert made.finish() == 2
+    empty_report = report()
+    Bench("x", WallClock()).measure([(TINY, fail)], empty_report)
+    assert empty_report.left_out[0].endswith("N=32: OutOfMemoryError: too much")
+    assert empty_report.finish() == 2
     assert "nothing could be measured" in capsys.readouterr().err
 
 
@@ -240,21 +247,21 @@ def test_lost_device_ends_the_run_and_keeps_earlier_rows() -> None:
             if not self.alive:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    timer, made = Dying(), report()
+    timer, partial_report = Dying(), report()
 
     def fatal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         timer.alive = False
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    ours = Implementation.of(SOFTMAX, Inputs.make(TINY), None)
-    Bench("x", timer, **FAST).run(groups(ours, baseline("fatal", fatal)), made)
-    assert made.rows[0].check is not None
-    assert "an illegal memory access" in made.rows[1].note
-    missing, rest = made.left_out
-    assert missing.startswith("the rest of x: ")
-    assert "N=32: the device failed at fatal: RuntimeError: CUDA error" in missing
-    assert rest.endswith("N=64")
-    assert made.finish() == DEVICE_LOST
+    softmax = Implementation.of(SOFTMAX, Inputs.make(TINY), None)
+    Bench("x", timer, **FAST).measure(groups(softmax, baseline("fatal", fatal)), partial_report)
+    assert partial_report.rows[0].check is not None
+    assert "an illegal memory access" in partial_report.rows[1].note
+    broken_group, later_group = partial_report.left_out
+    assert broken_group.startswith("the rest of x: ")
+    assert "N=32: the device failed at fatal: RuntimeError: CUDA error" in broken_group
+    assert later_group.endswith("N=64")
+    assert partial_report.finish() == DEVICE_LOST
 
 
 def test_usage_error_without_a_gpu_is_one_line(

@@ -63,19 +63,22 @@ def rows(session: Session) -> list[str]:
 
 @pytest.mark.parametrize("bad", ["hang", "crash", "lose", "raise"])
 def test_items_after_one_that_ends_the_process_are_measured(bad: str, tmp_path: Path) -> None:
-    made = session(tmp_path)
-    assert not made.run(step("a", bad, "b", "c", item_limit=2))
-    assert rows(made) == ["a", "b", "c"]
-    (failed,) = [line for line in lines(made) if "failed" in line]
+    stage_session = session(tmp_path)
+    assert not stage_session.run_step(step("a", bad, "b", "c", item_limit=2))
+    assert rows(stage_session) == ["a", "b", "c"]
+    (failed,) = [line for line in lines(stage_session) if "failed" in line]
     assert failed["failed"] == bad
-    assert [line["status"] == 0 for line in lines(made) if "status" in line] == [False, True]
+    assert [line["status"] == 0 for line in lines(stage_session) if "status" in line] == [
+        False,
+        True,
+    ]
 
 
 def test_a_step_that_ends_by_itself_is_complete(tmp_path: Path) -> None:
-    made = session(tmp_path)
-    assert made.run(step("a", "b"))
-    assert rows(made) == ["a", "b"]
-    assert len(lines(made)) == 1
+    stage_session = session(tmp_path)
+    assert stage_session.run_step(step("a", "b"))
+    assert rows(stage_session) == ["a", "b"]
+    assert len(lines(stage_session)) == 1
 
 
 def test_a_process_that_exceeds_its_limit_is_stopped_with_its_children(tmp_path: Path) -> None:
@@ -86,43 +89,47 @@ def test_a_process_that_exceeds_its_limit_is_stopped_with_its_children(tmp_path:
         f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
         "time.sleep(60)"
     )
-    made = session(tmp_path)
-    assert not made.run(Step("slow", (sys.executable, "-c", program), 1, 1, journaled=False))
-    line = lines(made)[0]
+    stage_session = session(tmp_path)
+    assert not stage_session.run_step(
+        Step("slow", (sys.executable, "-c", program), 1, 1, journaled=False)
+    )
+    line = lines(stage_session)[0]
     assert (line["status"], line["reason"]) == (None, "stopped after 1 s")
     time.sleep(3)  # the child would have written by now
     assert not file.exists()
 
 
 def test_steps_that_do_not_fit_are_listed(tmp_path: Path) -> None:
-    made = session(tmp_path, seconds=1.0)
-    assert not made.run(step("a", "b"))
-    (line,) = lines(made)
+    stage_session = session(tmp_path, seconds=1.0)
+    assert not stage_session.run_step(step("a", "b"))
+    (line,) = lines(stage_session)
     assert (line["left_out"], line["why"]) == ("a,b", "no time left")
 
 
 def test_a_program_that_is_not_installed_is_listed(tmp_path: Path) -> None:
-    made = session(tmp_path)
-    assert not made.run(Step("x", ("no-such-program",), 1, 9))
-    assert "no-such-program cannot run: No such file" in lines(made)[0]["reason"]
+    stage_session = session(tmp_path)
+    assert not stage_session.run_step(Step("x", ("no-such-program",), 1, 9))
+    assert "no-such-program cannot run: No such file" in lines(stage_session)[0]["reason"]
 
 
 def test_a_status_that_is_not_0_is_a_problem(tmp_path: Path) -> None:
-    made = session(tmp_path)
-    assert not made.run(Step("x", (sys.executable, "-c", "exit(2)"), 1, 9, journaled=False))
-    document = {"steps": lines(made), "checks": [], "tests": None, "rows": []}
+    stage_session = session(tmp_path)
+    assert not stage_session.run_step(
+        Step("x", (sys.executable, "-c", "exit(2)"), 1, 9, journaled=False)
+    )
+    document = {"steps": lines(stage_session), "checks": [], "tests": None, "rows": []}
     assert command.problems(document) == ["step x: status 2"]
 
 
 def test_items_that_all_hang_do_not_use_up_the_session(tmp_path: Path) -> None:
-    made = session(tmp_path)
+    stage_session = session(tmp_path)
     names = ["hang"] * 9
     step_of_one_second = Step(
         "items", (sys.executable, "-c", PROGRAM), 1, 1, (*names, "a"), "--items"
     )
-    assert not made.run(step_of_one_second)
-    assert lines(made)[-1]["left_out"].endswith("hang,a")
-    assert len([line for line in lines(made) if "failed" in line]) <= 3
+    assert not stage_session.run_step(step_of_one_second)
+    assert lines(stage_session)[-1]["left_out"].endswith("hang,a")
+    assert len([line for line in lines(stage_session) if "failed" in line]) <= 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -222,7 +229,7 @@ def test_backends_support_the_calls_of_all_checks() -> None:
         "from benchmarks.kernels.stand_in import install\n"
         "install()\n"
         "for name, check in AGREEMENTS.items():\n"
-        "    (q, k, v), options = check.call('cpu')\n"
+        "    (q, k, v), options = check.inputs('cpu')\n"
         "    q, k, v = (x.requires_grad_(check.gradients) for x in (q, k, v))\n"
         "    plan = attnzoo.explain(q, k, v, check.variant, backend=check.backend,\n"
         "                           enable_gqa=True, **options)\n"
@@ -322,17 +329,17 @@ def test_a_rehearsal_writes_all_files(
 
 
 def test_failures_of_checks_tests_and_rows_are_problems(tmp_path: Path) -> None:
-    made = session(tmp_path)
+    stage_session = session(tmp_path)
     bad = {"name": "full", "ok": False, "figures": {"dq": 3.0}}
     row = {"name": "sigmoid", "length": 64, "check": {"ok": False}}
-    journal.append(made.journal, {"environment": {"device": None, "date": "2026-01-31"}})
-    journal.append(made.journal, {"check": bad})
-    journal.append(made.journal, {"row": row})
+    journal.append(stage_session.journal, {"environment": {"device": None, "date": "2026-01-31"}})
+    journal.append(stage_session.journal, {"check": bad})
+    journal.append(stage_session.journal, {"row": row})
     journal.append(tmp_path / "tests.jsonl", {"test": "a::b", "outcome": "failed", "seconds": 1})
     args = command.argparse.Namespace(
         stage="contact", seconds=1.0, rehearse=False, commit="x", out=tmp_path
     )
-    document = command.merged(args, made)
+    document = command.merged(args, stage_session)
     assert document["tests"]["summary"] == "0 passed, 1 failed, 0 skipped"
     assert command.problems(document) == [
         "check full: {'dq': 3.0}", "test a::b", "row sigmoid, N = 64: error budget exceeded",

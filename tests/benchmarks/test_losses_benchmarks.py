@@ -39,41 +39,41 @@ SETTING = OutputSetting(32, head_dim=4, classes=100, causal=False)
 @pytest.mark.parametrize("spec", losses.VARIANTS.split(","))
 def test_losses_pass_the_check(spec: str) -> None:
     case = Case.parse(spec, 100)
-    found = check_loss(loss_of(case), case.spec, case, SETTING)
-    assert found.ok, found.worst
-    assert list(found.deviations) == ["loss", "dinput", "dweight"]
+    check = check_loss(loss_of(case), case.spec, case, SETTING)
+    assert check.ok, check.worst
+    assert list(check.deviations) == ["loss", "dinput", "dweight"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_losses_of_16_bit_inputs_pass_the_check(dtype: str) -> None:
     for spec in losses.VARIANTS.split(","):
         case = Case.parse(spec, 100)
-        found = check_loss(loss_of(case), case.spec, case, replace(SETTING, dtype=dtype))
-        assert found.ok, (spec, found.worst)
+        check = check_loss(loss_of(case), case.spec, case, replace(SETTING, dtype=dtype))
+        assert check.ok, (spec, check.worst)
 
 
 @pytest.mark.parametrize("name", MOMENT_LOSSES)
 def test_losses_from_moments_pass_the_check(name: str) -> None:
-    found = check_loss(MOMENT_LOSSES[name], name, SOFTMAX, SETTING)
-    assert found.ok, found.worst
+    check = check_loss(MOMENT_LOSSES[name], name, SOFTMAX, SETTING)
+    assert check.ok, check.worst
 
 
 def test_formula_of_softmax_is_cross_entropy() -> None:
     inputs = output_inputs(SETTING)
-    found = by_formula(formula_of("softmax", SOFTMAX), inputs, torch.float64)
+    results = by_formula(formula_of("softmax", SOFTMAX), inputs, torch.float64)
     logits = inputs.q.detach().double() @ inputs.k.detach().double().T
     expected = torch.nn.functional.cross_entropy(logits, inputs.v)
-    torch.testing.assert_close(found["loss"], expected)
+    torch.testing.assert_close(results["loss"], expected)
 
 
 @pytest.mark.parametrize("spec", ["sparsemax", "entmax"])
 def test_formula_of_sparsemax_and_entmax_agrees_with_the_package_entmax(spec: str) -> None:
     inputs, case = output_inputs(SETTING), Case.parse(spec, 100)
     (make,) = baselines.entmax_loss(case).values()
-    theirs = make()(inputs.q.double(), inputs.k.double(), inputs.v)
-    gradients = torch.autograd.grad(theirs, (inputs.q, inputs.k))
-    found = by_formula(formula_of(case.spec, case), inputs, torch.float64)
-    for x, expected in zip(found.values(), (theirs.detach(), *gradients), strict=True):
+    package_loss = make()(inputs.q.double(), inputs.k.double(), inputs.v)
+    gradients = torch.autograd.grad(package_loss, (inputs.q, inputs.k))
+    results = by_formula(formula_of(case.spec, case), inputs, torch.float64)
+    for x, expected in zip(results.values(), (package_loss.detach(), *gradients), strict=True):
         torch.testing.assert_close(x.float(), expected.float(), rtol=1e-5, atol=1e-6)
 
 
@@ -113,7 +113,7 @@ def test_losses_command_measures_all_tables(tmp_path: Path) -> None:
         (100, 32, True): ["softmax", "entmax", "linear, package entmax: entmax"],
         (100, 64, False): ["softmax, topk", "topk_probabilities"],
     }
-    said = "\n".join(document["notes"])
+    notes = "\n".join(document["notes"])
     for text in (
         "softmax: ",
         "entmax: ",
@@ -123,7 +123,7 @@ def test_losses_command_measures_all_tables(tmp_path: Path) -> None:
         "topk_probabilities: ",
         "the package entmax",
     ):
-        assert text in said
+        assert text in notes
 
 
 @pytest.mark.slow
@@ -158,5 +158,5 @@ def test_conclude_compares_with_the_faster_function_of_torch() -> None:
     row = Row("losses", "softmax", SOFTMAX, "variant", "both", SETTING)
     for name, share in zip(output_layers.FUSED, (0.9, 0.4), strict=True):
         row.ratios[name] = Spread(share, share, share, 3)
-    (said,) = losses.conclude([row], [])
-    assert said.startswith("softmax: 0.90 × the time of the faster linear_cross_entropy")
+    (sentence,) = losses.conclude([row], [])
+    assert sentence.startswith("softmax: 0.90 × the time of the faster linear_cross_entropy")

@@ -130,11 +130,11 @@ def test_preset_without_a_gpu_is_a_one_line_error(
 
 def row(name: str, direction: str, setting: Setting, ratio: float | None, **figures: float) -> Row:
     """A fake row, ``ratio`` times as slow as FlashAttention-2."""
-    made = Row("attention", name, Case.parse(name.split(": ")[-1], 64), "variant", direction,
+    fake = Row("attention", name, Case.parse(name.split(": ")[-1], 64), "variant", direction,
                setting, figures=figures)  # fmt: skip
     if ratio is not None:
-        made.ratios = {"sdpa flash": Spread(ratio, ratio, ratio, 10)}
-    return made
+        fake.ratios = {"sdpa flash": Spread(ratio, ratio, ratio, 10)}
+    return fake
 
 
 def test_table_compares_published_means_with_means_over_lengths() -> None:
@@ -246,9 +246,9 @@ def test_flash_sigmoid_gets_its_layout_and_bias(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "flash_sigmoid", package)
     setting = Setting(40, heads=2, head_dim=8)
     i = Inputs.make(setting)
-    found = baselines.flash_sigmoid(setting, -2)(i.q, i.k, i.v)
+    out = baselines.flash_sigmoid(setting, -2)(i.q, i.k, i.v)
     exact = attnzoo.attention(i.q, i.k, i.v, "sigmoid", is_causal=True, bias=-2.0)
-    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(out, exact)
 
 
 def test_versions_of_adasplash_get_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,8 +256,8 @@ def test_versions_of_adasplash_get_their_options(monkeypatch: pytest.MonkeyPatch
     package = {name: lambda *_, name=name, **options: (name, options) for name in functions}
     monkeypatch.setitem(sys.modules, "adasplash", SimpleNamespace(**package))
     monkeypatch.setattr(baselines, "installed", lambda name: name == "adasplash")
-    made = baselines.of_variant(Case("entmax", "entmax"), Setting(64), baselines.NAMES)
-    called = {name: make()(None, None, None) for name, make in made.items()}
+    makers = baselines.of_variant(Case("entmax", "entmax"), Setting(64), baselines.NAMES)
+    called = {name: make()(None, None, None) for name, make in makers.items()}
     options = {"alpha": 1.5, "is_causal": True}
     assert called == {
         "adasplash: entmax": ("adasplash", options),
@@ -270,10 +270,10 @@ def test_versions_of_adasplash_get_their_options(monkeypatch: pytest.MonkeyPatch
 def test_bisection_computes_entmax(causal: bool) -> None:
     setting = Setting(40, heads=2, head_dim=8, causal=causal)
     i = Inputs.make(setting)
-    made = baselines.of_variant(Case("entmax", "entmax"), setting, ["bisection"])
-    assert list(made) == ["bisection: entmax"]
-    found = made["bisection: entmax"]()(i.q, i.k, i.v)
+    makers = baselines.of_variant(Case("entmax", "entmax"), setting, ["bisection"])
+    assert list(makers) == ["bisection: entmax"]
+    out = makers["bisection: entmax"]()(i.q, i.k, i.v)
     exact = attnzoo.attention(i.q, i.k, i.v, "entmax", is_causal=causal)
-    torch.testing.assert_close(found, exact, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out, exact, rtol=1e-2, atol=1e-2)
     long = replace(setting, length=8192)
     assert baselines.of_variant(Case("entmax", "entmax"), long, ["bisection"]) == {}

@@ -50,7 +50,7 @@ def no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(f"evals.reporting.{name}.figures", lambda group: iter(()))
 
 
-def run(folder: Path, out: Path, *options: str) -> int:
+def adapt(folder: Path, out: Path, *options: str) -> int:
     read_stored.cache_clear()  # each command is a process of its own
     opened.cache_clear()
     line = ["adapt", "--model", str(folder), "--text", str(TEXT), "--out", str(out)]
@@ -72,17 +72,17 @@ def stored_in(out: Path) -> Path:
 def test_only_the_parameters_of_the_variant_are_trained_and_the_model_is_saved(
     folder: Path, tmp_path: Path
 ) -> None:
-    assert run(folder, tmp_path, "--save", str(tmp_path / "saved")) == 0
+    assert adapt(folder, tmp_path, "--save", str(tmp_path / "saved")) == 0
     before, after = load(Source(str(folder))).model, load(Source(str(tmp_path / "saved"))).model
-    own, found = before.state_dict(), after.state_dict()
-    learned = found.keys() - own.keys()
+    loaded_state, saved_state = before.state_dict(), after.state_dict()
+    learned = saved_state.keys() - loaded_state.keys()
     assert sorted(learned) == [f"model.layers.{i}.self_attn.attnzoo.s" for i in (0, 1)]
-    assert all(torch.equal(found[name], value) for name, value in own.items())
+    assert all(torch.equal(saved_state[name], value) for name, value in loaded_state.items())
     stored = load_file(stored_in(tmp_path))
     assert stored.keys() == learned
     for name, value in stored.items():
         assert value.dtype == torch.float32
-        assert torch.equal(value, found[name])
+        assert torch.equal(value, saved_state[name])
         assert (value != 0).all()  # they started at 0
     rows = rows_in(tmp_path)
     held_out = HeldOut(Source(str(folder)), TEXT, training=TEXT, share=0.2).read()
@@ -103,7 +103,7 @@ def test_only_the_parameters_of_the_variant_are_trained_and_the_model_is_saved(
 def test_rows_and_report_say_what_was_trained(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(folder, tmp_path, "--verbose", "--lengths", "96") == 0
+    assert adapt(folder, tmp_path, "--verbose", "--lengths", "96") == 0
     rows = rows_in(tmp_path)
     assert {length for _, length, _ in rows} == {48, 96}  # the train length is always measured
     assert {name for name, _, _ in rows} == {
@@ -125,7 +125,7 @@ def test_rows_and_report_say_what_was_trained(
 def test_training_lowers_the_loss_of_the_training_sequences(folder: Path, tmp_path: Path) -> None:
     """From a start that is far from softmax. Both losses are of the same sequences."""
     options = ("--variants", "ssmax(s=2.0)", "--steps", "30", "--learning-rate", "0.1", "--save")
-    assert run(folder, tmp_path, *options, str(tmp_path / "saved"), "--lengths", "48") == 0
+    assert adapt(folder, tmp_path, *options, str(tmp_path / "saved"), "--lengths", "48") == 0
     end, start = load(Source(str(tmp_path / "saved"))), load(Source(str(folder)))
     convert(start.model, "ssmax", s=2.0)
     row = next(row for row in rows_in(tmp_path).values() if "training" in row)
@@ -144,7 +144,7 @@ def test_lora_learns_from_the_text(folder: Path, tmp_path: Path) -> None:
     """The random model is worse than a uniform guess, which LoRA can correct on held-out text."""
     options = ("--variants", "ssmax", "--lora", "4", "--steps", "40", "--lengths", "48",
                "--lora-learning-rate", "0.03", "--samples", "8")  # fmt: skip
-    assert run(folder, tmp_path, *options) == 0
+    assert adapt(folder, tmp_path, *options) == 0
     rows = rows_in(tmp_path)
     (trained,) = {row["variant"] for row in rows.values() if "training" in row}
     start, end = (sum(rows[name, 48, sample]["metrics"]["loss"] for sample in range(8)) / 8
@@ -153,8 +153,8 @@ def test_lora_learns_from_the_text(folder: Path, tmp_path: Path) -> None:
 
 
 def test_training_depends_on_the_seed_only(folder: Path, tmp_path: Path) -> None:
-    assert run(folder, tmp_path / "1", "--lengths", "48") == 0
-    assert run(folder, tmp_path / "2", "--lengths", "48", "--seeds", "0,1") == 0
+    assert adapt(folder, tmp_path / "1", "--lengths", "48") == 0
+    assert adapt(folder, tmp_path / "2", "--lengths", "48", "--seeds", "0,1") == 0
     first = load_file(stored_in(tmp_path / "1"))
     both = [load_file(file) for file in (tmp_path / "2" / "trained").iterdir()]
     same = [all(torch.equal(x[name], value) for name, value in first.items()) for x in both]
@@ -162,26 +162,26 @@ def test_training_depends_on_the_seed_only(folder: Path, tmp_path: Path) -> None
 
 
 def test_a_killed_run_continues_without_training_again(folder: Path, tmp_path: Path) -> None:
-    assert run(folder, tmp_path) == 0
-    whole = rows_in(tmp_path)
+    assert adapt(folder, tmp_path) == 0
+    uninterrupted = rows_in(tmp_path)
     lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
     file = stored_in(tmp_path)
     changed = file.stat().st_mtime_ns
     (tmp_path / "rows.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
-    assert run(folder, tmp_path) == 0
+    assert adapt(folder, tmp_path) == 0
     assert file.stat().st_mtime_ns == changed
     again = (tmp_path / "rows.jsonl").read_text().splitlines()
     assert len(again) == len(lines) + 1  # with the damaged line
     for line in again[4:]:
         row = json.loads(line)
-        same = whole[row["variant"], row["length"], row["sample"]]
+        same = uninterrupted[row["variant"], row["length"], row["sample"]]
         assert row["metrics"] == same["metrics"]
         assert row["key"] == same["key"]
     file.unlink()  # killed in the training: it is done again, with the same result
     (tmp_path / "rows.jsonl").unlink()
-    assert run(folder, tmp_path) == 0
+    assert adapt(folder, tmp_path) == 0
     assert {key: row["metrics"] for key, row in rows_in(tmp_path).items()} == {
-        key: row["metrics"] for key, row in whole.items()
+        key: row["metrics"] for key, row in uninterrupted.items()
     }
 
 
@@ -190,27 +190,27 @@ def test_damaged_trained_parameters_are_trained_again(
     damage: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--lengths", "48", "--samples", "1")
-    assert run(folder, tmp_path, *options) == 0
+    assert adapt(folder, tmp_path, *options) == 0
     file = stored_in(tmp_path)
-    whole, content = load_file(file), file.read_bytes()
+    tensors, content = load_file(file), file.read_bytes()
     file.unlink()  # the tensors are mapped into memory, so the file must not be cut in place
     if damage == "no metadata":
-        save_file(whole, file)
+        save_file(tensors, file)
     else:
         file.write_bytes(content[:-8] if damage == "cut" else b"")
     (tmp_path / "rows.jsonl").unlink()
     capsys.readouterr()
-    assert run(folder, tmp_path, *options) == 0
+    assert adapt(folder, tmp_path, *options) == 0
     shown = capsys.readouterr()
     assert f"warning: {file} is damaged: " in shown.err
     assert "1 training to do" in shown.out
     again = load_file(file)
-    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+    assert all(torch.equal(value, again[name]) for name, value in tensors.items())
 
 
 def test_some_layers_and_chosen_parameters(folder: Path, tmp_path: Path) -> None:
     options = ("--variants", "ssmax(learn='s b')", "--layers", "1", "--lengths", "48")
-    assert run(folder, tmp_path, *options) == 0
+    assert adapt(folder, tmp_path, *options) == 0
     names = [f"model.layers.1.self_attn.attnzoo.{name}" for name in ("b", "s")]
     assert sorted(load_file(stored_in(tmp_path))) == names
 
@@ -218,7 +218,7 @@ def test_some_layers_and_chosen_parameters(folder: Path, tmp_path: Path) -> None
 def test_learned_parameters_are_float32_in_a_model_of_bfloat16(
     folder: Path, tmp_path: Path
 ) -> None:
-    assert run(folder, tmp_path, "--dtype", "bfloat16", "--lengths", "48") == 0
+    assert adapt(folder, tmp_path, "--dtype", "bfloat16", "--lengths", "48") == 0
     stored = load_file(stored_in(tmp_path))
     for value in stored.values():
         assert value.dtype == torch.float32
@@ -226,7 +226,7 @@ def test_learned_parameters_are_float32_in_a_model_of_bfloat16(
 
 
 def test_variants_that_start_at_given_values(folder: Path, tmp_path: Path) -> None:
-    assert run(folder, tmp_path, "--variants", "sink(b=-2.0),asentmax", "--lengths", "48") == 0
+    assert adapt(folder, tmp_path, "--variants", "sink(b=-2.0),asentmax", "--lengths", "48") == 0
     names = {name.split(" trained")[0] for name, _, _ in rows_in(tmp_path)}
     assert {"sink(b=-2.0)", "sink(start='identity')"} <= names
     learned = [sorted({name.split(".")[-1] for name in load_file(file)})
@@ -236,7 +236,7 @@ def test_variants_that_start_at_given_values(folder: Path, tmp_path: Path) -> No
 
 def test_parameters_that_are_matrices(folder: Path, tmp_path: Path) -> None:
     """The row lists trained numbers per head, but not the entries of matrices."""
-    assert run(folder, tmp_path, "--variants", "hedgehog", "--lengths", "48") == 0
+    assert adapt(folder, tmp_path, "--variants", "hedgehog", "--lengths", "48") == 0
     assert {value.ndim for value in load_file(stored_in(tmp_path)).values()} == {3}
     (curves,) = (row["curves"] for row in rows_in(tmp_path).values() if row["sample"] == 0
                  and "training" in row)  # fmt: skip
@@ -246,8 +246,8 @@ def test_parameters_that_are_matrices(folder: Path, tmp_path: Path) -> None:
 @needs_peft
 def test_lora_depends_on_the_seed_only(folder: Path, tmp_path: Path) -> None:
     options = ("--variants", "softmax", "--lora", "2", "--lengths", "48", "--steps", "1")
-    assert run(folder, tmp_path / "1", *options, "--seeds", "1") == 0
-    assert run(folder, tmp_path / "2", *options, "--seeds", "0,1") == 0
+    assert adapt(folder, tmp_path / "1", *options, "--seeds", "1") == 0
+    assert adapt(folder, tmp_path / "2", *options, "--seeds", "0,1") == 0
     second = load_file(stored_in(tmp_path / "1"))
     both = [load_file(file) for file in (tmp_path / "2" / "trained").iterdir()]
     same = [all(torch.equal(x[name], value) for name, value in second.items()) for x in both]
@@ -257,13 +257,13 @@ def test_lora_depends_on_the_seed_only(folder: Path, tmp_path: Path) -> None:
 def test_a_training_without_memory_does_not_stop_the_others(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    def starved(spec: Any, *rest: Any) -> None:
+    def starved(spec: Any, *args: Any) -> None:
         if spec.settings.seed == 0:
             raise torch.OutOfMemoryError("out of memory")
-        train(spec, *rest)
+        train(spec, *args)
 
     monkeypatch.setattr("evals.pretrained.adapt_command.train", starved)
-    assert run(folder, tmp_path, "--lengths", "48", "--seeds", "0,1") == 1
+    assert adapt(folder, tmp_path, "--lengths", "48", "--seeds", "0,1") == 1
     assert "seed 0): out of memory" in capsys.readouterr().err
     trained = {row["variant"] for row in rows_in(tmp_path).values() if "training" in row}
     assert trained == {TRAINED.replace("seed 0", "seed 1")}
@@ -282,7 +282,7 @@ def test_a_substitution_that_fails_leaves_the_model_as_loaded(folder: Path) -> N
 def test_lora_changes_the_weights_of_a_copy(folder: Path, tmp_path: Path) -> None:
     options = ("--variants", "softmax", "--lora", "2", "--lengths", "48", "--lora-learning-rate",
                "0.01", "--save", str(tmp_path / "saved"))  # fmt: skip
-    assert run(folder, tmp_path, *options) == 0
+    assert adapt(folder, tmp_path, *options) == 0
     assert all("lora_" in name for name in load_file(stored_in(tmp_path)))
     rows = rows_in(tmp_path)
     (trained,) = {row["variant"] for row in rows.values() if "training" in row}
@@ -305,7 +305,7 @@ def test_lora_without_peft_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert run(folder, tmp_path / "out", "--lora", "2") == 2
+    assert adapt(folder, tmp_path / "out", "--lora", "2") == 2
     assert "--lora needs peft: pip install" in capsys.readouterr().err
 
 
@@ -313,7 +313,7 @@ def test_dry_run_estimates_and_writes_nothing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = str(tmp_path / "saved")
-    assert run(folder, tmp_path / "out", "--dry-run", "--save", saved) == 0
+    assert adapt(folder, tmp_path / "out", "--dry-run", "--save", saved) == 0
     printed = capsys.readouterr().out
     assert "1 training to do" in printed
     assert "about " in printed
@@ -360,7 +360,7 @@ def test_wrong_options_are_errors_and_write_nothing(
     if "no gradient" not in message:
         weights = shutil.ignore_patterns("*.safetensors")
         folder = Path(shutil.copytree(folder, tmp_path / "bare", ignore=weights))
-    assert run(folder, tmp_path / "out", *options) == 2
+    assert adapt(folder, tmp_path / "out", *options) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -369,6 +369,6 @@ def test_a_converted_model_is_an_error(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "saved"
-    assert run(folder, tmp_path / "1", "--lengths", "48", "--save", str(saved)) == 0
-    assert run(saved, tmp_path / "2") == 2
+    assert adapt(folder, tmp_path / "1", "--lengths", "48", "--save", str(saved)) == 0
+    assert adapt(saved, tmp_path / "2") == 2
     assert "attnzoo has already converted this model" in capsys.readouterr().err

@@ -37,8 +37,8 @@ def test_mqmtar_by_hand() -> None:
 
     def draw_words() -> list[list[int]]:
         drawn = [choice(next(raw), 256) for _ in range(12)]
-        found = list(dict.fromkeys(drawn))[:pairs]  # the first different ones
-        return [[4 + word // 16, 4 + word % 16] for word in found]
+        words = list(dict.fromkeys(drawn))[:pairs]  # the first different ones
+        return [[4 + word // 16, 4 + word % 16] for word in words]
 
     keys, values = draw_words(), draw_words()
     tokens = [0] * length
@@ -86,8 +86,8 @@ def test_queries_and_letters_of_mqmtar_are_uniform() -> None:
 
 def test_different_leaves_out_repeated_draws() -> None:
     raw = np.random.Philox(key=0).random_raw(40 * 12).reshape(40, 12)
-    found = different(raw, 10, 4)
-    for row, numbers in zip(found.tolist(), raw.tolist(), strict=True):
+    different_numbers = different(raw, 10, 4)
+    for row, numbers in zip(different_numbers.tolist(), raw.tolist(), strict=True):
         assert row == list(dict.fromkeys(choice(number, 10) for number in numbers))[:4]
     with pytest.raises(ValueError, match="12 draws gave fewer than 11 different ints"):
         different(raw, 10, 11)

@@ -14,14 +14,14 @@ def by_bins(confidence: list[float], right: list[bool], bins: int) -> float:
     """The definition, bin by bin."""
     total = 0.0
     for b in range(bins):
-        mine = [
+        in_bin = [
             (c, r)
             for c, r in zip(confidence, right, strict=True)
             if b / bins < c <= (b + 1) / bins or (b == 0 and c == 0)
         ]
-        if mine:
-            mean = sum(c for c, _ in mine) / len(mine)
-            total += len(mine) / len(right) * abs(sum(r for _, r in mine) / len(mine) - mean)
+        if in_bin:
+            mean = sum(c for c, _ in in_bin) / len(in_bin)
+            total += len(in_bin) / len(right) * abs(sum(r for _, r in in_bin) / len(in_bin) - mean)
     return total
 
 

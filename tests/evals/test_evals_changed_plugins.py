@@ -43,14 +43,14 @@ def test_results_of_a_changed_plugin_have_a_table_of_their_own(
     specs = tuple(parse_specs(["softmax", "ssmax"]))
     old = Study(TASK, specs, ("rope",), 3, (16,), settings, plugins=dict.fromkeys(names, "aaaa"))
     new = replace(old, seeds=1, plugins=dict.fromkeys(names, "bbbb"))
-    found = groups([*scored(old, 0.25), *scored(new, 0.75)])
+    plugin_groups = groups([*scored(old, 0.25), *scored(new, 0.75)])
     means = {
         group.distinction: {
             (series.variant, point.metrics[TASK.score.name].mean, len(point.rows))
             for series in group.series
             for point in group.of(series)
         }
-        for group in found
+        for group in plugin_groups
     }
     version = TASK.data_version()
     assert means == {

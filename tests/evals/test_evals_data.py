@@ -17,9 +17,14 @@ from evals.measures.metrics import Tally, weight_metrics
 from evals.task import BatchResult
 from evals.tasks import TASKS, max_retrieval, needle
 from evals.tasks.draws import lengths
-from evals.tasks.families.retrieval import METRICS, Batch, Model, Settings
+from evals.tasks.families.retrieval import (
+    METRICS,
+    RetrievalBatch,
+    RetrievalModel,
+    RetrievalSettings,
+)
 
-TINY = Settings(steps=4, batch=8, width=8, test_sequences=40, test_least=20)
+TINY = RetrievalSettings(steps=4, batch=8, width=8, test_sequences=40, test_least=20)
 TASK = TASKS["max-retrieval"]
 
 
@@ -27,9 +32,9 @@ def silent(*_: float) -> None:
     pass
 
 
-def trained(variant: str, seed: int, settings: Settings = TINY) -> Model:
+def trained(variant: str, seed: int, settings: RetrievalSettings = TINY) -> RetrievalModel:
     model = train(TASK, VariantCall(variant), "none", seed, settings, "cpu", silent)
-    assert isinstance(model, Model)
+    assert isinstance(model, RetrievalModel)
     return model
 
 
@@ -64,7 +69,7 @@ def test_max_retrieval_data_are_uniform() -> None:
 def test_label_and_input_of_a_batch_by_hand() -> None:
     rho = torch.tensor([[0.1, 0.9, 0.3], [0.5, 0.5, 0.25]])
     classes = torch.tensor([[4, 7, 0], [2, 3, 9]])
-    batch = Batch(rho[..., None], classes, query=torch.zeros(2, 1), closeness=rho)
+    batch = RetrievalBatch(rho[..., None], classes, query=torch.zeros(2, 1), closeness=rho)
     assert batch.target.tolist() == [1, 0]  # of equal values, the first wins
     assert batch.label.tolist() == [7, 2]
     items = batch.items()
@@ -109,15 +114,15 @@ def test_weight_metrics_by_hand() -> None:
     )
     classes = torch.tensor([[1, 2, 3, 4], [1, 2, 2, 4], [1, 2, 3, 4], [5, 5, 5, 5]])
     target, label = torch.tensor([0, 1, 0, 3]), torch.tensor([1, 2, 1, 5])
-    found = weight_metrics(weights, target, classes, label, 10)
-    assert found["hit_rate"].tolist() == [True, False, False, False]
-    assert found["oracle_accuracy"].tolist() == [True, True, False, True]  # class 2: .3 + .3
-    assert found["max_weight"].tolist() == [0.5, 0.3, 0.0, 0.25]
-    assert found["weight_sum"].tolist() == pytest.approx([1, 1, 0, 1])
-    assert found["n_eff"].tolist() == pytest.approx([1 / 0.38, 1 / 0.34, 0, 4])
+    metrics = weight_metrics(weights, target, classes, label, 10)
+    assert metrics["hit_rate"].tolist() == [True, False, False, False]
+    assert metrics["oracle_accuracy"].tolist() == [True, True, False, True]  # class 2: .3 + .3
+    assert metrics["max_weight"].tolist() == [0.5, 0.3, 0.0, 0.25]
+    assert metrics["weight_sum"].tolist() == pytest.approx([1, 1, 0, 1])
+    assert metrics["n_eff"].tolist() == pytest.approx([1 / 0.38, 1 / 0.34, 0, 4])
     entropy = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)) / math.log(4)
-    assert found["entropy"][0].item() == pytest.approx(entropy)
-    assert found["entropy"][2:].tolist() == pytest.approx([0, 1])
+    assert metrics["entropy"][0].item() == pytest.approx(entropy)
+    assert metrics["entropy"][2:].tolist() == pytest.approx([0, 1])
 
 
 @pytest.mark.parametrize("name", ["max-retrieval", "needle"])
@@ -130,8 +135,8 @@ def test_weights_on_the_target_score_one_and_random_weights_score_chance(
     blind = torch.rand(3000, length, dtype=torch.float64).pow(40)  # large for a few random keys
     rates = []
     for weights in (sharp, blind):
-        found = weight_metrics(weights, batch.target, batch.classes, batch.label, 10)
-        rates.append([found[m].double().mean().item() for m in ("hit_rate", "oracle_accuracy")])
+        metrics = weight_metrics(weights, batch.target, batch.classes, batch.label, 10)
+        rates.append([metrics[m].double().mean().item() for m in ("hit_rate", "oracle_accuracy")])
     assert rates[0] == [1, 1]
     assert rates[1][0] == pytest.approx(1 / length, abs=0.015)
     assert rates[1][1] == pytest.approx(0.1 + 0.9 / length, abs=0.03)
@@ -140,7 +145,7 @@ def test_weights_on_the_target_score_one_and_random_weights_score_chance(
 @pytest.mark.parametrize("spec", ["softmax", "differential(softmax)"])
 def test_qk_dim_is_the_width_of_queries_and_keys_only(spec: str) -> None:
     settings = replace(TINY, qk_dim=16)
-    model = Model((1, 1), parse_spec(spec, wrappers=True).train, settings)
+    model = RetrievalModel((1, 1), parse_spec(spec, wrappers=True).train, settings)
     batch = max_retrieval.draw(0, "test", 9, 0, 4)
     q, k, v = model.project(batch.items(), batch.query)
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (16, 16, TINY.width)
@@ -152,7 +157,7 @@ def test_qk_dim_is_the_width_of_queries_and_keys_only(spec: str) -> None:
 
 
 def test_folding_the_projections_changes_results_only_by_rounding() -> None:
-    model = Model((1, 1), VariantCall("softmax"), TINY)
+    model = RetrievalModel((1, 1), VariantCall("softmax"), TINY)
     batch = max_retrieval.draw(0, "test", 9, 0, 4)
     with torch.inference_mode():
         plain = model.project(batch.items(), batch.query)
@@ -167,42 +172,42 @@ def test_evaluation_does_not_depend_on_the_chunk_size(
 ) -> None:
     model = trained("softmax", 0)
     tests = {"own": None, "substitute": parse_spec("softmax->log_n(train_length=16)").test}
-    whole = evaluate(TASK, model, tests, 0, 16, TINY, "cpu", silent)
+    one_chunk = evaluate(TASK, model, tests, 0, 16, TINY, "cpu", silent)
     monkeypatch.setattr(training, "CHUNK_ITEMS", 16 * 7)
-    pieces = evaluate(TASK, model, tests, 0, 16, TINY, "cpu", silent)
+    many_chunks = evaluate(TASK, model, tests, 0, 16, TINY, "cpu", silent)
     for name in tests:
-        assert whole[name].status == pieces[name].status == "ok"
-        assert {metric.name for metric in METRICS} <= set(whole[name].metrics)
-        assert whole[name].metrics == pytest.approx(pieces[name].metrics, abs=1e-7)
-        best = whole[name].curves["best_keys"]
-        assert best == pytest.approx(pieces[name].curves["best_keys"], abs=1e-7)
-        for curve, values in whole[name].curves.items():
-            assert values == pytest.approx(pieces[name].curves[curve], abs=1e-6), curve
+        assert one_chunk[name].status == many_chunks[name].status == "ok"
+        assert {metric.name for metric in METRICS} <= set(one_chunk[name].metrics)
+        assert one_chunk[name].metrics == pytest.approx(many_chunks[name].metrics, abs=1e-7)
+        best = one_chunk[name].curves["best_keys"]
+        assert best == pytest.approx(many_chunks[name].curves["best_keys"], abs=1e-7)
+        for curve, values in one_chunk[name].curves.items():
+            assert values == pytest.approx(many_chunks[name].curves[curve], abs=1e-6), curve
         assert sum(best) == pytest.approx(1)  # length 16, so the sum is over all keys
     # At n = 16 the gain log n / log 16 is 1, so the substituted variant equals softmax.
-    assert whole["own"].metrics == pytest.approx(whole["substitute"].metrics, abs=1e-6)
+    assert one_chunk["own"].metrics == pytest.approx(one_chunk["substitute"].metrics, abs=1e-6)
 
 
 def test_training_is_reproducible_and_variants_share_initial_values() -> None:
     models = [trained("ssmax", 5) for _ in range(2)]
     for x, y in zip(*(m.parameters() for m in models), strict=True):
         assert torch.equal(x, y)
-    none = Settings(steps=1, width=8, learning_rate=1e-30)  # too small to change a weight
+    none = RetrievalSettings(steps=1, width=8, learning_rate=1e-30)  # too small to change a weight
     first, other = trained("softmax", 5, none), trained("ssmax", 5, none)
     for name, value in first.named_parameters():
         assert torch.equal(value, other.get_parameter(name))
 
 
 def test_variant_parameters_have_no_weight_decay() -> None:
-    model = Model((1, 1), VariantCall("ssmax"), TINY)
-    network, own = parameter_groups(model, 0.5)
-    assert (network["weight_decay"], own["weight_decay"]) == (0.5, 0.0)
-    assert [p.shape for p in own["params"]] == [(1,)]
+    model = RetrievalModel((1, 1), VariantCall("ssmax"), TINY)
+    network, variant = parameter_groups(model, 0.5)
+    assert (network["weight_decay"], variant["weight_decay"]) == (0.5, 0.0)
+    assert [p.shape for p in variant["params"]] == [(1,)]
     assert len(network["params"]) + 1 == len(list(model.parameters()))
 
 
 def test_one_cycle_rises_to_the_peak_and_falls_to_zero() -> None:
-    rates = [one_cycle(step, Settings(steps=100)) for step in range(100)]
+    rates = [one_cycle(step, RetrievalSettings(steps=100)) for step in range(100)]
     assert rates[0] == pytest.approx(1e-3 / 25)
     assert rates.index(max(rates)) == 30
     assert max(rates) == pytest.approx(1e-3)
@@ -217,7 +222,7 @@ def test_a_nan_loss_ends_training() -> None:
 
 
 def test_a_tally_reports_nan_and_out_of_memory_and_raises_other_errors() -> None:
-    def found(value: float) -> BatchResult:
+    def batch_result(value: float) -> BatchResult:
         return BatchResult(
             {"weight_sum": torch.tensor([1.0, value])}, {"best_keys": torch.ones(2, 3)}
         )
@@ -226,13 +231,13 @@ def test_a_tally_reports_nan_and_out_of_memory_and_raises_other_errors() -> None
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
 
     tally = Tally()
-    tally.add(lambda: found(3.0))
+    tally.add(lambda: batch_result(3.0))
     assert (tally.outcome().status, tally.outcome().metrics) == ("ok", {"weight_sum": 2.0})
-    tally.add(lambda: found(math.nan))
+    tally.add(lambda: batch_result(math.nan))
     assert (tally.outcome().status, tally.outcome().message) == ("nan", "not finite: weight_sum")
     tally = Tally()
     tally.add(out_of_memory)
-    tally.add(lambda: found(1.0))  # ignored after a failure
+    tally.add(lambda: batch_result(1.0))  # ignored after a failure
     assert tally.outcome().status == "oom"
     assert "can't allocate" in tally.outcome().message
     with pytest.raises(ZeroDivisionError):

@@ -145,15 +145,15 @@ def test_next_images_are_different_images_of_the_pool(condition: str) -> None:
     model = Classifier(VariantCall("softmax"), settings).eval()
     pool, _ = data.split(0)
     drawn = data.order(0, "pool", data.TRAIN)
-    found = next_images(model, pool, condition, drawn, settings)
-    assert len(set(found.tolist())) == settings.add
+    chosen = next_images(model, pool, condition, drawn, settings)
+    assert len(set(chosen.tolist())) == settings.add
     assert not model.training
     if condition == "random":
-        assert found.tolist() == drawn.argsort()[: settings.add].tolist()
+        assert chosen.tolist() == drawn.argsort()[: settings.add].tolist()
     elif condition == "least-confidence":
-        most = model.probabilities(pool.pixels).amax(dim=-1).sort().values[: settings.add]
-        mine = model.probabilities(pool.pixels[found]).amax(dim=-1)
-        assert mine.tolist() == pytest.approx(most.tolist(), abs=1e-12)
+        lowest = model.probabilities(pool.pixels).amax(dim=-1).sort().values[: settings.add]
+        confidence = model.probabilities(pool.pixels[chosen]).amax(dim=-1)
+        assert confidence.tolist() == pytest.approx(lowest.tolist(), abs=1e-12)
 
 
 def test_dropout_makes_the_passes_of_mc_dropout_differ() -> None:
@@ -225,14 +225,14 @@ def test_replayed_images_are_trained_with_all_classes_seen_so_far() -> None:
     old = replayed(parts, 0, 20)
     assert [int(torch.isin(old.labels, classes).sum()) for classes in groups[:2]] == [10, 10]
     task, seen = one_hot(groups[1]), one_hot(groups[:2].flatten())
-    found = step_loss(model, parts[1], old, task, seen, -math.inf, torch.arange(32)[None], 0)
+    loss = step_loss(model, parts[1], old, task, seen, -math.inf, torch.arange(32)[None], 0)
     images = parts[1].at(torch.arange(32))
     z, z_old = (model.output.log_prob(model.body(x.pixels)) for x in (images, old))
     losses = [
         -(z.masked_fill(~task, -math.inf).log_softmax(-1).gather(1, images.labels[:, None])),
         -(z_old.masked_fill(~seen, -math.inf).log_softmax(-1).gather(1, old.labels[:, None])),
     ]
-    assert found.item() == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+    assert loss.item() == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
 def test_forgetting_by_hand() -> None:
@@ -312,15 +312,15 @@ SMALL = ["classification", "--preset", "smoke", "--steps", "2", "--workers", "0"
 
 
 def test_a_study_is_deterministic_and_resumes(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    once, in_parts = tmp_path / "whole", tmp_path / "parts"
     some = [*SMALL, "--variants", "softmax,sink"]
-    assert main([*some, "--out", str(whole)]) == 0
-    assert main([*some, "--conditions", "clean", "--out", str(parts)]) == 0
-    assert len(lines(parts, "classification")) == 2
-    assert main([*some, "--out", str(parts)]) == 0
+    assert main([*some, "--out", str(once)]) == 0
+    assert main([*some, "--conditions", "clean", "--out", str(in_parts)]) == 0
+    assert len(lines(in_parts, "classification")) == 2
+    assert main([*some, "--out", str(in_parts)]) == 0
     name = "classification/summary.csv"
-    assert (whole / name).read_text() == (parts / name).read_text()
-    keys = [row["key"] for row in lines(parts, "classification")]
+    assert (once / name).read_text() == (in_parts / name).read_text()
+    keys = [row["key"] for row in lines(in_parts, "classification")]
     assert len(keys) == len(set(keys)) == 6
 
 

@@ -12,7 +12,7 @@ from commandline.variants import VariantCall, parse_spec
 from evals.task import EVERY_VARIANT
 from evals.tasks import EXPERIMENTS
 from evals.tasks.digits import data, layers
-from evals.tasks.digits.model import Classifier, Settings, accuracy
+from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
 
 CALLS = [parse_spec(text).train for text in layers.every_layer()]
 VARIANTS = [call for call in CALLS if call.name not in layers.FUNCTIONS]
@@ -29,7 +29,7 @@ INTEGRALS = ("perturb_max_loss", "exact_loss")
 )
 def test_every_output_layer_learns_and_gives_probabilities(call: VariantCall) -> None:
     torch.manual_seed(0)
-    settings = Settings(width=32)
+    settings = ClassifierSettings(width=32)
     training, test = data.split(0)
     model = Classifier(call, settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -52,9 +52,9 @@ def test_probabilities_of_a_variant_are_its_weights(call: VariantCall) -> None:
     assert isinstance(layer, layers.VariantLayer)
     hidden = torch.randn(5, 8, dtype=torch.float64)
     logits = hidden @ layer.weight.double().T + layer.bias.double()
-    own = {p.name: getattr(layer, p.name) for p in layer._specs(call.name)}
-    own |= attnzoo.get_variant(call.name).output_defaults or {}
-    expected = attnzoo.probabilities(logits.float(), call.name, **own)
+    params = {p.name: getattr(layer, p.name) for p in layer._specs(call.name)}
+    params |= attnzoo.get_variant(call.name).output_defaults or {}
+    expected = attnzoo.probabilities(logits.float(), call.name, **params)
     assert torch.allclose(layer.double().log_prob(hidden).exp().float(), expected, atol=1e-5)
 
 
@@ -62,26 +62,26 @@ def test_probabilities_of_the_functions_by_their_definitions() -> None:
     """z = hidden · weightᵀ + bias; the noise of perturb_max_loss is sampled."""
     torch.manual_seed(0)
     hidden = torch.randn(4, 8, dtype=torch.float64)
-    found, logits = {}, {}
+    probabilities, logits = {}, {}
     for text in ("margin_loss(kind='am')", "noisy_loss(alpha=0.5)", "emo_loss",
                  "z_loss(a=2.0, b=1.0)", "spherical_loss", "perturb_max_loss"):  # fmt: skip
         layer = layers.layer(8, parse_spec(text).train).double()
         assert isinstance(layer, layers.FunctionLayer)
         name = text.split("(")[0]
-        found[name] = layer.log_prob(hidden).exp()
+        probabilities[name] = layer.log_prob(hidden).exp()
         logits[name] = layer.linear(hidden)
     for name in ("noisy_loss", "emo_loss"):
-        assert torch.allclose(found[name], logits[name].softmax(-1))
+        assert torch.allclose(probabilities[name], logits[name].softmax(-1))
     z = logits["z_loss"]
     score = (z - z.mean(-1, keepdim=True)) / z.std(-1, correction=0, keepdim=True)
-    assert torch.allclose(found["z_loss"], torch.sigmoid(2 * (score - 1)))
+    assert torch.allclose(probabilities["z_loss"], torch.sigmoid(2 * (score - 1)))
     squares = logits["spherical_loss"].square() + 1e-3
-    assert torch.allclose(found["spherical_loss"], squares / squares.sum(-1, keepdim=True))
+    assert torch.allclose(probabilities["spherical_loss"], squares / squares.sum(-1, keepdim=True))
     draws = 20_000
     noisy = logits["perturb_max_loss"][:, None] + torch.randn(4, draws, 10, dtype=torch.float64)
     winners = torch.nn.functional.one_hot(noisy.argmax(-1), 10).double().mean(1)
-    assert (found["perturb_max_loss"] - winners).abs().max() < 5 * 0.5 / math.sqrt(draws)
-    assert torch.allclose(found["margin_loss"].sum(-1), torch.ones(4, dtype=torch.float64))
+    assert (probabilities["perturb_max_loss"] - winners).abs().max() < 5 * 0.5 / math.sqrt(draws)
+    assert torch.allclose(probabilities["margin_loss"].sum(-1), torch.ones(4, dtype=torch.float64))
 
 
 def test_probabilities_of_a_margin_loss_have_no_margin() -> None:

@@ -37,7 +37,7 @@ def table_rows(text: str) -> list[list[str]]:
 
 
 def test_overview_shows_train_length_longest_length_and_effective_length(tmp_path: Path) -> None:
-    found = rows(
+    result_rows = rows(
         {
             "softmax": (1.0, 0.86, 0.85, 0.3),  # 0.85 is not above 85 % of 1.0
             "ssmax": (1.0, 0.9, 0.9, 0.88),
@@ -49,7 +49,7 @@ def test_overview_shows_train_length_longest_length_and_effective_length(tmp_pat
         (16, 32, 64, 128),
     )
     assert overview(tmp_path) == "Nothing has been measured yet.\n"
-    (tmp_path / "max-retrieval.csv").write_text(csv_text(groups(found)))
+    (tmp_path / "max-retrieval.csv").write_text(csv_text(groups(result_rows)))
     text = overview(tmp_path)
     assert text.splitlines()[0] == (
         "| variant | accuracy (%) at the train length, n = 16 | accuracy (%) at n = 128 "
@@ -76,9 +76,9 @@ def test_rows_and_their_summary_give_the_same_scores() -> None:
 
 
 def test_the_seeds_of_a_summary_include_those_that_failed_at_every_length() -> None:
-    found = rows({"softmax": (0.75, 0.5)}, (16, 64))
-    found += [row("softmax", None, seed=2, length=length) for length in (16, 64)]
-    (group,) = groups(found)
+    result_rows = rows({"softmax": (0.75, 0.5)}, (16, 64))
+    result_rows += [row("softmax", None, seed=2, length=length) for length in (16, 64)]
+    (group,) = groups(result_rows)
     summary = list(csv.DictReader(io.StringIO(csv_text([group]))))
     one, other = of_group(group, group.task.score), of_summary("max-retrieval", summary)
     assert (other.seeds, other.lines[0].untrained) == (3, 3)
@@ -91,14 +91,14 @@ def test_the_seeds_of_a_summary_include_those_that_failed_at_every_length() -> N
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder of 8 results: 2 variants × 2 lengths × 2 seeds. The last result failed."""
-    found = [
+    result_rows = [
         row(variant, value + 0.02 * seed, seed=seed, length=length)
         for variant, values in {"softmax": (0.96, 0.5), "ssmax(s=0.4)": (0.9, 0.6)}.items()
         for length, value in zip((16, 64), values, strict=True)
         for seed in (0, 1)
     ]
-    found[-1] |= {"status": "oom", "metrics": {}, "message": "out of memory"}
-    return written(tmp_path / "results", found)
+    result_rows[-1] |= {"status": "oom", "metrics": {}, "message": "out of memory"}
+    return written(tmp_path / "results", result_rows)
 
 
 def exported(folder: Path, *arguments: str) -> int:
@@ -176,8 +176,8 @@ def test_latex_special_characters_are_escaped() -> None:
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex with booktabs")
 def test_latex_compiles(tmp_path: Path) -> None:
-    found = rows({SPECIAL: (0.5, None), "softmax->ssmax": (0.9, 0.4)}, (16, 64))
-    (group,) = groups(found)
+    result_rows = rows({SPECIAL: (0.5, None), "softmax->ssmax": (0.9, 0.4)}, (16, 64))
+    (group,) = groups(result_rows)
     page = (
         r"\documentclass{article}\usepackage{booktabs}\begin{document}"
         "\n" + latex_table(of_group(group, group.task.score)) + r"\end{document}"
@@ -225,8 +225,8 @@ def test_options_metric_and_lengths_select_results(folder: Path, tmp_path: Path)
 
 
 def test_each_setting_of_a_task_has_its_own_files(tmp_path: Path) -> None:
-    found = [row("softmax", 0.5), row("softmax", 0.6, key="other", device="cuda:0")]
-    folder = written(tmp_path / "results", found)
+    result_rows = [row("softmax", 0.5), row("softmax", 0.6, key="other", device="cuda:0")]
+    folder = written(tmp_path / "results", result_rows)
     out = tmp_path / "out"
     assert exported(folder, "--format", "markdown", "--out", str(out)) == 0
     files = {path.name: path.read_text() for path in out.iterdir()}

@@ -23,7 +23,7 @@ from evals.__main__ import main
 from evals.harness import pool, runs
 from evals.harness.pool import Failure, Pool
 from evals.harness.training import NotFinite, fit
-from evals.results.store import Rows
+from evals.results.store import RowFile
 from evals.task import Settings
 from helpers.evals_rows import row
 
@@ -47,7 +47,7 @@ def full_disk(size: int) -> Iterator[None]:
 
 def test_appending_a_row_on_a_full_disk_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    rows = Rows(path)
+    rows = RowFile(path)
     rows.append(row("softmax", 0.5, key="a"))
     before = path.read_bytes()
     with full_disk(len(before) + 10), pytest.raises(NotWritten, match=r"rows\.jsonl could not be"):
@@ -55,8 +55,8 @@ def test_appending_a_row_on_a_full_disk_leaves_the_file_unchanged(tmp_path: Path
     assert path.read_bytes() == before
     assert sorted(rows.by_key) == ["a"]
     rows.append(row("softmax", 0.5, key="b"))
-    assert sorted(Rows(path).by_key) == ["a", "b"]
-    assert Rows(path).damaged == 0
+    assert sorted(RowFile(path).by_key) == ["a", "b"]
+    assert RowFile(path).damaged == 0
 
 
 def test_replacing_a_file_on_a_full_disk_keeps_the_old_content(tmp_path: Path) -> None:
@@ -119,10 +119,10 @@ def test_an_error_ends_only_its_own_run(
 ) -> None:
     train = runs.train
 
-    def broken(task, variant, *rest):
+    def broken(task, variant, *following):
         if variant.name == "softmax":
             raise KeyError("a defect")
-        return train(task, variant, *rest)
+        return train(task, variant, *following)
 
     monkeypatch.setattr(runs, "train", broken)
     run = [*SMALL, "--variants", "softmax,ssmax", "--workers", "0", "--out", str(tmp_path)]
@@ -130,9 +130,9 @@ def test_an_error_ends_only_its_own_run(
     rows = (tmp_path / TASK / "rows.jsonl").read_text().splitlines()
     assert [json.loads(line)["variant"] for line in rows] == ["ssmax"]
     shown = capsys.readouterr().err
-    first, _, *rest = shown.splitlines()
+    first, _, *following = shown.splitlines()
     assert first.startswith("[1/2] max-retrieval softmax seed 0: failed after ")
-    assert rest == [
+    assert following == [
         "failed: max-retrieval softmax seed 0: KeyError: 'a defect'",
         "Repeat the command with --verbose for the traceback.",
     ]
@@ -173,9 +173,9 @@ def test_the_run_of_a_worker_that_died_idle_gets_a_new_worker(
     monkeypatch.setattr(pool, "_Worker", ShortLived)
     progress: Any = SimpleNamespace(finish=lambda name, status: finished.append((name, status)))
     listener: Any = None
-    mine: Any = [SimpleNamespace(tests={16: {}}, number=number) for number in range(3)]
-    assert Pool([listener], listener, progress).execute(mine) == []
-    assert finished == [(str(run), "done") for run in mine]
+    pool_runs: Any = [SimpleNamespace(tests={16: {}}, number=number) for number in range(3)]
+    assert Pool([listener], listener, progress).execute(pool_runs) == []
+    assert finished == [(str(run), "done") for run in pool_runs]
 
 
 @pytest.fixture
@@ -221,8 +221,8 @@ def test_a_diverging_run_gives_rows_with_status_nan(steps: str, tmp_path: Path) 
     run = [*SMALL, *options, "--steps", steps, "--workers", "0", "--out", str(tmp_path)]
     assert main(run) in (0, 1)
     rows = [json.loads(x) for x in (tmp_path / TASK / "rows.jsonl").read_text().splitlines()]
-    assert [found["status"] for found in rows] == ["nan"] * 3
-    assert all("finite" in found["message"] or "nan" in found["message"] for found in rows)
+    assert [row["status"] for row in rows] == ["nan"] * 3
+    assert all("finite" in row["message"] or "nan" in row["message"] for row in rows)
 
 
 def test_reason_of_a_failure_is_the_first_line_of_its_message() -> None:

@@ -20,18 +20,18 @@ def test_head_metrics_by_hand() -> None:
     q, scores = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 1.0, 3.0])
     with Watch(attention, HeadSample(1, 1)) as watch:
         attention(q, scores[None, None, :, None], torch.zeros(1, 1, 3, 1), scale=1.0)
-    found = {name: rows.item() for name, rows in watch.curves().items()}
+    metrics = {name: rows.item() for name, rows in watch.curves().items()}
     p = torch.softmax(scores.double(), 0)
-    assert found["head_peak"] == pytest.approx(p[2].item())
-    assert found["head_n_eff"] == pytest.approx(1 / p.square().sum().item())
-    assert found["head_entropy"] == pytest.approx(-(p * p.log()).sum().item() / math.log(3))
-    assert found["head_range"] == pytest.approx(3)
-    assert found["head_bound"] == 1  # = min(1, e³ / 3)
-    assert found["head_strength"] == pytest.approx((4 / 3) / math.log(3))
+    assert metrics["head_peak"] == pytest.approx(p[2].item())
+    assert metrics["head_n_eff"] == pytest.approx(1 / p.square().sum().item())
+    assert metrics["head_entropy"] == pytest.approx(-(p * p.log()).sum().item() / math.log(3))
+    assert metrics["head_range"] == pytest.approx(3)
+    assert metrics["head_bound"] == 1  # = min(1, e³ / 3)
+    assert metrics["head_strength"] == pytest.approx((4 / 3) / math.log(3))
     jacobian = torch.diag(p) - torch.outer(p, p)
-    assert found["head_jacobian"] == pytest.approx(torch.linalg.matrix_norm(jacobian, 2).item())
+    assert metrics["head_jacobian"] == pytest.approx(torch.linalg.matrix_norm(jacobian, 2).item())
     # The pairwise cosines of the keys are 0, 0 and 1.
-    assert found["head_alignment"] == pytest.approx(1 / 3)
+    assert metrics["head_alignment"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("positions", ["none", "alibi"])
@@ -41,13 +41,13 @@ def test_largest_weight_of_softmax_stays_below_its_bound(positions: str) -> None
     attention = attnzoo.nn.Attention("softmax", 2)
     with Watch(attention, HeadSample(2, 1)) as watch:
         attention(q, k, k, is_causal=True, scale=0.3, **slopes)
-    found = watch.curves()
-    assert (found["head_peak"] <= found["head_bound"]).all()
-    assert found["head_peak"].shape == (2 * 4, 2)  # 4 queries per sequence × 2 sequences, 2 heads
-    assert (found["head_bound"] < 1).any() == (positions == "none")
+    curves = watch.curves()
+    assert (curves["head_peak"] <= curves["head_bound"]).all()
+    assert curves["head_peak"].shape == (2 * 4, 2)  # 4 queries per sequence × 2 sequences, 2 heads
+    assert (curves["head_bound"] < 1).any() == (positions == "none")
     if positions == "alibi":  # head_range includes keys whose weight is 0 in fp64
-        assert (found["head_range"][:, 0] > 4 * 290).all()
-    assert "head_jacobian" not in found  # Jacobians need n <= 256
+        assert (curves["head_range"][:, 0] > 4 * 290).all()
+    assert "head_jacobian" not in curves  # Jacobians need n <= 256
 
 
 def test_jacobians_are_measured_if_weights_depend_on_scores_alone() -> None:
@@ -92,8 +92,8 @@ def test_a_query_whose_weights_are_all_zero_has_no_effective_keys() -> None:
     k = -torch.ones(1, 1, 3, 2)  # relu features of negative keys are 0
     with Watch(attention, HeadSample(1, 1)) as watch:
         attention(torch.ones(1, 1, 1, 2), k, k)
-    found = watch.curves()
-    assert found["head_weight_sum"].item() == found["head_n_eff"].item() == 0
+    curves = watch.curves()
+    assert curves["head_weight_sum"].item() == curves["head_n_eff"].item() == 0
 
 
 def test_a_substituted_variant_is_in_evaluation_mode() -> None:

@@ -15,7 +15,7 @@ from commandline.variants import VariantCall
 from evals.__main__ import main
 from evals.reporting import in_context as command
 from evals.theory import in_context
-from evals.theory.in_context import LINEAR, ROWS, SCHEDULE, WIDTH, Layer
+from evals.theory.in_context import LINEAR, ROWS, SCHEDULE, WIDTH, AttentionLayer
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -30,19 +30,19 @@ def step(a: Tensor, b: Tensor) -> Tensor:
     return ((n * b - 1)[..., None] * a).mean(1)
 
 
-def layer(variant: VariantCall, heads: int, factor: float) -> Layer:
+def layer(variant: VariantCall, heads: int, factor: float) -> AttentionLayer:
     """A layer in which head h has scores ±factor · (n b_j − 1), v_j = a_j and, for two heads, the
     output of the second is subtracted from that of the first."""
-    found = Layer(variant, heads, width=WIDTH).double()
+    model = AttentionLayer(variant, heads, width=WIDTH).double()
     with torch.no_grad():
-        for parameter in found.parameters():
+        for parameter in model.parameters():
             parameter.zero_()
         for h, sign in zip(range(heads), (1, -1)):
-            found.query[h, 0, 0] = sign * factor * math.sqrt(WIDTH)  # the default scale is D^-½
-            found.to_k.weight[h * WIDTH, WIDTH] = 1
-            found.to_v.weight[h * WIDTH : (h + 1) * WIDTH, :WIDTH] = torch.eye(WIDTH)
-            found.output.weight[:, h * WIDTH : (h + 1) * WIDTH] = sign * torch.eye(WIDTH)
-    return found
+            model.query[h, 0, 0] = sign * factor * math.sqrt(WIDTH)  # the default scale is D^-½
+            model.to_k.weight[h * WIDTH, WIDTH] = 1
+            model.to_v.weight[h * WIDTH : (h + 1) * WIDTH, :WIDTH] = torch.eye(WIDTH)
+            model.output.weight[:, h * WIDTH : (h + 1) * WIDTH] = sign * torch.eye(WIDTH)
+    return model
 
 
 def test_the_minimum_of_a_problem_is_zero_and_targets_are_distributions() -> None:
@@ -60,9 +60,9 @@ def test_gradient_at_zero_equals_autograd_and_its_closed_form() -> None:
     a, b = problems()
     x = torch.zeros(len(a), WIDTH, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad(in_context.losses(a, b, x).sum(), x)
-    found = in_context.first_gradient(a, b)
-    assert torch.allclose(found, expected, rtol=0, atol=100 * EPS)
-    assert torch.allclose(found, -2 / a.shape[1] * step(a, b), rtol=0, atol=100 * EPS)
+    gradient = in_context.first_gradient(a, b)
+    assert torch.allclose(gradient, expected, rtol=0, atol=100 * EPS)
+    assert torch.allclose(gradient, -2 / a.shape[1] * step(a, b), rtol=0, atol=100 * EPS)
 
 
 def test_the_best_step_size_has_the_smallest_loss_of_the_grid() -> None:
@@ -81,8 +81,8 @@ def test_the_best_step_size_has_the_smallest_loss_of_the_grid() -> None:
 def test_attention_without_a_normalizer_can_compute_the_gradient_step_exactly() -> None:
     a, b = problems()
     with torch.no_grad():
-        found = layer(LINEAR, 1, factor=1.0)(a, b)
-    assert torch.allclose(found, step(a, b), rtol=0, atol=1000 * EPS)
+        x = layer(LINEAR, 1, factor=1.0)(a, b)
+    assert torch.allclose(x, step(a, b), rtol=0, atol=1000 * EPS)
 
 
 def test_two_softmax_heads_approach_the_gradient_step_and_one_head_does_not() -> None:
@@ -93,8 +93,8 @@ def test_two_softmax_heads_approach_the_gradient_step_and_one_head_does_not() ->
     errors = {}
     for beta in (1e-2, 1e-3):
         with torch.no_grad():
-            found = layer(softmax, 2, beta)(a, b) / (2 * beta)
-        errors[beta] = (found - expected).abs().max().item()
+            scaled_output = layer(softmax, 2, beta)(a, b) / (2 * beta)
+        errors[beta] = (scaled_output - expected).abs().max().item()
     assert errors[1e-2] < 0.05 * expected.abs().max()
     assert errors[1e-3] == pytest.approx(errors[1e-2] / 100, rel=0.2)
     with torch.no_grad():
@@ -119,9 +119,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_is_repeatable_and_improves_on_x_equal_to_zero() -> None:
     base = in_context.baselines((ROWS,))
     assert base.each[ROWS] < base.step[ROWS] == base.scaled[ROWS] < base.zero[ROWS]
-    found = in_context.train(LINEAR, 1, 0, base, replace(SCHEDULE, steps=101, batch=32))
-    assert found.loss[ROWS] < 0.5 * base.zero[ROWS]
-    assert [step for step, _ in found.curve] == [100, 101]
+    trained = in_context.train(LINEAR, 1, 0, base, replace(SCHEDULE, steps=101, batch=32))
+    assert trained.loss[ROWS] < 0.5 * base.zero[ROWS]
+    assert [step for step, _ in trained.curve] == [100, 101]
     short = replace(SCHEDULE, steps=3, batch=8)
     first, second = (in_context.train(LINEAR, 1, 0, base, short) for _ in range(2))
     assert first == second
@@ -130,9 +130,9 @@ def test_training_is_repeatable_and_improves_on_x_equal_to_zero() -> None:
 @pytest.mark.slow
 def test_trained_attention_without_a_normalizer_is_the_gradient_step() -> None:
     base = in_context.baselines((ROWS,))
-    found = in_context.train(LINEAR, 1, 0, base)
-    assert found.loss[ROWS] == pytest.approx(base.step[ROWS], rel=0.02)
-    assert found.cosine > 0.99
+    trained = in_context.train(LINEAR, 1, 0, base)
+    assert trained.loss[ROWS] == pytest.approx(base.step[ROWS], rel=0.02)
+    assert trained.cosine > 0.99
 
 
 @pytest.mark.usefixtures("few")
@@ -155,7 +155,7 @@ def test_command_writes_tables_and_a_figure(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (["--seeds", "0"], "--seeds must be an int >= 1, got 0"),
         (["--steps", "-1"], "--steps must be an int >= 1, got -1"),
@@ -164,7 +164,7 @@ def test_command_writes_tables_and_a_figure(
     ],
 )
 def test_wrong_options_are_errors(
-    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["in-context", *given]) == 2
+    assert main(["in-context", *options]) == 2
     assert message in capsys.readouterr().err

@@ -139,7 +139,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def only_plugin_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LAWS", ())
-    monkeypatch.setattr(command, "without_law", lambda found: [])
+    monkeypatch.setattr(command, "without_law", lambda laws: [])
 
 
 def plugin(folder: Path, name: str, stated: str) -> Path:
@@ -172,11 +172,11 @@ def test_plugin_without_laws_is_measured(
 ) -> None:
     monkeypatch.setattr(command, "LAWS", ())
     path = plugin(tmp_path, "laws_unstated", "()")
-    found = []
-    monkeypatch.setattr(command, "main", lambda out, held, variants: found.extend(variants) or 0)
+    measured = []
+    monkeypatch.setattr(command, "main", lambda out, held, variants: measured.extend(variants) or 0)
     assert command.command(plugin=path) == 0
-    assert VariantCall("laws_unstated") in found
-    assert VariantCall("topk", (("top_k", 8),)) in found
+    assert VariantCall("laws_unstated") in measured
+    assert VariantCall("topk", (("top_k", 8),)) in measured
 
 
 def column(table: Table, name: str) -> list[str]:

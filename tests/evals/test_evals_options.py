@@ -34,8 +34,8 @@ def test_help_has_one_line_per_command(
     assert "flip-flop Flip-flop language modelling copy Read symbols" in text
     for action in parser().commands.values():
         for line in action.format_help().splitlines():
-            if found := re.match(r"  (--\S+ .*|--\S+) {2,}(\S.*)", line):
-                assert found[2][0].isupper(), line  # help begins with a capitalized verb
+            if match := re.match(r"  (--\S+ .*|--\S+) {2,}(\S.*)", line):
+                assert match[2][0].isupper(), line  # help begins with a capitalized verb
     for name, task in TASKS.items():
         with pytest.raises(SystemExit):
             main([name, "--help"])
@@ -49,10 +49,10 @@ def gathered(tmp_path: Path, text: str, *line: str, task: str = "mqar") -> Optio
 
 
 def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
-    found = gathered(tmp_path, CONFIG, "--seeds", "1", "--set", "width=48", "--set", "steps=9")
-    assert (found.preset, found.seeds, found.lengths) == ("smoke", 1, [64, 128])
-    assert found.settings == {"width": 48, "density": 8, "steps": 9}
-    settings = plan_study(TASKS["mqar"], found, {}).settings
+    options = gathered(tmp_path, CONFIG, "--seeds", "1", "--set", "width=48", "--set", "steps=9")
+    assert (options.preset, options.seeds, options.lengths) == ("smoke", 1, [64, 128])
+    assert options.settings == {"width": 48, "density": 8, "steps": 9}
+    settings = plan_study(TASKS["mqar"], options, {}).settings
     assert (settings.width, settings.steps, settings.batch) == (48, 9, 16)
     assert gathered(tmp_path, CONFIG, task="copy").lengths is None
 
@@ -126,10 +126,10 @@ def test_values_that_would_be_ignored_are_one_line_errors(
 
 def test_command_all_passes_each_task_the_options_that_it_supports() -> None:
     line = ["all", "--positions", "rope,none", "--set", "heads=4", "--set", "steps=9"]
-    found = gather(parser().parse_args(line), ["needle", "mqar"])
-    assert (found["needle"].positions, found["needle"].settings) == (None, {"steps": 9})
-    assert found["mqar"].positions == ["rope", "none"]
-    assert found["mqar"].settings == {"heads": 4, "steps": 9}
+    options = gather(parser().parse_args(line), ["needle", "mqar"])
+    assert (options["needle"].positions, options["needle"].settings) == (None, {"steps": 9})
+    assert options["mqar"].positions == ["rope", "none"]
+    assert options["mqar"].settings == {"heads": 4, "steps": 9}
     with pytest.raises(UsageError, match="no task has a setting 'head'"):
         gather(parser().parse_args(["all", "--set", "head=4"]), ["needle", "mqar"])
 
@@ -138,8 +138,8 @@ def test_a_shard_comes_from_the_command_line_or_the_launcher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def shard(text: str) -> tuple[int, int]:
-        found = parser().parse_args(["copy", "--shard", text]).shard
-        return found.index, found.count
+        parsed = parser().parse_args(["copy", "--shard", text]).shard
+        return parsed.index, parsed.count
 
     for name in (
         "RANK",
@@ -161,7 +161,7 @@ def test_a_shard_comes_from_the_command_line_or_the_launcher(
     assert shard("env") == (0, 8)
     monkeypatch.setenv("LOCAL_RANK", "3")
     line = ["copy", "--shard", "env", "--device", "cuda"]
-    found = gather(parser().parse_args(line), ["copy"])["copy"]
-    assert (found.device, found.workers) == ("cuda:3", 1)
-    found = gather(parser().parse_args([*line[:3], "--workers", "5"]), ["copy"])["copy"]
-    assert (found.device, found.workers) == ("cpu", 5)
+    options = gather(parser().parse_args(line), ["copy"])["copy"]
+    assert (options.device, options.workers) == ("cuda:3", 1)
+    options = gather(parser().parse_args([*line[:3], "--workers", "5"]), ["copy"])["copy"]
+    assert (options.device, options.workers) == ("cpu", 5)

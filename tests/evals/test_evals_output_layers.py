@@ -59,25 +59,25 @@ def test_metrics_are_those_of_the_layers_probabilities(output: str) -> None:
         model.embed.weight.mul_(30)
         batch = TASK.batch(0, "test", 64, 0, 2, settings)
         states = model.states(batch.tokens)
-        found = TASK.measure(model, batch, HeadSample(0, 0))(None).metrics
+        metrics = TASK.measure(model, batch, HeadSample(0, 0))(None).metrics
         call = settings.output_layer
         assert call is not None
         z = model.logits(states)
         if call.params:
             z = 3 * torch.tanh(z / 3)
-        own = {"bias": 0.0} if output == "sigmoid" else {}
-        w = attnzoo.probabilities(z, call.name, **own)
+        params = {"bias": 0.0} if output == "sigmoid" else {}
+        w = attnzoo.probabilities(z, call.name, **params)
         p = w.double() / w.double().sum(-1, keepdim=True)
         if output == "entmax":
-            assert 0 < found["missed"].mean() < 1
+            assert 0 < metrics["missed"].mean() < 1
             p = (p + EPSILON) / (1 + 256 * EPSILON)
         bits = -torch.log2(p.gather(-1, batch.answers[..., None])).flatten()
-        assert torch.allclose(found["bits"], bits, rtol=1e-3)
-        assert torch.equal(found["support"], (w > 0).sum(-1).double().flatten())
+        assert torch.allclose(metrics["bits"], bits, rtol=1e-3)
+        assert torch.equal(metrics["support"], (w > 0).sum(-1).double().flatten())
         missed = w.gather(-1, batch.answers[..., None]).flatten() == 0
-        assert torch.equal(found["missed"], missed.double())
-        assert torch.allclose(found["own_loss"].mean(), model.loss(states, batch.answers))
-        assert all(bool(values.isfinite().all()) for values in found.values())
+        assert torch.equal(metrics["missed"], missed.double())
+        assert torch.allclose(metrics["own_loss"].mean(), model.loss(states, batch.answers))
+        assert all(bool(values.isfinite().all()) for values in metrics.values())
 
 
 @pytest.mark.parametrize(
@@ -93,15 +93,15 @@ def test_metrics_of_mixtures_and_adaptive_softmax(output: str) -> None:
         model.embed.weight.mul_(30)
         batch = TASK.batch(0, "test", 64, 0, 2, settings)
         states = model.states(batch.tokens)
-        found = TASK.measure(model, batch, HeadSample(0, 0))(None).metrics
+        metrics = TASK.measure(model, batch, HeadSample(0, 0))(None).metrics
         w = model.output.log_prob(states).exp().double()
         p = w / w.sum(-1, keepdim=True)
         if "entmax" in output:
             p = (p + EPSILON) / (1 + 256 * EPSILON)
         bits = -torch.log2(p.gather(-1, batch.answers[..., None])).flatten()
-        assert torch.allclose(found["bits"], bits, rtol=1e-3)
-        assert torch.equal(found["support"], (w > 0).sum(-1).double().flatten())
-        assert torch.allclose(found["own_loss"].mean(), model.loss(states, batch.answers))
+        assert torch.allclose(metrics["bits"], bits, rtol=1e-3)
+        assert torch.equal(metrics["support"], (w > 0).sum(-1).double().flatten())
+        assert torch.allclose(metrics["own_loss"].mean(), model.loss(states, batch.answers))
 
 
 def test_an_adaptive_output_layer_numbers_bytes_by_frequency() -> None:
@@ -139,8 +139,8 @@ def test_rank_of_log_p(output: str, least: int, most: int) -> None:
     model = TASK.build(VariantCall("softmax"), "rope", settings)
     batch = TASK.batch(0, "test", 64, 0, 16, settings)
     with torch.inference_mode():
-        found = TASK.measure(model, batch, HeadSample(1, 1))(None).metrics
-        assert least <= found["log_rank"].item() <= most
+        metrics = TASK.measure(model, batch, HeadSample(1, 1))(None).metrics
+        assert least <= metrics["log_rank"].item() <= most
         few = TASK.batch(0, "test", 64, 0, 8, settings)
         assert "log_rank" not in TASK.measure(model, few, HeadSample(1, 1))(None).metrics
         assert "log_rank" not in TASK.measure(model, batch, HeadSample(0, 0))(None).metrics
@@ -164,8 +164,8 @@ def test_results_with_and_without_an_output_layer_are_separate_groups() -> None:
     rows = [row("softmax", 2.5, task="language-model"),
             row("softmax", None, task="language-model", settings=other, status="ok",
                 metrics=metrics, key="other")]  # fmt: skip
-    found = {group.settings.get("output"): group for group in groups(rows)}
-    plain, sparse = found[None], found["sparsemax"]
+    by_output = {group.settings.get("output"): group for group in groups(rows)}
+    plain, sparse = by_output[None], by_output["sparsemax"]
     assert (plain.distinction, sparse.distinction) == ("output default", "output sparsemax")
     titles = [table.title for table in more_tables(sparse)]
     assert "Number of tokens with probability above 0" in titles

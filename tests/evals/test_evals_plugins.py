@@ -61,9 +61,9 @@ register_task(
 
 def documented(name: str) -> str:
     """The source of an example in docs/evals.md, by the name of its file."""
-    found = re.search(rf"```python\n(# {name}\n.*?)```", DOCS.read_text(), re.DOTALL)
-    assert found is not None
-    return found[1]
+    match = re.search(rf"```python\n(# {name}\n.*?)```", DOCS.read_text(), re.DOTALL)
+    assert match is not None
+    return match[1]
 
 
 @pytest.mark.slow
@@ -239,17 +239,17 @@ def test_a_documented_task_trains_resumes_and_is_split_into_shards(
     command = [task, "--plugin", str(file), *BRIEF, "--out"]
     train, done = runs.train, []
 
-    def interrupted(*given: Any) -> Any:
+    def interrupted(*args: Any) -> Any:
         if len(done) == 1:
             raise KeyboardInterrupt
-        done.append(given)
-        return train(*given)
+        done.append(args)
+        return train(*args)
 
     try:
-        whole, resumed, split = (tmp_path / part for part in ("whole", "resumed", "split"))
-        assert main([*command, str(whole)]) == 0
-        assert {row["status"] for row in rows_of(whole, task)} == {"ok"}
-        assert len(rows_of(whole, task)) == 2 * 2 * 2
+        once, resumed, split = (tmp_path / part for part in ("whole", "resumed", "split"))
+        assert main([*command, str(once)]) == 0
+        assert {row["status"] for row in rows_of(once, task)} == {"ok"}
+        assert len(rows_of(once, task)) == 2 * 2 * 2
         monkeypatch.setattr(runs, "train", interrupted)
         assert main([*command, str(resumed)]) == 130
         assert len(rows_of(resumed, task)) == 2  # one of four runs, two lengths
@@ -259,15 +259,15 @@ def test_a_documented_task_trains_resumes_and_is_split_into_shards(
             assert main([*command, str(split), "--shard", f"{index}/2"]) == 0
     finally:
         TASKS.pop(task, None)
-    texts = {(out / task / "summary.csv").read_bytes() for out in (whole, resumed, split)}
+    texts = {(out / task / "summary.csv").read_bytes() for out in (once, resumed, split)}
     assert len(texts) == 1
 
 
 def drawn(name: str) -> Any:
     """The function ``draw`` of a documented task."""
-    found: dict[str, Any] = {}
-    exec(documented(name).split("about =")[0], found)
-    return found["draw"]
+    namespace: dict[str, Any] = {}
+    exec(documented(name).split("about =")[0], namespace)
+    return namespace["draw"]
 
 
 def test_the_answers_of_the_documented_tasks() -> None:

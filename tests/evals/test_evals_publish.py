@@ -22,31 +22,31 @@ COMMAND = "python -m evals max-retrieval"
 def rows(**more: Any) -> list:
     """Two variants with two seeds and tuned learning rates, and a row of the sweep."""
     more |= {"shared": {"learning_rate": "tuned: 0.001, 0.003"}}
-    found = [
+    reported = [
         row(v, score, seed=seed, settings={**SETTINGS, "learning_rate": rate}, **more)
         for v, score, rate in (("softmax", 0.97, 0.001), ("ssmax", 0.99, 0.003))
         for seed in (0, 1)
     ]
     swept = row("softmax", 0.5, seed=1000, split="validation", key="sweep", **more)
-    return [*found, swept]
+    return [*reported, swept]
 
 
-def published(folder: Path, found: list, *options: str) -> int:
-    source = written(folder / "results", found) / found[0]["task"]
+def published(folder: Path, result_rows: list, *options: str) -> int:
+    source = written(folder / "results", result_rows) / result_rows[0]["task"]
     return publish.main([str(source), "--command", COMMAND, "--to", str(folder / "docs"), *options])
 
 
 def test_the_summary_and_what_made_it_are_published(tmp_path: Path) -> None:
     assert published(tmp_path, rows()) == 0
-    made = json.loads((tmp_path / "docs" / "max-retrieval.json").read_text())
-    assert made["command"] == COMMAND
-    assert made["commit"] == ["abc"]
-    assert made["seeds"] == [0, 1]
-    assert made["sweep_seeds"] == [1000]
-    assert made["settings"]["steps"] == 10
-    assert made["settings"]["softmax"] == {"learning_rate": 0.001}
-    assert made["settings"]["ssmax"] == {"learning_rate": 0.003}
-    assert made["scores"]["ssmax"] == {"16": {"0": 0.99, "1": 0.99}}
+    record = json.loads((tmp_path / "docs" / "max-retrieval.json").read_text())
+    assert record["command"] == COMMAND
+    assert record["commit"] == ["abc"]
+    assert record["seeds"] == [0, 1]
+    assert record["sweep_seeds"] == [1000]
+    assert record["settings"]["steps"] == 10
+    assert record["settings"]["softmax"] == {"learning_rate": 0.001}
+    assert record["settings"]["ssmax"] == {"learning_rate": 0.003}
+    assert record["scores"]["ssmax"] == {"16": {"0": 0.99, "1": 0.99}}
     text = scores(tmp_path / "docs")
     assert "| `ssmax` | 99.0 (99.0–99.0) |" in text
     assert (
@@ -92,11 +92,11 @@ def test_a_row_that_failed_in_another_arithmetic_does_not_hold(tmp_path: Path) -
     against = str(written(tmp_path / "default", other))
     options = ("--against", against, "--environment", "ATEN_CPU_CAPABILITY=default")
     assert published(tmp_path, rows(), *options) == 0
-    made = json.loads((tmp_path / "docs" / "max-retrieval.json").read_text())
-    assert made["arithmetic"]["holds"] == {"softmax": True, "ssmax": False}
-    assert made["scores"]["ssmax"]["16"] == {"0": 0.99, "1": 0.99}
-    assert made["arithmetic"]["scores"]["ssmax"]["16"] == {}
-    assert made["arithmetic"]["scores"]["softmax"]["32"] == {"0": 0.97}
+    record = json.loads((tmp_path / "docs" / "max-retrieval.json").read_text())
+    assert record["arithmetic"]["holds"] == {"softmax": True, "ssmax": False}
+    assert record["scores"]["ssmax"]["16"] == {"0": 0.99, "1": 0.99}
+    assert record["arithmetic"]["scores"]["ssmax"]["16"] == {}
+    assert record["arithmetic"]["scores"]["softmax"]["32"] == {"0": 0.97}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_second_run_with_other_settings_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("found", "options", "message"),
+    ("result_rows", "options", "message"),
     [
         (rows(commit="abc-dirty"), (), "must be made by committed code"),
         (rows(commit="unknown"), (), "must be made by committed code"),
@@ -148,13 +148,13 @@ def test_a_second_run_with_other_settings_is_an_error(
     ],
 )
 def test_wrong_results_or_options_are_one_error_and_write_nothing(
-    found: list,
+    result_rows: list,
     options: tuple[str, ...],
     message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert published(tmp_path, found, *options) == 2
+    assert published(tmp_path, result_rows, *options) == 2
     shown = capsys.readouterr().err
     assert message in shown
     assert shown.count("\n") == 1
@@ -165,8 +165,8 @@ def test_a_second_run_must_have_other_results_in_another_arithmetic(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     second = ("--environment", "ATEN_CPU_CAPABILITY=default", "--against")
-    mine = str(tmp_path / "results")  # has the folder of the task
-    assert published(tmp_path, rows(arithmetic="AVX2"), *second, mine) == 2
+    same_folder = str(tmp_path / "results")  # has the folder of the task
+    assert published(tmp_path, rows(arithmetic="AVX2"), *second, same_folder) == 2
     assert "--against must have other results than DIR, both have " in capsys.readouterr().err
     for name, status in (("AVX2", 2), ("DEFAULT", 0)):
         other = str(written(tmp_path / name, rows(arithmetic=name)))
@@ -184,17 +184,20 @@ def test_changes_that_are_not_committed_are_named_below_the_table(tmp_path: Path
 
 
 def test_results_with_different_settings_are_an_error(tmp_path: Path) -> None:
-    found = [row("softmax", 0.5), row("softmax", 0.5, seed=1, settings={**SETTINGS, "steps": 11})]
-    folder = written(tmp_path, found)
+    result_rows = [
+        row("softmax", 0.5),
+        row("softmax", 0.5, seed=1, settings={**SETTINGS, "steps": 11}),
+    ]
+    folder = written(tmp_path, result_rows)
     with pytest.raises(UsageError, match="equal settings, got 2 groups: steps 10; steps 11"):
         publish.publish(publish_options(folder))
 
 
 def test_experiments_with_different_settings_are_an_error(tmp_path: Path) -> None:
     experiment = {"task": "classification", "condition": "clean"}
-    found = [row("softmax", 0.5, key=str(steps), settings={"steps": steps}) | experiment
+    result_rows = [row("softmax", 0.5, key=str(steps), settings={"steps": steps}) | experiment
              for steps in (10, 11)]  # fmt: skip
-    folder = written(tmp_path, found)
+    folder = written(tmp_path, result_rows)
     with pytest.raises(UsageError, match="equal settings, got 2 groups: steps 10; steps 11"):
         publish.publish(publish_options(folder))
 
@@ -228,17 +231,17 @@ def pretrained_row(variant: str, length: int, sample: int, loss: float) -> dict:
 
 
 def test_tables_of_a_pretrained_model_show_the_paired_rise_of_the_loss(tmp_path: Path) -> None:
-    found = [
+    result_rows = [
         pretrained_row(variant, n, sample, 3.0 + sample + rise)
         for variant, rise in (("as loaded", 0.0), ("log_n", 0.25))
         for n in (64, 128)
         for sample in range(2)
     ]
-    (tmp_path / "pretrained.csv").write_text(summary_csv(groups(found)))
-    made = provenance(found, "python -m evals pretrained")
-    assert made["samples"] == {"64": 2, "128": 2}
-    assert "seed 0; [all settings](x.json)" in sentence(made, "x.json")
-    (tmp_path / "pretrained.json").write_text(json.dumps(made))
+    (tmp_path / "pretrained.csv").write_text(summary_csv(groups(result_rows)))
+    record = provenance(result_rows, "python -m evals pretrained")
+    assert record["samples"] == {"64": 2, "128": 2}
+    assert "seed 0; [all settings](x.json)" in sentence(record, "x.json")
+    (tmp_path / "pretrained.json").write_text(json.dumps(record))
     text = documented(tmp_path, "pretrained")
     # Samples differ by 1, but the rise is 0.25 in each of them.
     assert "| `log_n` | +0.250 (0.250 … 0.250) | +0.250 (0.250 … 0.250) |" in text
@@ -248,20 +251,22 @@ def test_tables_of_a_pretrained_model_show_the_paired_rise_of_the_loss(tmp_path:
 
 
 def test_figures_of_a_pretrained_model_are_published(tmp_path: Path) -> None:
-    found = [pretrained_row("as loaded", n, sample, 3.0) for n in (64, 128) for sample in range(2)]
-    assert published(tmp_path, found) == 0
+    result_rows = [
+        pretrained_row("as loaded", n, sample, 3.0) for n in (64, 128) for sample in range(2)
+    ]
+    assert published(tmp_path, result_rows) == 0
     docs = tmp_path / "docs"
     assert (docs / "pretrained-by-length.png").read_bytes()[:4] == b"\x89PNG"
     assert "(docs/pretrained-by-length.png)" in documented(docs, "pretrained")
-    kept = [{**row, "metrics": {"one_needle": 1.0}} for row in found]
-    assert published(tmp_path / "again", kept, "--to", str(docs)) == 0
+    without_loss = [{**row, "metrics": {"one_needle": 1.0}} for row in result_rows]
+    assert published(tmp_path / "again", without_loss, "--to", str(docs)) == 0
     assert not (docs / "pretrained-by-length.png").exists()
     other = [pretrained_row("log_n", 64, 0, 3.0) | {"dtype": "bfloat16", "key": "other"}]
     with pytest.raises(UsageError, match="float32, seed 0; tiny, text.txt, bfloat16, seed 0"):
-        folder = written(tmp_path / "two", found + other) / "pretrained"
+        folder = written(tmp_path / "two", result_rows + other) / "pretrained"
         publish.publish(publish_options(folder))
 
 
 def test_intervals_do_not_depend_on_the_order_of_rows() -> None:
-    found = [pretrained_row("as loaded", 64, sample, sample**1.5) for sample in range(20)]
-    assert summary_csv(groups(found)) == summary_csv(groups(found[::-1]))
+    result_rows = [pretrained_row("as loaded", 64, sample, sample**1.5) for sample in range(20)]
+    assert summary_csv(groups(result_rows)) == summary_csv(groups(result_rows[::-1]))

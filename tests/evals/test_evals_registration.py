@@ -78,8 +78,8 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], message: str) -> None:
         ("sweep", "best", "must be a dict or 'recorded', got 'best'"),
         ("sweep", {"width": (1, 2)}, "must tune learning_rate, weight_decay, warmup, curriculum"),
         ("sweep", {"warmup": ()}, "must give warmup two or more different numbers, got ()"),
-        ("own", {"softmax": {"widht": 3}}, "must have settings, got 'widht' for 'softmax'"),
-        ("own", {"softmax": {"width": 0}}, "for 'softmax': width must be >= 1, got 0"),
+        ("variant_settings", {"softmax": {"widht": 3}}, "must name settings, got 'widht' for"),
+        ("variant_settings", {"softmax": {"width": 0}}, "for 'softmax': width must be >= 1, got 0"),
     ],
 )
 def test_a_wrong_field_of_a_preset_is_named(field: str, value: Any, message: str) -> None:

@@ -19,7 +19,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 from evals.reporting.pictures import pictures
-from evals.reporting.report import Shown, report_html
+from evals.reporting.report import ShownGroup, report_html
 from evals.results.store import Row
 from evals.results.summary import groups
 from evals.tasks import TASKS
@@ -65,22 +65,24 @@ def rows() -> list[Row]:
 
     ssmax has only one seed in needle at n = 64.
     """
-    found = []
+    result_rows = []
     for variant, scores in ACCURACY.items():
         for length, score in zip(LENGTHS, scores):
             for seed in (0, 1):
                 value = None if score is None else score + 0.01 * (2 * seed - 1)
-                found.append(row("needle", variant, length, seed, value, 16))
-    found = [r for r in found if (r["variant"], r["length"], r["seed"]) != ("ssmax", 64, 1)]
+                result_rows.append(row("needle", variant, length, seed, value, 16))
+    result_rows = [
+        r for r in result_rows if (r["variant"], r["length"], r["seed"]) != ("ssmax", 64, 1)
+    ]
     for variant, scores in BITS.items():
         for length, score in zip(LENGTHS, scores):
-            found.append(row("language-model", variant, length, 0, score, 16))
-    return found
+            result_rows.append(row("language-model", variant, length, 0, score, 16))
+    return result_rows
 
 
-def shown(found: list[Row]) -> list[Shown]:
-    """The groups that the report shows for the rows ``found``, without pictures."""
-    return [Shown(group, fitted(group)) for group in groups(found)]
+def shown(result_rows: list[Row]) -> list[ShownGroup]:
+    """The groups that the report shows for these rows, without pictures."""
+    return [ShownGroup(group, fitted(group)) for group in groups(result_rows)]
 
 
 class Page(HTMLParser):
@@ -203,8 +205,10 @@ def test_failed_and_missing_results_are_listed(html: str) -> None:
     assert "2 results with failed or missing seeds" in listed
     assert "cosformer(max_length=512), n = 256</a> — nan in 2 of 2 seeds: not finite" in listed
     assert "ssmax, n = 64</a> — missing in 1 of 2 seeds" in listed
-    whole = report_html(shown([r for r in rows() if r["task"] == "language-model"]), "")
-    assert "id='failed'" not in whole
+    page_without_failures = report_html(
+        shown([r for r in rows() if r["task"] == "language-model"]), ""
+    )
+    assert "id='failed'" not in page_without_failures
 
 
 def test_theory_section_is_shown_only_if_heads_were_measured(html: str) -> None:
@@ -214,21 +218,21 @@ def test_theory_section_is_shown_only_if_heads_were_measured(html: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def drawn() -> list[Shown]:
+def drawn() -> list[ShownGroup]:
     """The groups of needle and language-model, with their pictures."""
     return [replace(one, pictures=pictures(one.group, one.heads)) for one in shown(rows())]
 
 
 @pytest.mark.slow
-def test_pictures_are_embedded_in_the_page(drawn: list[Shown]) -> None:
+def test_pictures_are_embedded_in_the_page(drawn: list[ShownGroup]) -> None:
     """Pictures: length curves of all metrics, fitted law of heads, heat maps that have data."""
     needle, language = drawn
     names = [metric.name for metric in TASKS["needle"].metrics]
-    found = [picture.name for picture in needle.pictures]
-    assert found == [*names, "law", "best_keys", "head_peak"]
-    found = [picture.name for picture in language.pictures]
-    assert found[-1] == "bits_by_position"
-    assert "law" not in found
+    picture_names = [picture.name for picture in needle.pictures]
+    assert picture_names == [*names, "law", "best_keys", "head_peak"]
+    picture_names = [picture.name for picture in language.pictures]
+    assert picture_names[-1] == "bits_by_position"
+    assert "law" not in picture_names
     for picture in needle.pictures:
         with Image.open(io.BytesIO(picture.data)) as image:
             assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 10
@@ -261,7 +265,7 @@ FLAGS = (
 
 
 @pytest.fixture
-def browser(tmp_path: Path, drawn: list[Shown]) -> Iterator[webdriver.Chrome]:
+def browser(tmp_path: Path, drawn: list[ShownGroup]) -> Iterator[webdriver.Chrome]:
     """A Chromium driver that has opened the report from disk."""
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM or ""

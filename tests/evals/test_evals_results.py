@@ -30,9 +30,9 @@ SOFTMAX, SSMAX = Series("softmax", "none"), Series("ssmax", "none")
 
 
 def test_estimate_of_three_one_and_no_seeds() -> None:
-    found = estimate([0.5, 0.7, 0.9])
-    assert found is not None
-    assert found.text(100) == "70.0 ±11.5"  # the standard error 0.2 / √3
+    three = estimate([0.5, 0.7, 0.9])
+    assert three is not None
+    assert three.text(100) == "70.0 ±11.5"  # the standard error 0.2 / √3
     single = estimate([0.25])
     assert single is not None
     assert single.text(100, 1, sign=True) == "+25.0"
@@ -65,9 +65,9 @@ def test_rows_are_grouped_by_task_settings_device_and_data() -> None:
         row("softmax", 0.8, device="cuda:1"),
         row("softmax", 0.9, data="other"),
     ]
-    found = groups(rows)
-    assert [group.task.name for group in found] == ["max-retrieval"] * 4 + ["mqar"]
-    assert sorted(len(group.rows) for group in found) == [1, 1, 1, 1, 2]
+    all_groups = groups(rows)
+    assert [group.task.name for group in all_groups] == ["max-retrieval"] * 4 + ["mqar"]
+    assert sorted(len(group.rows) for group in all_groups) == [1, 1, 1, 1, 2]
     with pytest.raises(UsageError, match="unknown task 'nosuch': load its file with --plugin"):
         groups([row("softmax", 0.5) | {"task": "nosuch"}])
 
@@ -110,8 +110,8 @@ def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
 def test_a_repeated_run_of_another_shard_replaces_a_failure(tmp_path: Path) -> None:
     for shard, score in ((Shard(0, 2), 0.5), (Shard(0, 1), None)):
         Folder(tmp_path, shard).append(row("softmax", score, key="same"))
-    (found,) = read_rows([tmp_path])
-    assert found["metrics"] == {"accuracy": 0.5}
+    (read_row,) = read_rows([tmp_path])
+    assert read_row["metrics"] == {"accuracy": 0.5}
 
 
 def test_tables_show_intervals_differences_costs_and_learned_parameters() -> None:
@@ -179,7 +179,7 @@ def test_series_with_different_lengths_are_in_one_group() -> None:
     (group,) = groups([row("softmax", 0.9), row("ssmax", 0.8, length=64)])
     for series in group.series:
         assert group.tuned(series) == {"values": {}, "tried": []}
-        assert group.own(series) == {}
+        assert group.variant_settings(series) == {}
 
 
 def test_results_with_different_settings_or_test_sizes_are_separate_groups() -> None:
@@ -191,19 +191,21 @@ def test_results_with_different_settings_or_test_sizes_are_separate_groups() -> 
         row("softmax", 0.4, key="elsewhere", device="cuda:0"),
     ]
     for order in (rows, rows[::-1]):
-        found = groups(order)
-        assert {(group.distinction, group.rows[0]["metrics"]["accuracy"]) for group in found} == {
+        all_groups = groups(order)
+        assert {
+            (group.distinction, group.rows[0]["metrics"]["accuracy"]) for group in all_groups
+        } == {
             ("steps 10, device cpu, test sequences 8 at 16", 0.1),
             ("steps 11", 0.2),
             ("steps 10, device cpu, test sequences 4 at 16", 0.3),
             ("steps 10, device cuda", 0.4),
         }
-        assert version_warnings(found) == []
-        lines = list(csv.DictReader(io.StringIO(csv_text(found))))
+        assert version_warnings(all_groups) == []
+        lines = list(csv.DictReader(io.StringIO(csv_text(all_groups))))
         assert sorted((line["accuracy"], line["steps"]) for line in lines) == [
             ("0.1", "10"), ("0.2", "11"), ("0.3", "10"), ("0.4", "10")
         ]  # fmt: skip
-        assert {line["settings"] for line in lines} == {group.distinction for group in found}
+        assert {line["settings"] for line in lines} == {group.distinction for group in all_groups}
     assert [group.distinction for group in groups(rows[:1])] == [""]
 
 

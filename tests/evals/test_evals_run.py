@@ -102,8 +102,10 @@ def test_a_study_writes_rows_summary_and_report(undisturbed: Path) -> None:
     with (undisturbed / TASK / "summary.csv").open() as file:
         summary = list(csv.DictReader(file))
     assert len(summary) == ROWS / 2
-    found = [r["metrics"]["accuracy"] for r in rows if (r["variant"], r["length"]) == ("ssmax", 32)]
-    mean = sum(found) / 2
+    accuracies = [
+        r["metrics"]["accuracy"] for r in rows if (r["variant"], r["length"]) == ("ssmax", 32)
+    ]
+    mean = sum(accuracies) / 2
     line = next(s for s in summary if (s["variant"], s["length"]) == ("ssmax", "32"))
     assert float(line["accuracy"]) == pytest.approx(mean, rel=1e-5)
     assert (line["seeds"], line["failed"], line["chance"]) == ("2", "", "0.1")
@@ -111,7 +113,7 @@ def test_a_study_writes_rows_summary_and_report(undisturbed: Path) -> None:
     gain = float(line["accuracy"]) - float(base["accuracy"])
     assert float(line["accuracy_minus_softmax"]) == pytest.approx(gain, abs=1e-5)
     assert [float(line[f"accuracy_{end}"]) for end in ("low", "high")] == pytest.approx(
-        [min(found), max(found)], rel=1e-5
+        [min(accuracies), max(accuracies)], rel=1e-5
     )  # of 4 resamples, one has the minimum as its mean and one the maximum
     for name in ("accuracy.png", "max_weight.png", "best_keys.png"):
         assert (undisturbed / TASK / name).exists()
@@ -174,8 +176,8 @@ def test_output_has_a_plan_a_line_per_run_a_score_table_and_the_report(
         "[1/4] max-retrieval softmax seed 0", "[2/4] max-retrieval ssmax seed 0",
         "[3/4] max-retrieval softmax seed 1", "[4/4] max-retrieval ssmax seed 1",
     ]  # fmt: skip
-    plan, _, title, header, *rest = shown.out.splitlines()
-    *table, effective, legend, note, few, _, preset, report = rest
+    plan, _, title, header, *body = shown.out.splitlines()
+    *table, effective, legend, note, few, _, preset, report = body
     assert plan == (
         "max-retrieval: 3 variants, 2 seeds, train length 16, eval lengths up to 64: 4 runs to do"
     )
@@ -213,10 +215,10 @@ def test_a_nan_in_training_is_stored_and_reported(
 ) -> None:
     train = runs.train
 
-    def broken(task, variant, positions, seed, *rest):
+    def broken(task, variant, positions, seed, *args):
         if (variant.name, seed) == ("ssmax", 1):
             raise NotFinite("the training loss is nan at step 25")
-        return train(task, variant, positions, seed, *rest)
+        return train(task, variant, positions, seed, *args)
 
     monkeypatch.setattr(runs, "train", broken)
     options = ["--variants", "softmax,ssmax", "--lengths", "16", "--steps", "2", "--workers", "0"]
@@ -353,8 +355,8 @@ def test_killed_workers_nan_and_plugin_errors_do_not_stop_other_runs(tmp_path: P
     run = ["max-retrieval", "--plugin", str(plugin), "--variants", variants, "--seeds", "1"]
     process = start([*run, *sizes])
     text, errors = process.communicate(timeout=900)
-    found = {(row["variant"], row["length"]): row for row in lines(out)}
-    assert {key: row["status"] for key, row in found.items()} == {
+    by_point = {(row["variant"], row["length"]): row for row in lines(out)}
+    assert {key: row["status"] for key, row in by_point.items()} == {
         ("my_relu", 16): "ok",
         ("my_relu", 32): "ok",
         ("my_relu", 48): "ok",
@@ -366,9 +368,9 @@ def test_killed_workers_nan_and_plugin_errors_do_not_stop_other_runs(tmp_path: P
         ("softmax->my_greedy", 48): "ok",
         ("my_defect", 16): "ok",
     }
-    assert found["my_relu", 16]["metrics"]["weight_sum"] > 0
-    assert "not finite" in found["softmax->my_holes", 48]["message"]
-    assert "process killed twice at n = 32" in found["softmax->my_greedy", 32]["message"]
+    assert by_point["my_relu", 16]["metrics"]["weight_sum"] > 0
+    assert "not finite" in by_point["softmax->my_holes", 48]["message"]
+    assert "process killed twice at n = 32" in by_point["softmax->my_greedy", 32]["message"]
     assert "failed: softmax->my_greedy, n = 32: process killed twice" in text
     # A defect in a variant gives no row. The other runs continue, and the exit status is 1.
     assert process.returncode == 1

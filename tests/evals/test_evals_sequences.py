@@ -17,7 +17,7 @@ from commandline.variants import VariantCall, parse_spec
 from evals.harness.training import evaluate, train
 from evals.measures.heads import learned, substituted
 from evals.tasks import TASKS, flip_flop, language_model, mqar
-from evals.tasks.families.sequence import Batch, SequenceTask, Settings
+from evals.tasks.families.sequence import SequenceBatch, SequenceSettings, SequenceTask
 from evals.tasks.language_model import DIGITS, corpus
 
 SEQUENCES = {name: task for name, task in TASKS.items() if isinstance(task, SequenceTask)}
@@ -44,7 +44,7 @@ def ranked(numbers: list[int]) -> list[int]:
 
 
 def test_mqar_has_all_pairs_and_then_each_key_once() -> None:
-    settings = mqar.Settings(steps=1, batch=1, train_shortest=8, train_longest=8, vocabulary=16)
+    settings = mqar.MqarSettings(steps=1, batch=1, train_shortest=8, train_longest=8, vocabulary=16)
     raw = random_numbers(5, 2, 8, 3, 8 + 2 + 4)  # for 8 keys, 2 values and 4 query positions
     keys = [1 + k for k in ranked(raw[:8])[:2]]
     values = [9 + choice(x, 7) for x in raw[8:10]]
@@ -103,11 +103,11 @@ def test_language_model_sequence_of_the_planted_split_by_hand() -> None:
     raw = random_numbers(4, 6, length, index, 2 + DIGITS)
     text = corpus()[0]["test"]
     start = choice(raw[0], len(text) - length)
-    whole = text[start : start + length].tobytes()
+    piece = text[start : start + length].tobytes()
     digits = "".join(str(choice(x, 10)) for x in raw[2:]).encode()
     depth = choice(raw[1], length - 2 * 11)
     line, end = b"\n#key=" + digits + b"\n", b"\n#key=" + digits[:-1]
-    planted = whole[:depth] + line + whole[depth + len(line) : length - len(end)] + end
+    planted = piece[:depth] + line + piece[depth + len(line) : length - len(end)] + end
     batch = language_model.draw(4, "planted", length, index, index + 1, None)
     assert bytes(batch.tokens[0].tolist()) == planted
     assert batch.answers[0].tolist() == [-1] * (length - DIGITS) + list(digits)
@@ -126,8 +126,8 @@ def test_train_and_test_text_hardly_overlap_and_every_second_sequence_has_a_need
     shared = sum(piece in known for piece in pieces) / (len(pieces) / 4)
     assert 0 < shared < 0.03
     batch = language_model.draw(0, "train", 128, 0, 40, None)
-    found = [bytes(row.tolist()).count(b"\n#key=") for row in batch.tokens]
-    assert found == [0, 2] * 20
+    needle_counts = [bytes(row.tolist()).count(b"\n#key=") for row in batch.tokens]
+    assert needle_counts == [0, 2] * 20
     assert (batch.answers[:, :-1] == batch.tokens[:, 1:]).all()  # each answer is the next byte
     assert batch.asked.all()
 
@@ -135,13 +135,13 @@ def test_train_and_test_text_hardly_overlap_and_every_second_sequence_has_a_need
 def test_a_sequence_depends_on_seed_split_length_and_index_only() -> None:
     for name, task in SEQUENCES.items():
         length, settings = SMOKE[name].train_longest, SMOKE[name]
-        whole = task.batch(3, "test", length, 0, 12, settings)
+        once = task.batch(3, "test", length, 0, 12, settings)
         pieces = [task.batch(3, "test", length, a, b, settings) for a, b in ((0, 5), (5, 12))]
         for field in ("tokens", "answers"):
             joined = torch.cat([getattr(piece, field) for piece in pieces])
-            assert torch.equal(getattr(whole, field), joined), name
-        assert not torch.equal(task.batch(4, "test", length, 0, 12, settings).tokens, whole.tokens)
-        assert not torch.equal(task.batch(3, "train", length, 0, 12, settings).tokens, whole.tokens)
+            assert torch.equal(getattr(once, field), joined), name
+        assert not torch.equal(task.batch(4, "test", length, 0, 12, settings).tokens, once.tokens)
+        assert not torch.equal(task.batch(3, "train", length, 0, 12, settings).tokens, once.tokens)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def solve(name: str, tokens: list[int]) -> Iterator[int]:
         yield from {"copy": symbols, "reverse": symbols[::-1], "sort": sorted(symbols)}[name]
 
 
-def drawn(name: str, split: str, count: int) -> Batch:
+def drawn(name: str, split: str, count: int) -> SequenceBatch:
     length = SMOKE[name].train_longest
     return SEQUENCES[name].batch(0, split, length, 0, count, SMOKE[name])
 
@@ -224,8 +224,8 @@ def test_correct_answers_score_one_and_a_mistake_lowers_the_score(name: str, spl
     size = task.vocabulary_size(SMOKE[name])
     logits = torch.nn.functional.one_hot(torch.tensor(solved), size) * 30.0
 
-    found = {k: v.double().mean().item() for k, v in task.read(logits, batch).metrics.items()}
-    hits = {k: v for k, v in found.items() if k != "loss"}
+    means = {k: v.double().mean().item() for k, v in task.read(logits, batch).metrics.items()}
+    hits = {k: v for k, v in means.items() if k != "loss"}
     assert set(hits.values()) == {1.0}
     logits[-1] = 0
     logits[-1, (solved[-1] + 1) % logits.shape[1]] = 1
@@ -250,8 +250,8 @@ def test_random_guesses_score_chance(name: str, split: str) -> None:
     }.get(name, (0, 32))
     blind = torch.randint(*guesses, (asked,), generator=torch.Generator().manual_seed(0))
     logits = torch.nn.functional.one_hot(blind, task.vocabulary_size(settings)).double()
-    found = {k: v.double() for k, v in task.read(logits, batch).metrics.items()}
-    score = found["digits" if name == "language-model" else "accuracy"]
+    metrics = {k: v.double() for k, v in task.read(logits, batch).metrics.items()}
+    score = metrics["digits" if name == "language-model" else "accuracy"]
     chance = 1 / (guesses[1] - guesses[0])
     assert abs(score.mean().item() - chance) < 5 * math.sqrt(chance / len(score))
     if name in ("mqar", "flip-flop", "local-count", "2-back"):
@@ -260,10 +260,10 @@ def test_random_guesses_score_chance(name: str, split: str) -> None:
 
 def test_uniform_logits_cost_eight_bits_per_byte() -> None:
     task, batch = SEQUENCES["language-model"], drawn("language-model", "test", 8)
-    found = task.read(torch.zeros(int(batch.asked.sum()), 256), batch)
-    assert found.metrics["bits"].mean().item() == pytest.approx(8)
-    assert found.metrics["bits_last"].mean().item() == pytest.approx(8)
-    assert found.curves["bits_by_position"].shape == (8, 16)
+    result = task.read(torch.zeros(int(batch.asked.sum()), 256), batch)
+    assert result.metrics["bits"].mean().item() == pytest.approx(8)
+    assert result.metrics["bits_last"].mean().item() == pytest.approx(8)
+    assert result.curves["bits_by_position"].shape == (8, 16)
     assert task.chance(SMOKE["language-model"]) == 8
 
 
@@ -271,8 +271,8 @@ def test_exact_match_needs_every_symbol() -> None:
     batch = drawn("copy", "test", 3)
     logits = torch.nn.functional.one_hot(batch.answers[batch.asked], 33).double()
     logits[5] = 0  # a wrong symbol in the first sequence
-    found = SEQUENCES["copy"].read(logits, batch)
-    assert found.metrics["exact"].tolist() == [0, 1, 1]
+    result = SEQUENCES["copy"].read(logits, batch)
+    assert result.metrics["exact"].tolist() == [0, 1, 1]
     logits[-1] = math.nan
     assert SEQUENCES["copy"].read(logits, batch).metrics["exact"].isnan().any()
 
@@ -280,7 +280,7 @@ def test_exact_match_needs_every_symbol() -> None:
 # ---- the model
 
 
-TINY = Settings(
+TINY = SequenceSettings(
     steps=3, batch=4, width=16, train_shortest=4, train_longest=8, train_stride=2,
     test_sequences=6, test_least=6,
 )  # fmt: skip
@@ -291,7 +291,9 @@ def silent(*_: float) -> None:
     pass
 
 
-def model_of(variant: str, positions: str = "rope", settings: Settings = TINY) -> torch.nn.Module:
+def model_of(
+    variant: str, positions: str = "rope", settings: SequenceSettings = TINY
+) -> torch.nn.Module:
     call = parse_spec(variant).train
     return train(FLIP, call, positions, 0, settings, "cpu", silent)
 
@@ -318,13 +320,13 @@ def test_batch_sizes_and_lengths_of_training_steps() -> None:
 def test_all_splits_and_heads_are_measured(positions: str) -> None:
     model = model_of("softmax", positions)
     tests = {"own": None, "substitute": VariantCall("sparsemax")}
-    found = evaluate(FLIP, model, tests, 0, 8, TINY, "cpu", silent)
-    for outcome in found.values():
+    outcomes = evaluate(FLIP, model, tests, 0, 8, TINY, "cpu", silent)
+    for outcome in outcomes.values():
         assert outcome.status == "ok", outcome.message
         assert {m.name for m in FLIP.metrics if not m.optional} <= set(outcome.metrics)
         assert len(outcome.curves["head_peak"]) == 4  # two layers with two heads each
         assert outcome.curves["head_weight_sum"] == pytest.approx([1] * 4)
-    assert found["own"].curves["head_peak"] != found["substitute"].curves["head_peak"]
+    assert outcomes["own"].curves["head_peak"] != outcomes["substitute"].curves["head_peak"]
 
 
 def test_substituted_restores_the_model() -> None:

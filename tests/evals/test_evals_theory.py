@@ -40,8 +40,8 @@ def row(variant: str, length: int, seed: int = 0, **more: Any) -> dict[str, Any]
 
 
 def group_of(rows: list[dict[str, Any]]) -> Group:
-    (found,) = groups(rows)
-    return found
+    (group,) = groups(rows)
+    return group
 
 
 # ------------------------------------------------------------------------------------- fits
@@ -58,13 +58,13 @@ def group_of(rows: list[dict[str, Any]]) -> Group:
 )
 def test_fit_recovers_a_fixed_gap(variant: str, learned: dict[str, float], law, gap: float):
     peaks = column(*(law(n, gap) for n in KEYS))
-    own = {name: torch.tensor([value]).double() for name, value in learned.items()}
-    found = fit(FIXED, VariantCall(variant), KEYS, peaks, own)
-    assert found.sizes.item() == pytest.approx(gap, rel=1e-3)
-    assert found.errors.item() < 1e-3
-    assert not found.below.item()
-    assert not found.above.item()
-    assert fit(SHRINKING, VariantCall(variant), KEYS, peaks, own).errors.item() > 0.02
+    params = {name: torch.tensor([value]).double() for name, value in learned.items()}
+    law_fit = fit(FIXED, VariantCall(variant), KEYS, peaks, params)
+    assert law_fit.sizes.item() == pytest.approx(gap, rel=1e-3)
+    assert law_fit.errors.item() < 1e-3
+    assert not law_fit.below.item()
+    assert not law_fit.above.item()
+    assert fit(SHRINKING, VariantCall(variant), KEYS, peaks, params).errors.item() > 0.02
 
 
 @pytest.mark.parametrize("variant", ["softmax", "sparsemax", "ssmax(s=0.4)", "topk(top_k=8)"])
@@ -77,10 +77,10 @@ def test_fit_recovers_a_shrinking_gap_from_random_scores(variant: str) -> None:
         q = torch.ones(500, 1, 1, 1, dtype=torch.float64)
         w = attnzoo.attention_weights(q, k, k, call.name, scale=1.0, **call.params)
         peaks.append(w.amax(-1).mean().item())
-    found = fit(SHRINKING, call, KEYS, column(*peaks))
-    assert found.sizes.item() == pytest.approx(30, rel=0.05)
-    assert found.errors.item() < 0.03
-    assert fit(FIXED, call, KEYS, column(*peaks)).errors.item() > 1.5 * found.errors.item()
+    law_fit = fit(SHRINKING, call, KEYS, column(*peaks))
+    assert law_fit.sizes.item() == pytest.approx(30, rel=0.05)
+    assert law_fit.errors.item() < 0.03
+    assert fit(FIXED, call, KEYS, column(*peaks)).errors.item() > 1.5 * law_fit.errors.item()
 
 
 def test_each_head_is_fitted_with_its_learned_parameters() -> None:
@@ -88,8 +88,8 @@ def test_each_head_is_fitted_with_its_learned_parameters() -> None:
     sizes = torch.tensor([[12.0, 40.0]]).double()
     call = VariantCall("ssmax")
     peaks = torch.cat([log_law(SHRINKING.scores(n), call, sizes, learned).exp() for n in KEYS])
-    found = fit(SHRINKING, call, KEYS, peaks, learned)
-    assert found.sizes.tolist() == pytest.approx([12, 40], rel=1e-3)
+    law_fit = fit(SHRINKING, call, KEYS, peaks, learned)
+    assert law_fit.sizes.tolist() == pytest.approx([12, 40], rel=1e-3)
     exchanged = fit(SHRINKING, call, KEYS, peaks, {"s": learned["s"].flip(0)})
     assert exchanged.sizes.tolist() != pytest.approx([12, 40], rel=0.5)
 
@@ -104,10 +104,10 @@ def test_fits_leave_out_nan_and_weights_of_zero_or_below() -> None:
     peaks = column(*(softmax_fixed(n, 3.0) for n in KEYS)).expand(-1, 3).clone()
     peaks[1, 0], peaks[0, 1] = 0.0, math.nan
     peaks[1:, 2] = -1.0
-    found = fit(FIXED, SOFTMAX, KEYS, peaks)
-    assert found.sizes[:2].tolist() == pytest.approx([3, 3], rel=1e-3)
-    assert found.sizes[2].isnan()
-    assert found.errors[2].isnan()
+    law_fit = fit(FIXED, SOFTMAX, KEYS, peaks)
+    assert law_fit.sizes[:2].tolist() == pytest.approx([3, 3], rel=1e-3)
+    assert law_fit.sizes[2].isnan()
+    assert law_fit.errors[2].isnan()
 
 
 def test_fitted_values_at_the_ends_of_the_range_are_marked() -> None:
@@ -271,10 +271,10 @@ def test_ranks_of_known_matrices() -> None:
 
 
 def test_log_weights_of_softmax_have_rank_d_plus_one() -> None:
-    found = ranks.attention_table([SOFTMAX, VariantCall("sparsemax")], tokens=24, width=3)
-    assert found.rows[0][1:3] == ["4", "4"]
-    assert int(found.rows[0][4]) > 10
-    assert found.rows[1][1:3] == ["—", "—"]
+    table = ranks.attention_table([SOFTMAX, VariantCall("sparsemax")], tokens=24, width=3)
+    assert table.rows[0][1:3] == ["4", "4"]
+    assert int(table.rows[0][4]) > 10
+    assert table.rows[1][1:3] == ["—", "—"]
 
 
 def test_rank_table_has_a_line_for_an_unsupported_variant() -> None:
@@ -290,8 +290,8 @@ def test_log_of_a_softmax_has_rank_h_plus_two_and_without_bias_h_plus_one() -> N
                for shape in ((60, 3), (40, 3), (40,)))  # fmt: skip
     assert ranks.log_rank((h @ w.T + b).softmax(-1)) == 5
     assert ranks.log_rank((h @ w.T).softmax(-1)) == 4
-    found = ranks.mixture(1, "normal", torch.float64, sizes=(3, 40, 60))
-    assert ranks.log_rank(found) == 5
+    p = ranks.mixture(1, "normal", torch.float64, sizes=(3, 40, 60))
+    assert ranks.log_rank(p) == 5
 
 
 def test_only_the_rank_of_a_mixture_of_softmaxes_exceeds_the_bound_of_one_softmax() -> None:
@@ -299,33 +299,33 @@ def test_only_the_rank_of_a_mixture_of_softmaxes_exceeds_the_bound_of_one_softma
     assert "H + 2 = 5" in table.note
     assert "σ_max · max(rows, columns) · ε" in table.note
     assert len(table.rows) == 8
-    for name, one, *more in table.rows:
+    for name, one, *others in table.rows:
         assert int(one) <= 5
-        for found in more:
-            assert (int(found) > 5) == name.startswith("softmaxes")
+        for rank in others:
+            assert (int(rank) > 5) == name.startswith("softmaxes")
 
 
 @pytest.mark.parametrize("kind", ["softmaxes", "contexts"])
 def test_rows_of_a_mixture_sum_to_one_and_a_mixture_of_one_is_a_softmax(kind: str) -> None:
     sizes = (3, 40, 60)
-    found = ranks.mixture(4, "normal", torch.float64, sizes=sizes, kind=kind)
-    assert torch.allclose(found.sum(-1), torch.ones(60, dtype=torch.float64))
-    one = ranks.mixture(1, "normal", torch.float64, sizes=sizes, kind=kind)
-    assert torch.equal(one, ranks.mixture(1, "normal", torch.float64, sizes=sizes))
+    p = ranks.mixture(4, "normal", torch.float64, sizes=sizes, kind=kind)
+    assert torch.allclose(p.sum(-1), torch.ones(60, dtype=torch.float64))
+    p_of_one = ranks.mixture(1, "normal", torch.float64, sizes=sizes, kind=kind)
+    assert torch.equal(p_of_one, ranks.mixture(1, "normal", torch.float64, sizes=sizes))
 
 
 def test_only_a_mixture_of_attentions_exceeds_the_bound_of_one_attention() -> None:
     rows = {row[0]: row[1:] for row in ranks.attention_mixture_table(24, 3).rows}
     assert rows["queries, fp64"] == ["4"] * 5
     assert rows["attentions, fp64"][0] == "4"
-    assert all(int(found) > 6 for found in rows["attentions, fp64"][1:])
+    assert all(int(rank) > 6 for rank in rows["attentions, fp64"][1:])
     mixed = ranks.attention_mixture(3, "attentions", torch.float64, 24, 3, 0)
     assert torch.allclose(mixed.sum(-1), torch.ones(24).double())
 
 
 def test_published_ranks_are_shown_only_for_the_published_sizes(monkeypatch) -> None:
     monkeypatch.setattr(ranks, "log_rank", lambda matrix: 7)
-    monkeypatch.setattr(ranks, "mixture", lambda *given: None)
+    monkeypatch.setattr(ranks, "mixture", lambda *args: None)
     shown = {line[0]: line[1:] for line in ranks.mixture_table().rows}
     assert shown["softmaxes, published"] == ["34", "629", "979", "995", "997"]
     assert shown["contexts, published"] == ["34"] * 5

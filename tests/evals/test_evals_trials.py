@@ -18,7 +18,7 @@ SETTINGS = {"steps": 3, "noise": 0.2}
 
 
 def row(variant: str, condition: str, seed: int, **changes: Any) -> dict[str, Any]:
-    found = {
+    fields = {
         "key": f"{variant} {condition} {seed}",
         "task": "classification",
         "variant": variant,
@@ -39,7 +39,7 @@ def row(variant: str, condition: str, seed: int, **changes: Any) -> dict[str, An
         "commit": "c",
         "cpu_seconds": 0.0,
     }
-    return found | changes
+    return fields | changes
 
 
 def accuracy(variant: str, seed: int, value: float, auroc: float | None = 0.75) -> dict[str, Any]:
@@ -75,14 +75,14 @@ def test_a_summary_has_means_and_differences_paired_by_seed() -> None:
 def test_tables_mark_undefined_and_failed_seeds() -> None:
     (group,) = trial_groups(ROWS)
     every = tables(group.task, [*summary_lines(group)])
-    found = {table.title.split(",")[0]: table for table in every}
-    assert found["Accuracy"].header == ["output layer", "clean", "label-noise"]
-    assert found["Accuracy"].rows == [
+    by_title = {table.title.split(",")[0]: table for table in every}
+    assert by_title["Accuracy"].header == ["output layer", "clean", "label-noise"]
+    assert by_title["Accuracy"].rows == [
         ["softmax", "70.0 ±10.0", "—"],
         ["sink", "85.0 ±5.0", "missing:1 nan:1"],
     ]
     assert len(every) == 3  # neither a gain nor the number of classes has a value
-    auroc = found["AUROC of 1 − the largest probability"]
+    auroc = by_title["AUROC of 1 − the largest probability"]
     assert auroc.rows[1][1] == "75.0*"
     assert failures(group) == ["failed: sink under label-noise: training: diverged (seeds 0)"]
 

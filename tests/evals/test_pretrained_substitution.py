@@ -39,22 +39,22 @@ def contexts(loaded: Loaded) -> Contexts:
 def test_a_model_is_restored(loaded: Loaded, contexts: Contexts) -> None:
     tokens = contexts.tokens[None, :50]
     with torch.inference_mode():
-        own = loaded.model(tokens).logits
+        expected = loaded.model(tokens).logits
         with substituted(loaded.model, parse_substitution("ssmax(s=0.9)"), tokens[0]) as model:
-            assert not torch.allclose(model(tokens).logits, own, atol=1e-3)
+            assert not torch.allclose(model(tokens).logits, expected, atol=1e-3)
         assert not is_converted(loaded.model)
-        assert torch.equal(loaded.model(tokens).logits, own)
+        assert torch.equal(loaded.model(tokens).logits, expected)
 
 
 def test_a_converted_model_keeps_what_it_learned(tmp_path: Path) -> None:
     model, tokens = large_llama(), ids()[0]
     apply(model, parse_substitution("ssmax(s=0.7)"), tokens)
     with torch.inference_mode():
-        own = model(tokens[None]).logits
+        expected = model(tokens[None]).logits
         with substituted(model, parse_substitution("softmax"), tokens) as other:
             assert other is not model
-            assert not torch.allclose(other(tokens[None]).logits, own, atol=1e-3)
-        assert torch.equal(model(tokens[None]).logits, own)
+            assert not torch.allclose(other(tokens[None]).logits, expected, atol=1e-3)
+        assert torch.equal(model(tokens[None]).logits, expected)
     # Such a model is measured as loaded, with its own weights.
     save_small_lm(tmp_path, apply(large_llama(), parse_substitution("ssmax(s=0.7)"), tokens))
     again = load(Source(str(tmp_path)))
@@ -62,8 +62,8 @@ def test_a_converted_model_keeps_what_it_learned(tmp_path: Path) -> None:
 
 
 def test_calibration_sets_the_mean_gain_to_one(loaded: Loaded, contexts: Contexts) -> None:
-    given = parse_substitution("ssmax(calibrate=100)")
-    with substituted(loaded.model, given, contexts.tokens) as model:
+    substitution = parse_substitution("ssmax(calibrate=100)")
+    with substituted(loaded.model, substitution, contexts.tokens) as model:
         modules = [m for m in model.modules() if isinstance(m, attnzoo.nn.Attention)]
         s = float(modules[0].s.detach()[0]) if modules[0].s.dim() else float(modules[0].s)
     log_n = torch.arange(1, 101).double().log().mean()
@@ -106,10 +106,12 @@ def test_fingerprints_depend_on_the_config_but_not_on_the_folder(
 
 
 def test_fingerprints_depend_on_parameters_of_converted_models(tmp_path: Path) -> None:
-    found = set()
+    fingerprints = set()
     for length in (16, 2048):
         model = apply(large_llama(), parse_substitution(f"log_n(train_length={length})"), ids()[0])
         folder = save_small_lm(tmp_path / str(length), model)
-        found.add(load(Source(str(folder))).fingerprint())
-    found.add(load(Source(str(save_small_lm(tmp_path / "plain", large_llama())))).fingerprint())
-    assert len(found) == 3
+        fingerprints.add(load(Source(str(folder))).fingerprint())
+    fingerprints.add(
+        load(Source(str(save_small_lm(tmp_path / "plain", large_llama())))).fingerprint()
+    )
+    assert len(fingerprints) == 3

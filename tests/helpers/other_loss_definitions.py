@@ -37,14 +37,16 @@ def margin(
 ) -> Tensor:  # fmt: skip
     unit_h, unit_e = (x / x.norm(dim=-1, keepdim=True) for x in (h, matrix))
     cosine = unit_h @ unit_e.mT
-    own = cosine.gather(1, target[:, None])[:, 0]
+    of_target = cosine.gather(1, target[:, None])[:, 0]
     if kind == "arc":
-        angle = own.acos()
+        angle = of_target.acos()
         inside = (angle + margin).cos()
-        changed = torch.where(angle + margin <= math.pi, inside, own - margin * math.sin(margin))
+        with_margin = torch.where(
+            angle + margin <= math.pi, inside, of_target - margin * math.sin(margin)
+        )
     else:
-        changed = own - margin
-    return cross_entropy(with_target(scale * cosine, target, scale * changed), target)
+        with_margin = of_target - margin
+    return cross_entropy(with_target(scale * cosine, target, scale * with_margin), target)
 
 
 def noisy(
@@ -52,9 +54,9 @@ def noisy(
 ) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     xi = torch.randn(len(h), generator=generator, dtype=torch.float64)
-    z, own = logits(h, matrix, bias), matrix[target]
-    norms = own.norm(dim=-1) * h.norm(dim=-1)
-    cosine = (own * h).sum(-1) / norms
+    z, target_rows = logits(h, matrix, bias), matrix[target]
+    norms = target_rows.norm(dim=-1) * h.norm(dim=-1)
+    cosine = (target_rows * h).sum(-1) / norms
     lower = alpha * norms * (1 - cosine) * xi.abs()
     return cross_entropy(with_target(z, target, z.gather(1, target[:, None])[:, 0] - lower), target)
 
@@ -71,8 +73,8 @@ def z_loss(
 ) -> Tensor:
     z = logits(h, matrix, bias)
     score = (z - z.mean(-1, keepdim=True)) / z.std(-1, correction=0, keepdim=True)
-    own = score.gather(1, target[:, None])[:, 0]
-    return torch.logaddexp(a * (b - own), torch.zeros_like(own)) / a
+    target_score = score.gather(1, target[:, None])[:, 0]
+    return torch.logaddexp(a * (b - target_score), torch.zeros_like(target_score)) / a
 
 
 def spherical(h: Tensor, matrix: Tensor, bias: Tensor | None, target: Tensor, eps: float) -> Tensor:
@@ -86,15 +88,15 @@ def perturb_max(
     """The trapezoidal rule with steps of 0.01. Its error is below 1e-14 for logits up to 10 std."""
     z = logits(h, matrix, bias)
     lead = (z.gather(1, target[:, None]) - z) / std
-    others = torch.ones_like(z, dtype=torch.bool).scatter(1, target[:, None], False)
-    found = []
-    for row, kept in zip(lead, others):
-        d = row[kept]
+    is_other = torch.ones_like(z, dtype=torch.bool).scatter(1, target[:, None], False)
+    losses = []
+    for row, others in zip(lead, is_other):
+        d = row[others]
         last = 12 + float((-d.detach()).clamp(min=0).sum())
         t = torch.arange(-12, last, 0.01, dtype=torch.float64)
         terms = -(t**2) / 2 + torch.special.log_ndtr(t[:, None] + d).sum(-1)
-        found.append(0.5 * math.log(2 * math.pi) - terms.logsumexp(0) - math.log(0.01))
-    return torch.stack(found)
+        losses.append(0.5 * math.log(2 * math.pi) - terms.logsumexp(0) - math.log(0.01))
+    return torch.stack(losses)
 
 
 def exact(h: Tensor, matrix: Tensor, bias: Tensor | None, target: Tensor, std: float) -> Tensor:

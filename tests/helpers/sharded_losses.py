@@ -40,13 +40,13 @@ def by_ranks(inputs: Inputs, mesh: DeviceMesh) -> dict[str, Tensor]:
             arguments[name] = distribute_tensor(leaves[name].detach(), mesh, [Shard(0)])
             leaves[name] = arguments[name].requires_grad_()
     arguments["input"] = replicated(leaves["input"], mesh)
-    found = linear_loss(variant=inputs.variant, **arguments)
-    assert isinstance(found, DTensor)
-    assert found.placements == (Replicate(),)
+    value = linear_loss(variant=inputs.variant, **arguments)
+    assert isinstance(value, DTensor)
+    assert value.placements == (Replicate(),)
     none = inputs.rest["reduction"] == "none"
-    given = replicated(inputs.do.to(found.dtype), mesh) if none else None
-    gradients = torch.autograd.grad(found, list(leaves.values()), given)
-    result = {"loss": found.to_local().detach()}
+    upstream = replicated(inputs.do.to(value.dtype), mesh) if none else None
+    gradients = torch.autograd.grad(value, list(leaves.values()), upstream)
+    result = {"loss": value.to_local().detach()}
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
         assert gradient.shape == leaf.shape
         result["d" + name] = gradient.full_tensor() if name in SHARDED else gradient
@@ -58,12 +58,12 @@ def differences(rank: int, rows: list[tuple[int, Row]]) -> dict[str, str]:
     mesh, wrong = mesh_of_all(), {}
     for seed, row in rows:
         inputs = make(row, seed)
-        found, exact = by_ranks(inputs, mesh), by_definition(inputs)
+        actual, exact = by_ranks(inputs, mesh), by_definition(inputs)
         for name, want in exact.items():
             size = max(1.0, float(want.abs().max())) if want.numel() else 1.0
-            near = torch.allclose(found[name], want, rtol=0, atol=1e-10 * size, equal_nan=True)
+            near = torch.allclose(actual[name], want, rtol=0, atol=1e-10 * size, equal_nan=True)
             if not near:
-                wrong[f"{label(row)}, {name}"] = str((found[name] - want).abs().max())
+                wrong[f"{label(row)}, {name}"] = str((actual[name] - want).abs().max())
     return wrong
 
 
@@ -75,19 +75,19 @@ def statistics(variant: str, mesh: DeviceMesh) -> Pair:
     params: dict[str, Any] = STATISTICS[variant]
     x, e, y = rand(6, 4), rand(11, 4, seed=1), torch.tensor([0, 4, 10, -100, 3, 6])
     sharded = distribute_tensor(e, mesh, [Shard(0)])
-    found = []
+    results = []
     for stats in (
         linear_loss(replicated(x, mesh), sharded, y, variant, return_stats=True, **params)[1],
         linear_loss(x, e, y, variant, return_stats=True, **params)[1],
     ):
         plain = [x.to_local() if isinstance(x, DTensor) else x for x in stats if x is not None]
-        found.append(torch.stack([x.double() for x in plain]).nan_to_num(-1).flatten().tolist())
-    return found[0], found[1]
+        results.append(torch.stack([x.double() for x in plain]).nan_to_num(-1).flatten().tolist())
+    return results[0], results[1]
 
 
 def output_layer(mesh: DeviceMesh) -> Pair:
     """Loss and gradients of an `OutputLayer`."""
-    found = []
+    results = []
     for shards in (True, False):
         torch.manual_seed(0)
         layer = OutputLayer(4, 11, "ssmax", learn=["s"]).double()
@@ -96,14 +96,14 @@ def output_layer(mesh: DeviceMesh) -> Pair:
         value = layer.loss(rand(6, 4), torch.arange(6))
         value.backward()
         parts = [value, *(p.grad for p in layer.parameters())]
-        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in parts]
-        found.append(torch.cat([x.detach().flatten() for x in whole]).tolist())
-    return found[0], found[1]
+        full = [x.full_tensor() if isinstance(x, DTensor) else x for x in parts]
+        results.append(torch.cat([x.detach().flatten() for x in full]).tolist())
+    return results[0], results[1]
 
 
 def logits_that_are_not_finite(mesh: DeviceMesh) -> dict[str, Pair]:
     """Loss, statistics and gradient with a logit that is inf or NaN, on each rank."""
-    found = {}
+    pairs = {}
     for variant, value, place in itertools.product(
         ("softmax", "entmax"), (float("inf"), float("nan")), (0, 10)
     ):
@@ -118,8 +118,8 @@ def logits_that_are_not_finite(mesh: DeviceMesh) -> dict[str, Pair]:
             parts = [loss, de, *(x for x in stats[:2] if x is not None)]
             plain = [x.full_tensor() if isinstance(x, DTensor) else x for x in parts]
             pair.append(torch.cat([x.isnan().double().flatten() for x in plain]).tolist())
-        found[f"NaN of {variant} with {value} in class {place}"] = (pair[0], pair[1])
-    return found
+        pairs[f"NaN of {variant} with {value} in class {place}"] = (pair[0], pair[1])
+    return pairs
 
 
 class Model(nn.Module):
@@ -136,7 +136,7 @@ class Model(nn.Module):
 
 def fsdp(mesh: DeviceMesh) -> Pair:
     """Loss and gradient with sharded tokens and parameters."""
-    whole, model = Model(), Model()
+    reference, model = Model(), Model()
     tokens = torch.arange(2 * 11).reshape(2, 11) * 5 % 13
     embedding = rand(13, 8)
     batch = shard_batch(tokens, mesh)
@@ -144,14 +144,14 @@ def fsdp(mesh: DeviceMesh) -> Pair:
     part = model(embedding[batch.tokens], batch.labels) / batch.count
     (part * mesh.size()).backward()  # FSDP2 averages gradients
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
-    exact = whole(embedding[tokens], labels) / int((labels >= 0).sum())
+    exact = reference(embedding[tokens], labels) / int((labels >= 0).sum())
     exact.backward()
     total = part.detach().clone()
     dist.all_reduce(total)
-    found, want = model.head.weight.grad.full_tensor(), whole.head.weight.grad
+    gradient, expected = model.head.weight.grad.full_tensor(), reference.head.weight.grad
     return (
-        [float(total), *found.flatten().tolist()],
-        [float(exact.detach()), *want.flatten().tolist()],
+        [float(total), *gradient.flatten().tolist()],
+        [float(exact.detach()), *expected.flatten().tolist()],
     )
 
 
@@ -256,8 +256,8 @@ def a_class_that_does_not_exist(rank: int) -> str:
         mesh = mesh_of_all()
         e = distribute_tensor(rand(11, 4, seed=1), mesh, [Shard(0)])
         y = torch.tensor([0, 1, 11, 3, 4, 5])
-        found = linear_loss(replicated(rand(6, 4), mesh), e, y, reduction="none").to_local()
-    return f"NaN at {found.isnan().nonzero().flatten().tolist()}"
+        losses = linear_loss(replicated(rand(6, 4), mesh), e, y, reduction="none").to_local()
+    return f"NaN at {losses.isnan().nonzero().flatten().tolist()}"
 
 
 def probabilities_of_sharded_classes(rank: int) -> str:

@@ -14,7 +14,7 @@ import attnzoo
 from attnzoo import get_variant
 from attnzoo.integrations.transformers import convert, revert
 from attnzoo.integrations.transformers.interface import attend
-from attnzoo.integrations.transformers.masks import make_mask
+from attnzoo.integrations.transformers.masks import Mask, make_mask
 from helpers.cases import CASES, VARIANTS, params_of
 from helpers.hf_models import (
     DECODERS,
@@ -162,7 +162,9 @@ def test_calibrate_sets_the_mean_gain_to_one() -> None:
 def test_padding_becomes_a_key_mask() -> None:
     """Padding must not become a dense mask, which the backend `linear` does not support."""
     padded = make_mask(2, 12, 12, attention_mask=left_padding().bool())
-    assert (padded.shape, padded.dtype) == ((2, 1, 1, 12), torch.uint8)
+    assert isinstance(padded, Mask)
+    assert padded.attn_mask is not None
+    assert padded.attn_mask.shape == (2, 1, 1, 12)
 
 
 def test_linear_variants_run_on_the_linear_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the mask functions of transformers become: small tensors, and dense masks otherwise."""
+"""What the mask functions of transformers become: a `Mask`, and dense masks otherwise."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import BigBirdPegasusConfig, BigBirdPegasusModel, CompileConfig
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -21,9 +22,9 @@ from transformers.masking_utils import (
 )
 
 import attnzoo
-from attnzoo.integrations.transformers import masks
-from attnzoo.integrations.transformers.masks import is_causal, make_mask, read_mask, with_documents
-from helpers.hf_models import left_padding, quiet
+from attnzoo.integrations.transformers import convert, masks
+from attnzoo.integrations.transformers.masks import Mask, make_mask, read_mask, with_documents
+from helpers.hf_models import eager, gemma2, generate, gpt2, ids, left_padding, llama, quiet
 
 pytestmark = quiet
 
@@ -41,11 +42,10 @@ def test_masks_that_say_nothing_about_single_keys_hold_no_values() -> None:
         (make_mask(2, 1, 12, 11, mask_function=window), (1, 12), (False, None, 8, 12)),
         (make_mask(2, 2, 12, 10, mask_function=window), (2, 12), (True, 4, 7, 12)),
     ):
-        assert mask is not None
-        assert mask.numel() == 0
-        layout = read_mask(mask, False, queries, keys)
-        assert (layout.is_causal, layout.window, layout.start, layout.stop) == expected
-        assert (layout.attn_mask, layout.segment_ids) == (None, None)
+        assert isinstance(mask, Mask)
+        assert read_mask(mask, False, queries, keys) is mask
+        assert (mask.arguments["is_causal"], mask.window, mask.start, mask.stop) == expected
+        assert (mask.attn_mask, mask.segment_ids) == (None, None)
 
 
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]]).expand(2, -1)
@@ -86,14 +86,10 @@ def test_every_recognized_mask_shows_the_same_keys_as_the_dense_one(name: str) -
         if made is None:
             assert (name, padding) == ("all", None)
         else:
-            assert made.dtype in (torch.uint8, torch.int32)
-            assert read_mask(made, True, 12, 12).is_causal == is_causal(made, False)
-        layout = read_mask(made, False, 12, 12)
+            assert isinstance(made, Mask)
+        mask = read_mask(made, False, 12, 12)
         q = torch.zeros(2, 1, 12, 4)
-        weights = attnzoo.attention_weights(
-            q, q, q, attn_mask=layout.attn_mask, is_causal=layout.is_causal, window=layout.window,
-            segment_ids=layout.segment_ids,
-        )  # fmt: skip
+        weights = attnzoo.attention_weights(q, q, q, **mask.arguments)
         rows = torch.ones(2, 12, dtype=torch.bool) if padding is None else padding
         assert torch.equal((weights > 0).squeeze(1)[rows], dense.squeeze(1)[rows])
 
@@ -113,29 +109,84 @@ def test_other_mask_functions_become_dense_masks() -> None:
         chunked_overlay(3, torch.tensor([0, 0])),
     ):
         made = make_mask(2, 12, 12, mask_function=function)
-        assert made is not None
+        assert isinstance(made, Tensor)
         assert (made.dtype, made.shape) == (torch.bool, (2, 1, 12, 12))
 
 
 def test_models_that_change_their_masks_get_dense_ones() -> None:
-    """A static cache that may be compiled gets a key mask for its single query instead."""
+    """A static cache that may be compiled gets a `Mask` for its single query instead."""
     window = sliding_window_causal_mask_function(3)
     for function in (causal_mask_function, window):
         options: dict[str, Any] = {"mask_function": function, "allow_is_causal_skip": False}
         made = make_mask(2, 12, 12, **options)
-        assert made is not None
+        assert isinstance(made, Tensor)
         assert (made.dtype, made.shape) == (torch.bool, (2, 1, 12, 12))
-        seen = [1] * 8 if function is causal_mask_function else [0] * 5 + [1] * 3
-        for keys, dtype in ((8, torch.bool), (20, torch.uint8)):
-            made = make_mask(2, 1, keys, 7, **options)
-            assert made is not None
-            assert made.dtype == dtype
-            assert made.int().tolist() == [[[seen]]] * 2
+        first = 0 if function is causal_mask_function else 5
+        made = make_mask(2, 1, 8, 7, **options)
+        assert isinstance(made, Tensor)
+        assert made.tolist() == [[[[False] * first + [True] * (8 - first)]]] * 2
+        made = make_mask(2, 1, 20, 7, **options)
+        assert isinstance(made, Mask)
+        assert (made.start, made.stop, made.attn_mask) == (first, 8, None)
     made = make_mask(
         2, 12, 12, mask_function=bidirectional_mask_function, allow_is_bidirectional_skip=False
     )
-    assert made is not None
+    assert isinstance(made, Tensor)
     assert made.dtype == torch.bool
+
+
+def test_mask_of_another_call_raises() -> None:
+    """As of a model that adds keys after it has made its masks."""
+    made = make_mask(2, 12, 12)
+    with pytest.raises(ValueError, match="for 12 queries and 14 keys, .* got one for 12 .* and 12"):
+        read_mask(made, True, 12, 14)
+
+
+@pytest.mark.parametrize("name", functions())
+def test_mask_added_to_scores_hides_the_same_keys_as_the_dense_one(name: str) -> None:
+    function, expected = functions()[name]
+    padding = left_padding().bool()
+    dense = masks._dense(2, 12, 12, 0, 0, expected, padding)
+    shown = with_documents(DOCUMENTS, padding) if "packed" in name else padding
+    scores = torch.zeros(2, 3, 12, 12) + make_mask(2, 12, 12, 0, 0, function, shown)
+    assert torch.equal((scores == 0)[:, 0][padding], dense[:, 0][padding])
+
+
+@pytest.mark.parametrize("padding", [left_padding(), left_padding().flip(1)], ids=["left", "right"])
+def test_module_that_adds_its_mask_itself_gets_it_too(padding: Tensor) -> None:
+    """The encoder computes softmax itself for a short input, and shares the decoder's config."""
+    sizes: dict[str, Any] = {f"{who}_{what}": n for who in ("encoder", "decoder")
+             for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
+    config = BigBirdPegasusConfig(vocab_size=99, d_model=32, max_position_embeddings=64, **sizes)
+    model = BigBirdPegasusModel(config).eval()
+    for parameter in model.parameters():  # weights large enough that the mask changes the outputs
+        torch.nn.init.normal_(parameter, std=0.3)
+    inputs = {"input_ids": ids(), "decoder_input_ids": ids(7)}
+    expected = eager(model)(**inputs, attention_mask=padding).last_hidden_state
+    assert not torch.allclose(model(**inputs).last_hidden_state, expected, atol=1e-2)
+    actual = convert(model, "softmax")(**inputs, attention_mask=padding).last_hidden_state
+    assert torch.allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "variant"), [(llama, "softmax"), (gpt2, "ssmax"), (gemma2, "softmax")]
+)
+def test_masks_made_by_generate_pass_into_its_compiled_graph(make: Any, variant: str) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = convert(make(), variant)
+    compilation: Any = CompileConfig(backend=backend, fullgraph=True, mode=None)
+    compilation._compile_all_devices = True
+    static = {"cache_implementation": "static"}
+    expected = generate(model, disable_compile=True, **static)
+    assert torch.equal(generate(model, compile_config=compilation, **static), expected)
+    assert graphs
+    torch.compiler.reset()
 
 
 def test_causal_call_without_a_mask_whose_keys_are_unclear_raises() -> None:

@@ -26,28 +26,28 @@ def test_softmax_is_cross_entropy(reduction: str, smoothing: float) -> None:
     options: dict[str, Any] = {
         "weight": rand(11, seed=1).abs(), "label_smoothing": smoothing, "reduction": reduction
     }  # fmt: skip
-    found, want = dense_loss(z, TARGET, **options), cross_entropy(z, TARGET, **options)
-    torch.testing.assert_close(found, want, rtol=1e-13, atol=1e-13)
-    gradients = (torch.autograd.grad(loss.sum(), z)[0] for loss in (found, want))
+    actual, want = dense_loss(z, TARGET, **options), cross_entropy(z, TARGET, **options)
+    torch.testing.assert_close(actual, want, rtol=1e-13, atol=1e-13)
+    gradients = (torch.autograd.grad(loss.sum(), z)[0] for loss in (actual, want))
     torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("alpha", [1.1, 1.5, 1.8, 2.0])
 def test_entmax_is_the_loss_of_the_entmax_package(alpha: float) -> None:
     z = (2 * rand(6, 11)).requires_grad_()
-    found = dense_loss(z, TARGET, "entmax", alpha=alpha, reduction="none")
+    actual = dense_loss(z, TARGET, "entmax", alpha=alpha, reduction="none")
     want = entmax.entmax_bisect_loss(z, TARGET.clamp(min=0), alpha, n_iter=60)
     want = torch.where(TARGET >= 0, want, 0.0)
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
-    gradients = (torch.autograd.grad(loss.sum(), z)[0] for loss in (found, want))
+    torch.testing.assert_close(actual, want, rtol=1e-12, atol=1e-12)
+    gradients = (torch.autograd.grad(loss.sum(), z)[0] for loss in (actual, want))
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 def test_sigmoid_is_binary_cross_entropy() -> None:
     z, y = rand(6, 11), TARGET.clamp(min=0)
     want = binary_cross_entropy_with_logits(z - 0.4, one_hot(y, 11).double(), reduction="none")
-    found = dense_loss(z, y, "sigmoid", bias=-0.4, reduction="none")
-    torch.testing.assert_close(found, want.sum(1), rtol=1e-13, atol=1e-13)
+    actual = dense_loss(z, y, "sigmoid", bias=-0.4, reduction="none")
+    torch.testing.assert_close(actual, want.sum(1), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("variant", ["taylor", "topk", "sink"])
@@ -57,16 +57,16 @@ def test_loss_is_minus_the_logarithm_of_the_weight(variant: str) -> None:
     e = 1 + z + z**2 / 2 if variant == "taylor" else z.exp()
     total = e.sum(-1, keepdim=True) + (math.exp(0.7) if variant == "sink" else 0)
     want = -(e / total).gather(1, y[:, None])[:, 0].log()
-    found = dense_loss(z, y, variant, reduction="none", **params)
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    actual = dense_loss(z, y, variant, reduction="none", **params)
+    torch.testing.assert_close(actual, want, rtol=1e-12, atol=1e-12)
 
 
 def test_topk_counts_the_kept_classes_and_the_target() -> None:
     z = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0]], dtype=torch.float64)
     for y, classes in ((0, [0, 1, 2]), (1, [1, 2]), (4, [1, 2, 4])):
-        found = dense(z, torch.tensor([y]), "topk", top_k=2)
-        assert float(found.loss) == pytest.approx(float(z[0, classes].logsumexp(0) - z[0, y]))
-        assert float(found.rows.lse) == pytest.approx(float(z[0, classes].logsumexp(0)))
+        result = dense(z, torch.tensor([y]), "topk", top_k=2)
+        assert float(result.loss) == pytest.approx(float(z[0, classes].logsumexp(0) - z[0, y]))
+        assert float(result.rows.lse) == pytest.approx(float(z[0, classes].logsumexp(0)))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])

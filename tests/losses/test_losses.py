@@ -50,15 +50,15 @@ def every_row(rows: tuple[Row, ...]) -> Any:
 TIGHT = {"rtol": 1e-10, "atol": 1e-10, "equal_nan": True}
 
 
-def agree(found: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+def agree(actual: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-10) -> None:
     """Errors are relative to the largest element, or to 1 if it is smaller."""
-    assert found.keys() == want.keys()
+    assert actual.keys() == want.keys()
     for name, exact in want.items():
-        assert found[name].shape == exact.shape, name
+        assert actual[name].shape == exact.shape, name
         largest = float(exact.abs().max()) if exact.numel() else 0.0
         atol = tolerance * max(1.0, largest) if largest == largest else 0.0
         torch.testing.assert_close(
-            found[name].double(), exact, rtol=0, atol=atol, equal_nan=True,
+            actual[name].double(), exact, rtol=0, atol=atol, equal_nan=True,
             msg=lambda text, name=name: f"{name}: {text}",
         )  # fmt: skip
 
@@ -72,12 +72,12 @@ def test_values_and_gradients_agree_in_fp64(row: dict[str, Any], seed: int) -> N
 @every_row(LOW)
 def test_values_and_gradients_are_within_error_bounds(row: dict[str, Any], seed: int) -> None:
     inputs = make(row, seed)
-    found, exact = by_library(inputs), by_definition(inputs)
-    assert found["loss"].dtype == torch.float32
+    results, exact = by_library(inputs), by_definition(inputs)
+    assert results["loss"].dtype == torch.float32
     if exact["loss"].isnan().any():  # the mean of no tokens
-        assert found["loss"].isnan().all()
+        assert results["loss"].isnan().all()
         del exact["loss"]
-    assert violations("losses", found, exact, bounds(inputs)) == []
+    assert violations("losses", results, exact, bounds(inputs)) == []
 
 
 def simple(setting: str, tokens: int, classes: int, features: int = 5, **options: Any) -> Inputs:
@@ -98,12 +98,12 @@ def test_loss_of_logits_equals_linear_loss_of_their_factors(
     bias = arguments.pop("linear_bias").detach()
     z = (arguments.pop("input") @ arguments.pop("linear_weight").mT + bias).detach()
     z = z.mT.contiguous().mT.requires_grad_(grad)
-    found = loss(z, variant=inputs.variant, **arguments)
+    actual = loss(z, variant=inputs.variant, **arguments)
     _, again = inputs.arguments()
     want = linear_loss(variant=inputs.variant, **again)
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, want, rtol=1e-12, atol=1e-12)
     if grad:
-        (dz,) = torch.autograd.grad(found.sum(), z)
+        (dz,) = torch.autograd.grad(actual.sum(), z)
         dbias, dinput = torch.autograd.grad(want.sum(), [again["linear_bias"], again["input"]])
         torch.testing.assert_close(dz.sum(0), dbias, rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(dz @ again["linear_weight"], dinput, rtol=1e-11, atol=1e-11)
@@ -124,13 +124,13 @@ def test_huge_logits(setting: str, dtype: torch.dtype) -> None:
     inputs.leaves["input"].mul_(1e4)
     if inputs.variant == "topk":
         inputs = Inputs(inputs.variant, inputs.leaves, inputs.rest, inputs.do)
-    found, exact = by_library(inputs), by_definition(inputs)
-    assert all(bool(x.isfinite().all()) for x in found.values())
+    results, exact = by_library(inputs), by_definition(inputs)
+    assert all(bool(x.isfinite().all()) for x in results.values())
     if dtype == torch.float64:
         # Scores of 1e4 have rounding errors of about 1e-12 per summed term.
-        agree(found, exact, 1e-9)
+        agree(results, exact, 1e-9)
     else:
-        assert violations("losses", found, exact, bounds(inputs)) == []
+        assert violations("losses", results, exact, bounds(inputs)) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}])
@@ -143,9 +143,9 @@ def test_a_common_offset_of_the_logits_loses_no_digits(
     params = {"top_k": 5} if variant == "topk" else options
     z = (rand(40, 50).clamp(-2, 2) * 3 + offset).float()
     y = torch.arange(40)
-    found, exact = (loss(x, y, variant, reduction="none", **params) for x in (z, z.double()))
+    actual, exact = (loss(x, y, variant, reduction="none", **params) for x in (z, z.double()))
     # Rounding of sums of 50 numbers below 12.
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=50 * 12 * 2**-24)
+    torch.testing.assert_close(actual.double(), exact, rtol=0, atol=50 * 12 * 2**-24)
 
 
 @pytest.mark.parametrize("classes", [1, 2, 100, 5000])
@@ -176,12 +176,12 @@ def test_taylor_is_accurate_if_all_classes_share_an_offset(classes: int, offset:
     h = rand(64, 8)
     x, e = (h - h.mean(-1, keepdim=True)).float(), (rand(classes, 8, seed=1) + offset).float()
     y = torch.arange(64) % classes
-    found = linear_loss(x, e, y, "taylor", reduction="none")
+    actual = linear_loss(x, e, y, "taylor", reduction="none")
     exact = dense_linear(x, e, y, "taylor", reduction="none").loss
     eps = torch.finfo(torch.float32).eps
     score_error = (8 / 2 + 2) * eps * (x.double().abs() @ e.double().abs().mT).amax(-1)
     allowed = 2 * score_error + 8 * eps * exact
-    assert bool(((found - exact).abs() <= allowed).all())
+    assert bool(((actual - exact).abs() <= allowed).all())
 
 
 # ---- statistics -----------------------------------------------------------------------------
@@ -204,26 +204,26 @@ def test_statistics_agree(setting: str, reduction: str) -> None:
     value, stats = linear_loss(variant=inputs.variant, return_stats=True, **arguments)
     exact = dense_linear(variant=inputs.variant, **arguments)
     torch.testing.assert_close(value, exact.loss, **TIGHT)
-    kept, rows = exact.kept, exact.rows
+    counted, rows = exact.kept, exact.rows
     for name in ("lse", "threshold", "power_sum"):
         have, want = getattr(stats, name), getattr(rows, name)
         if want is None:
             assert have is None, name
             continue
-        want = torch.where(kept, want.detach(), torch.nan)
+        want = torch.where(counted, want.detach(), torch.nan)
         torch.testing.assert_close(have, want, **TIGHT)
         assert not have.requires_grad
     score = rows.scores.gather(1, target.clamp(min=0)[:, None])[:, 0].detach()
-    torch.testing.assert_close(stats.target_score, torch.where(kept, score, torch.nan), **TIGHT)
-    support = torch.where(kept, (rows.weights > 0).sum(-1), 0)
+    torch.testing.assert_close(stats.target_score, torch.where(counted, score, torch.nan), **TIGHT)
+    support = torch.where(counted, (rows.weights > 0).sum(-1), 0)
     assert torch.equal(stats.support.long(), support)
     assert not stats.target_score.requires_grad
     plain = linear_loss(variant=inputs.variant, **arguments)
     assert torch.equal(plain, value)
     gradients = torch.autograd.grad(value.sum(), list(leaves.values()))
     expected = torch.autograd.grad(plain.sum(), list(leaves.values()))
-    for found, want in zip(gradients, expected, strict=True):
-        assert torch.equal(found, want)
+    for actual, want in zip(gradients, expected, strict=True):
+        assert torch.equal(actual, want)
 
 
 @pytest.mark.parametrize("variant", ["softmax", "entmax", "sigmoid", "taylor"])
@@ -249,8 +249,8 @@ def test_masking_classes_equals_removing_them(setting: str) -> None:
     few["linear_bias"] = leaves["linear_bias"][:7]
     want = differences(linear_loss(variant=inputs.variant, **few), leaves)
     mask = torch.arange(12) < 7
-    found = linear_loss(variant=inputs.variant, class_mask=mask, **arguments)
-    agree(differences(found, leaves), want)
+    actual = linear_loss(variant=inputs.variant, class_mask=mask, **arguments)
+    agree(differences(actual, leaves), want)
 
 
 def differences(value: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -282,5 +282,5 @@ def test_lse_penalty_is_added_without_the_class_weight(variant: str, reduction: 
         penalty = penalty.sum()
     if reduction == "mean":
         penalty = penalty / weight[y[y >= 0]].sum()
-    found = linear_loss(x, e, y, variant, lse_penalty=0.3, **options)
-    torch.testing.assert_close(found, plain + penalty, rtol=1e-12, atol=1e-12)
+    actual = linear_loss(x, e, y, variant, lse_penalty=0.3, **options)
+    torch.testing.assert_close(actual, plain + penalty, rtol=1e-12, atol=1e-12)

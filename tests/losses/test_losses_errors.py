@@ -128,12 +128,12 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_wrong_arguments_raise(name: str) -> None:
-    kind, match, given = BAD[name]
-    arguments = {"input": INPUT, "linear_weight": WEIGHT, "target": TARGET, **given}
+    kind, match, wrong = BAD[name]
+    arguments = {"input": INPUT, "linear_weight": WEIGHT, "target": TARGET, **wrong}
     with pytest.raises(kind, match=match) as error:
         linear_loss(**arguments)
     assert len(str(error.value)) < 300
-    changed = {"input", "linear_weight", "linear_bias"} & set(given)
+    changed = {"input", "linear_weight", "linear_bias"} & set(wrong)
     if not changed:
         arguments.pop("input")
         arguments.pop("linear_weight")
@@ -174,9 +174,9 @@ def test_a_masked_class_and_an_ignored_token_without_classes_get_no_gradient() -
     mask[1] = False  # an ignored token may have no class at all
     for variant in ("softmax", "entmax", "sigmoid", "taylor"):
         x, e = INPUT.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
-        found = linear_loss(x, e, y, variant, class_mask=mask, reduction="none")
-        assert float(found.detach()[1]) == 0.0
-        gradients = torch.autograd.grad(found.sum(), (x, e))
+        losses = linear_loss(x, e, y, variant, class_mask=mask, reduction="none")
+        assert float(losses.detach()[1]) == 0.0
+        gradients = torch.autograd.grad(losses.sum(), (x, e))
         assert all(bool(g.isfinite().all()) for g in gradients)
         assert not bool(gradients[0][1].any())
         assert not bool(gradients[1][2].any())
@@ -193,26 +193,26 @@ def test_errors_do_not_depend_on_reduction_or_gradients() -> None:
 # ---- NaN and infinity ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("variant", LOSSES)
-def test_nan_in_a_token_only_affects_its_own_loss_and_gradient(variant: str, value: float) -> None:
-    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+def test_nan_in_a_token_only_affects_its_own_loss_and_gradient(variant: str, number: float) -> None:
+    def losses_and_gradient(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.clone().requires_grad_()
         e, y = rand(300, 5, seed=1).float(), torch.arange(200)
-        found = linear_loss(x, e, y, variant, reduction="none", **params_of(variant))
-        return found.detach(), torch.autograd.grad(found.sum(), x)[0]
+        losses = linear_loss(x, e, y, variant, reduction="none", **params_of(variant))
+        return losses.detach(), torch.autograd.grad(losses.sum(), x)[0]
 
     x = rand(200, 5).float()
-    clean, clean_gradient = run(x)
+    clean, clean_gradient = losses_and_gradient(x)
     assert bool(clean.isfinite().all())
-    x[131, 2] = value
-    found, gradient = run(x)
-    assert not bool(found[131].isfinite())
-    if value != value:
-        assert bool(found[131].isnan())
+    x[131, 2] = number
+    losses, gradient = losses_and_gradient(x)
+    assert not bool(losses[131].isfinite())
+    if number != number:
+        assert bool(losses[131].isnan())
         assert bool(gradient[131].isnan().any())
     others = torch.arange(200) != 131
-    torch.testing.assert_close(found[others], clean[others])
+    torch.testing.assert_close(losses[others], clean[others])
     torch.testing.assert_close(gradient[others], clean_gradient[others])
 
 
@@ -235,12 +235,12 @@ def test_nan_in_an_ignored_token_has_no_effect(variant: str) -> None:
     y[7] = -100
     for reduction in ("mean", "none"):
         results = []
-        for value in (0.0, torch.nan):
-            x[7] = value
+        for number in (0.0, torch.nan):
+            x[7] = number
             leaf = x.clone().requires_grad_()
-            found = linear_loss(leaf, e, y, variant, reduction=reduction, **params_of(variant))
-            gradients = torch.autograd.grad(found.sum(), (leaf, e))
-            results.append((found.detach(), *gradients))
+            value = linear_loss(leaf, e, y, variant, reduction=reduction, **params_of(variant))
+            gradients = torch.autograd.grad(value.sum(), (leaf, e))
+            results.append((value.detach(), *gradients))
         for clean, dirty in zip(*results, strict=True):
             torch.testing.assert_close(dirty, clean)
 
@@ -252,9 +252,9 @@ def test_nan_in_a_token_gives_a_reduced_loss_of_nan(variant: str, reduction: str
     x[3, 1] = torch.nan
     x.requires_grad_()
     e = rand(30, 5, seed=1).float()
-    found = linear_loss(x, e, torch.arange(20), variant, reduction=reduction, **params_of(variant))
-    assert bool(found.isnan())
-    (gradient,) = torch.autograd.grad(found, x)
+    value = linear_loss(x, e, torch.arange(20), variant, reduction=reduction, **params_of(variant))
+    assert bool(value.isnan())
+    (gradient,) = torch.autograd.grad(value, x)
     others = torch.arange(20) != 3
     assert bool(gradient[others].isfinite().all())
 
@@ -267,7 +267,7 @@ def test_nothing_warns(variant: str) -> None:
         warnings.simplefilter("error")
         for reduction in ("mean", "none"):
             for target in (y, torch.full_like(y, -100), EMPTY):
-                found = linear_loss(
+                value = linear_loss(
                     x[: len(target)], e, target, variant, reduction=reduction, **params_of(variant)
                 )
-                found.sum().backward()
+                value.sum().backward()

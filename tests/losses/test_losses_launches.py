@@ -52,9 +52,9 @@ def launches(tokens: int, classes: int, variant: str, **params: Any) -> Launches
     h = torch.empty(tokens, 2048, dtype=torch.bfloat16, device="meta", requires_grad=True)
     e = torch.empty(classes, 2048, dtype=torch.bfloat16, device="meta", requires_grad=True)
     y = torch.empty(tokens, dtype=torch.int64, device="meta")
-    with Launches() as seen:
+    with Launches() as recorded:
         linear_loss(h, e, y, variant, **params).backward()
-    return seen
+    return recorded
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def meta_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_large_layer_takes_few_launches(case: str) -> None:
     """Forward and backward. The host waits once, for the tokens that are not ignored."""
     variant, params, most = MOST[case]
-    seen = launches(8192, 128256, variant, **params)
-    assert 0 < seen.launched <= most, seen.launches
-    assert seen.waited == 1, seen.waits
+    recorded = launches(8192, 128256, variant, **params)
+    assert 0 < recorded.launched <= most, recorded.launches
+    assert recorded.waited == 1, recorded.waits
 
 
 @pytest.mark.usefixtures("meta_is_a_gpu")
@@ -141,14 +141,14 @@ def test_rows_of_masked_classes_may_be_nan() -> None:
     x, e, _ = (t.detach() for t in tensors(40, 60, 8))
     e[50:] = torch.nan
     mask, y = torch.arange(60) < 50, torch.arange(40)
-    found, want = [], []
-    for results, rows, some in ((found, e, mask), (want, e[:50].clone(), None)):
+    masked, removed = [], []
+    for destination, rows, some in ((masked, e, mask), (removed, e[:50].clone(), None)):
         leaves = x.clone().requires_grad_(), rows.clone().requires_grad_()
         value = linear_loss(*leaves, y, "sparsemax", class_mask=some)
-        results += [value, *torch.autograd.grad(value, leaves)]
-    found[2] = found[2][:50]
-    for have, right in zip(found, want, strict=True):
-        torch.testing.assert_close(have, right)
+        destination += [value, *torch.autograd.grad(value, leaves)]
+    masked[2] = masked[2][:50]
+    for have, want in zip(masked, removed, strict=True):
+        torch.testing.assert_close(have, want)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

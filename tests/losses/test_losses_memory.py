@@ -28,12 +28,12 @@ def test_memory_is_at_most_an_eighth_of_the_logits(variant: str, reduction: str)
     y = targets(tokens, classes)
     params = params_of(variant)
 
-    def run() -> None:
+    def step() -> None:
         options: dict[str, Any] = {"linear_bias": b, "reduction": reduction, **params}
         linear_loss(x, e, y, variant, **options).sum().backward()
 
     gradients = 4 * (x.numel() + e.numel() + b.numel())
-    assert peak_of(run) - gradients <= tokens * classes * 4 / 8
+    assert peak_of(step) - gradients <= tokens * classes * 4 / 8
 
 
 EVERY = torch.ones(32000, dtype=torch.bool)
@@ -76,14 +76,14 @@ def test_results_repeat(variant: str) -> None:
     for reduction in ("mean", "none"):
         results = []
         for _ in range(2):
-            found = linear_loss(x, e, y, variant, linear_bias=b, reduction=reduction, **params)
-            results.append((found.detach(), *torch.autograd.grad(found.sum(), (x, e, b))))
+            value = linear_loss(x, e, y, variant, linear_bias=b, reduction=reduction, **params)
+            results.append((value.detach(), *torch.autograd.grad(value.sum(), (x, e, b))))
         assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("variant", some(LOSSES))
 def test_uninitialized_memory_is_not_read(variant: str, poisoned_memory: None) -> None:
     x, e, b = tensors(50, 40)
-    found = linear_loss(x, e, targets(50, 40), variant, linear_bias=b, **params_of(variant))
-    gradients = torch.autograd.grad(found, (x, e, b))
-    assert all(bool(value.isfinite().all()) for value in (found, *gradients))
+    loss = linear_loss(x, e, targets(50, 40), variant, linear_bias=b, **params_of(variant))
+    gradients = torch.autograd.grad(loss, (x, e, b))
+    assert all(bool(x.isfinite().all()) for x in (loss, *gradients))

@@ -20,8 +20,8 @@ from helpers.loss_definitions import dense_linear
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
-def same(found: Any, want: Any, **close: Any) -> None:
-    for have, exact in zip(found, want, strict=True):
+def same(actual: Any, want: Any, **close: Any) -> None:
+    for have, exact in zip(actual, want, strict=True):
         torch.testing.assert_close(have, exact, **(close or CLOSE))
 
 
@@ -36,12 +36,12 @@ def test_backward_twice_gives_the_same_gradients(variant: str, reduction: str) -
     params = {**params_of(variant), **extra}
     leaves = [*inputs, *extra.values()]
     x, e, b = inputs
-    found = linear_loss(x, e, targets(), variant, linear_bias=b, reduction=reduction, **params)
-    found = found.sum()
-    first = torch.autograd.grad(found, leaves, retain_graph=True)
+    value = linear_loss(x, e, targets(), variant, linear_bias=b, reduction=reduction, **params)
+    value = value.sum()
+    first = torch.autograd.grad(value, leaves, retain_graph=True)
     copies = [g.clone() for g in first]
-    second = torch.autograd.grad(3 * found, leaves, retain_graph=True)
-    third = torch.autograd.grad(found, leaves)
+    second = torch.autograd.grad(3 * value, leaves, retain_graph=True)
+    third = torch.autograd.grad(value, leaves)
     same(first, copies)
     same(second, [3 * g for g in copies])
     same(third, copies)
@@ -58,8 +58,8 @@ def test_second_derivatives_raise_or_are_right(variant: str, reduction: str) -> 
 
     def second(function: Any) -> tuple[Tensor, ...]:
         options: dict[str, Any] = {"linear_bias": b, "reduction": reduction, **params_of(variant)}
-        found = function(x, e, targets(), variant, **options).sum()
-        (dx,) = torch.autograd.grad(found, x, create_graph=True)
+        value = function(x, e, targets(), variant, **options).sum()
+        (dx,) = torch.autograd.grad(value, x, create_graph=True)
         return torch.autograd.grad(dx.square().sum(), (x, e, b))
 
     if variant == "taylor":
@@ -74,16 +74,16 @@ def test_second_derivatives_raise_or_are_right(variant: str, reduction: str) -> 
 def test_transforms_raise(name: str) -> None:
     x, e, _ = (t.detach() for t in tensors())
 
-    def run(x: Tensor) -> Tensor:
+    def loss_of(x: Tensor) -> Tensor:
         return linear_loss(x, e, targets())
 
     with pytest.raises((ValueError, RuntimeError), match="torch.func|vmap|transform"):
         if name == "vmap":
-            torch.vmap(run)(x[None])
+            torch.vmap(loss_of)(x[None])
         elif name == "grad":
-            torch.func.grad(run)(x)
+            torch.func.grad(loss_of)(x)
         else:
-            torch.func.jvp(run, (x,), (x,))
+            torch.func.jvp(loss_of, (x,), (x,))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -94,16 +94,16 @@ def test_without_gradients_the_value_is_the_same(variant: str, reduction: str) -
     want = linear_loss(x, e, targets(), variant, **options)
     assert want.requires_grad
     with torch.no_grad():
-        found = linear_loss(x, e, targets(), variant, **options)
-    assert not found.requires_grad
-    torch.testing.assert_close(found, want.detach(), **CLOSE)
+        actual = linear_loss(x, e, targets(), variant, **options)
+    assert not actual.requires_grad
+    torch.testing.assert_close(actual, want.detach(), **CLOSE)
     with torch.inference_mode():
-        found = linear_loss(x, e, targets(), variant, **options)
-    torch.testing.assert_close(found.clone(), want.detach(), **CLOSE)
+        actual = linear_loss(x, e, targets(), variant, **options)
+    torch.testing.assert_close(actual.clone(), want.detach(), **CLOSE)
     options["linear_bias"] = b.detach()
-    found = linear_loss(x.detach(), e.detach(), targets(), variant, **options)
-    assert not found.requires_grad
-    torch.testing.assert_close(found, want.detach(), **CLOSE)
+    actual = linear_loss(x.detach(), e.detach(), targets(), variant, **options)
+    assert not actual.requires_grad
+    torch.testing.assert_close(actual, want.detach(), **CLOSE)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -114,18 +114,18 @@ def test_each_input_may_be_the_only_one_that_requires_a_gradient(
     inputs, extra = tensors(), learned(variant)
     names = ["input", "linear_weight", "linear_bias", *extra]
     leaves = dict(zip(names, (*inputs, *extra.values()), strict=True))
-    given = torch.linspace(0.5, 1.5, 23).double() if reduction == "none" else None
+    upstream = torch.linspace(0.5, 1.5, 23).double() if reduction == "none" else None
 
-    def run(arguments: dict[str, Tensor]) -> Tensor:
+    def loss_of(arguments: dict[str, Tensor]) -> Tensor:
         options = {**params_of(variant), **arguments}
         return linear_loss(target=targets(), variant=variant, reduction=reduction, **options)
 
-    want = torch.autograd.grad(run(leaves), list(leaves.values()), given)
+    want = torch.autograd.grad(loss_of(leaves), list(leaves.values()), upstream)
     for name, exact in zip(names, want, strict=True):
         only = {k: x.detach() for k, x in leaves.items()}
         only[name].requires_grad_()
-        found = torch.autograd.grad(run(only), only[name], given)
-        same(found, [exact])
+        gradients = torch.autograd.grad(loss_of(only), only[name], upstream)
+        same(gradients, [exact])
 
 
 @pytest.mark.parametrize("variant", some(LOSSES))
@@ -133,10 +133,12 @@ def test_gradients_accumulate_over_calls_with_a_shared_weight(variant: str) -> N
     x, e, b = tensors()
     y, params = targets(), params_of(variant)
     for part in (slice(0, 10), slice(10, 23)):
-        found = linear_loss(x[part], e, y[part], variant, linear_bias=b, reduction="sum", **params)
-        found.backward()
-    whole = linear_loss(x, e, y, variant, linear_bias=b, reduction="sum", **params)
-    same((x.grad, e.grad, b.grad), torch.autograd.grad(whole, (x, e, b)))
+        part_loss = linear_loss(
+            x[part], e, y[part], variant, linear_bias=b, reduction="sum", **params
+        )
+        part_loss.backward()
+    total = linear_loss(x, e, y, variant, linear_bias=b, reduction="sum", **params)
+    same((x.grad, e.grad, b.grad), torch.autograd.grad(total, (x, e, b)))
 
 
 def test_gradients_of_a_scaled_loss_are_scaled() -> None:
@@ -146,18 +148,18 @@ def test_gradients_of_a_scaled_loss_are_scaled() -> None:
     """
     x, e, b = tensors()
     for reduction in ("mean", "none"):
-        found = linear_loss(x, e, targets(), linear_bias=b, reduction=reduction).sum()
-        want = torch.autograd.grad(found, (x, e, b), retain_graph=True)
-        scaled = torch.autograd.grad(found * 1024, (x, e, b))
+        value = linear_loss(x, e, targets(), linear_bias=b, reduction=reduction).sum()
+        want = torch.autograd.grad(value, (x, e, b), retain_graph=True)
+        scaled = torch.autograd.grad(value * 1024, (x, e, b))
         same(scaled, [1024 * g for g in want])
 
 
 def test_tied_input_and_weight_sum_their_gradients() -> None:
     e = rand(9, 4).requires_grad_()
     y = torch.arange(9)
-    (found,) = torch.autograd.grad(linear_loss(e, e, y), e)
+    (actual,) = torch.autograd.grad(linear_loss(e, e, y), e)
     (want,) = torch.autograd.grad(torch.nn.functional.cross_entropy(e @ e.mT, y), e)
-    same([found], [want])
+    same([actual], [want])
 
 
 # ---- layouts ------------------------------------------------------------------------------------
@@ -170,28 +172,28 @@ def test_layouts_do_not_matter(variant: str, reduction: str) -> None:
     y = targets(22).reshape(2, 11)
     options: dict[str, Any] = {"reduction": reduction, **params_of(variant)}
 
-    def run(*given: Tensor) -> tuple[Tensor, ...]:
-        leaves = [t.requires_grad_() for t in given]
-        found = linear_loss(leaves[0], leaves[1], y, variant, linear_bias=leaves[2], **options)
-        return (found.detach(), *torch.autograd.grad(found.sum(), leaves))
+    def loss_and_gradients(*leaves: Tensor) -> tuple[Tensor, ...]:
+        x, e, b = (leaf.requires_grad_() for leaf in leaves)
+        value = linear_loss(x, e, y, variant, linear_bias=b, **options)
+        return (value.detach(), *torch.autograd.grad(value.sum(), leaves))
 
-    want = run(x.clone(), e.clone(), b.clone())
-    strided = run(
+    want = loss_and_gradients(x.clone(), e.clone(), b.clone())
+    strided = loss_and_gradients(
         x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
         e.mT.contiguous().mT,
         torch.stack([b, b], -1)[:, 0].detach(),
     )
     same(strided, want)
     y = y.mT.contiguous().mT
-    same(run(x.clone(), e.clone(), b.clone()), want)
+    same(loss_and_gradients(x.clone(), e.clone(), b.clone()), want)
 
 
 def test_expanded_inputs() -> None:
     x = rand(1, 5).expand(7, 5).requires_grad_()
     e, b = rand(31, 5, seed=1), torch.zeros(1).double().expand(31)
-    found = linear_loss(x, e, targets(7), linear_bias=b)
+    actual = linear_loss(x, e, targets(7), linear_bias=b)
     want = torch.nn.functional.cross_entropy(x @ e.mT, targets(7))
-    same([found, *torch.autograd.grad(found, x)], [want, *torch.autograd.grad(want, x)])
+    same([actual, *torch.autograd.grad(actual, x)], [want, *torch.autograd.grad(want, x)])
 
 
 # ---- autocast, checkpointing, compilation -------------------------------------------------------
@@ -208,9 +210,9 @@ def test_autocast_equals_a_call_with_rounded_inputs(variant: str, reduction: str
     options: dict[str, Any] = {"reduction": reduction, "linear_bias": b, **params}
     leaves = [x, e, b, *extra.values()]
     with torch.autocast("cpu", torch.bfloat16):
-        found = linear_loss(x, e, y, variant, **options)
-    assert found.dtype == torch.float32
-    gradients = torch.autograd.grad(found.sum(), leaves)
+        actual = linear_loss(x, e, y, variant, **options)
+    assert actual.dtype == torch.float32
+    gradients = torch.autograd.grad(actual.sum(), leaves)
     assert [g.dtype for g in gradients] == [torch.float32] * len(leaves)
     low = [t.detach().bfloat16().double().requires_grad_() for t in (x, e)]
     wide = {name: t.detach().double().requires_grad_() for name, t in extra.items()}
@@ -218,7 +220,7 @@ def test_autocast_equals_a_call_with_rounded_inputs(variant: str, reduction: str
     options.update(linear_bias=bias, **wide)
     want = linear_loss(*low, y, variant, **options)
     # bf16 has eps 2^-7. |bias| is below 3, so rounding it may shift scores by at most 3 · 2^-8.
-    torch.testing.assert_close(found.double(), want, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(actual.double(), want, rtol=2e-2, atol=2e-2)
     exact = torch.autograd.grad(want.sum(), [*low, bias, *wide.values()])
     for have, right in zip(gradients, exact, strict=True):
         scale = float(right.abs().max())
@@ -230,9 +232,9 @@ def test_autocast_keeps_scores_in_fp32() -> None:
     x = torch.tensor([[1.0, 0.25]], requires_grad=True)
     e = torch.tensor([[1000.0, 0.0], [1000.0, 1.0], [1000.0, 2.0]])
     with torch.autocast("cpu", torch.bfloat16):
-        found = linear_loss(x, e, torch.tensor([0]))
+        actual = linear_loss(x, e, torch.tensor([0]))
     want = torch.tensor([0.0, 0.25, 0.5]).logsumexp(0)
-    torch.testing.assert_close(found.detach(), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual.detach(), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -241,14 +243,14 @@ def test_checkpointing(variant: str, reduction: str) -> None:
     inputs, extra = tensors(), learned(variant)
     params = {**params_of(variant), **extra}
 
-    def run(x: Tensor, e: Tensor, b: Tensor) -> Tensor:
+    def compute_loss(x: Tensor, e: Tensor, b: Tensor) -> Tensor:
         options: dict[str, Any] = {"linear_bias": b, "reduction": reduction, **params}
         return linear_loss(x.tanh(), e, targets(), variant, **options).sum()
 
     leaves = [*inputs, *extra.values()]
-    want = torch.autograd.grad(run(*inputs), leaves)
-    found = torch.autograd.grad(checkpoint(run, *inputs, use_reentrant=False), leaves)
-    same(found, want)
+    want = torch.autograd.grad(compute_loss(*inputs), leaves)
+    actual = torch.autograd.grad(checkpoint(compute_loss, *inputs, use_reentrant=False), leaves)
+    same(actual, want)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -260,18 +262,18 @@ def test_compile(variant: str, reduction: str, dynamic: bool) -> None:
     extra = learned(variant)
     params = {**params_of(variant), **extra}
 
-    def run(x: Tensor, e: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    def compute_loss(x: Tensor, e: Tensor, b: Tensor, y: Tensor) -> Tensor:
         options: dict[str, Any] = {"linear_bias": b, "reduction": reduction, **params}
         return 2 * linear_loss(x.tanh(), e, y, variant, **options)
 
-    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    compiled = torch.compile(compute_loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for tokens in (23, 11):
         x, e, b = tensors(tokens)
         y = targets(tokens)
         leaves = [x, e, b, *extra.values()]
-        found, want = compiled(x, e, b, y), run(x, e, b, y)
-        torch.testing.assert_close(found, want, **CLOSE)
-        same(*(torch.autograd.grad(value.sum(), leaves) for value in (found, want)))
+        actual, want = compiled(x, e, b, y), compute_loss(x, e, b, y)
+        torch.testing.assert_close(actual, want, **CLOSE)
+        same(*(torch.autograd.grad(value.sum(), leaves) for value in (actual, want)))
 
 
 @pytest.mark.slow
@@ -283,16 +285,19 @@ def test_compile_with_inductor_statistics_and_mask(variant: str) -> None:
     torch.compiler.reset()
     mask = torch.arange(31) % 7 < 6
 
-    def run(x: Tensor, e: Tensor, b: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_score(x: Tensor, e: Tensor, b: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         options: dict[str, Any] = {"linear_bias": b, "return_stats": True, "class_mask": mask}
-        found, stats = linear_loss(x, e, y, variant, **options)
-        return found, stats.target_score
+        actual, stats = linear_loss(x, e, y, variant, **options)
+        return actual, stats.target_score
 
     x, e, b = tensors()
     y = torch.where(mask[targets() % 31], targets(), -100)
-    (found, score), (want, right) = torch.compile(run, fullgraph=True)(x, e, b, y), run(x, e, b, y)
-    same([found, score], [want, right], rtol=1e-12, atol=1e-12, equal_nan=True)
-    same(*(torch.autograd.grad(value, (x, e, b)) for value in (found, want)))
+    (actual, score), (want, right) = (
+        torch.compile(loss_and_score, fullgraph=True)(x, e, b, y),
+        loss_and_score(x, e, b, y),
+    )
+    same([actual, score], [want, right], rtol=1e-12, atol=1e-12, equal_nan=True)
+    same(*(torch.autograd.grad(value, (x, e, b)) for value in (actual, want)))
 
 
 def test_loss_of_logits_runs_in_modes() -> None:
@@ -300,9 +305,9 @@ def test_loss_of_logits_runs_in_modes() -> None:
     for variant in QUICK:
         params = params_of(variant)
         for reduction in ("mean", "none"):
-            found = loss(z, targets(), variant, reduction=reduction, **params).sum()
-            first = torch.autograd.grad(found, z, retain_graph=True)
-            same(torch.autograd.grad(found, z), first)
+            value = loss(z, targets(), variant, reduction=reduction, **params).sum()
+            first = torch.autograd.grad(value, z, retain_graph=True)
+            same(torch.autograd.grad(value, z), first)
 
 
 @pytest.mark.slow
@@ -317,7 +322,7 @@ def test_compile_with_operands_that_are_not_contiguous(function: Any) -> None:
         torch.arange(6),
     )
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    found, wanted = (
-        torch.autograd.grad(run(h, e, y, **options), [h, e]) for run in (compiled, function)
+    actual, want = (
+        torch.autograd.grad(f(h, e, y, **options), [h, e]) for f in (compiled, function)
     )
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, want)

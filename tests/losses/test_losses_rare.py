@@ -59,9 +59,9 @@ def test_support_counts_weights_and_not_slopes(label_smoothing: float) -> None:
 def test_an_unchecked_target_that_is_masked_has_an_infinite_loss(variant: str) -> None:
     mask = torch.ones(300, dtype=torch.bool)
     mask[TARGET[3]] = False
-    found = unchecked(variant, TARGET, mask)
-    assert found[3] == float("inf")
-    assert bool(found[torch.arange(40) != 3].isfinite().all())
+    losses = unchecked(variant, TARGET, mask)
+    assert losses[3] == float("inf")
+    assert bool(losses[torch.arange(40) != 3].isfinite().all())
 
 
 @pytest.mark.parametrize("variant", some(["softmax", "taylor"], COMPILED))
@@ -72,9 +72,9 @@ def test_an_unchecked_negative_target_raises(variant: str) -> None:
 
 def test_sigmoid_is_exact_for_large_scores_in_fp64() -> None:
     scores = torch.full((1, 4), 25.0, dtype=torch.float64)
-    found = loss(scores, torch.tensor([0]), "sigmoid", reduction="sum")
+    actual = loss(scores, torch.tensor([0]), "sigmoid", reduction="sum")
     exact = 3 * 25.0 + 4 * torch.tensor(-25.0, dtype=torch.float64).exp().log1p()
-    torch.testing.assert_close(found, exact, rtol=1e-15, atol=0)
+    torch.testing.assert_close(actual, exact, rtol=1e-15, atol=0)
 
 
 def test_top_weights_of_a_row_of_minus_infinity_with_a_sink_are_0() -> None:
@@ -91,20 +91,20 @@ def test_a_sink_may_be_far_from_all_logits(offset: float, b: float, dtype: torch
     sink = torch.tensor(b, dtype=exact_dtype, requires_grad=True)
     y, options = torch.arange(4), {"lse_penalty": 1e-3, "label_smoothing": 0.1}
     value, stats = loss(z, y, "sink", b=sink, reduction="none", return_stats=True, **options)
-    made = torch.autograd.grad(value.sum(), (z, sink))
+    gradients = torch.autograd.grad(value.sum(), (z, sink))
     s, extra = z.detach().double().requires_grad_(), sink.detach().double().requires_grad_()
     peak = s.detach().amax(-1, keepdim=True)
     lse = peak[:, 0] + (s - peak).logsumexp(-1)  # exp(s − lse), its gradient, keeps all digits
     target = 0.9 * s.gather(1, y[:, None])[:, 0] + 0.1 * s.mean(-1)
     exact = torch.logaddexp(lse, extra.expand(4)) - target + 1e-3 * lse.square()
-    wanted = torch.autograd.grad(exact.sum(), (s, extra))
+    exact_gradients = torch.autograd.grad(exact.sum(), (s, extra))
     # Fewer than 40 roundings of numbers up to the largest score, and one of the gradient.
     eps, size = torch.finfo(exact_dtype).eps, max(abs(b), float(s.detach().abs().max()))
     close = partial(torch.testing.assert_close, rtol=40 * eps)
     close(value.double(), exact, atol=40 * eps * size)
     assert stats.lse is not None
     close(stats.lse.double(), lse, atol=40 * eps * size)
-    for have, want in zip(made, wanted, strict=True):
+    for have, want in zip(gradients, exact_gradients, strict=True):
         close(have.double(), want, rtol=40 * eps + torch.finfo(dtype).eps, atol=40 * eps)
 
 
@@ -134,8 +134,8 @@ def test_a_class_without_probability_in_any_component_has_no_gradient() -> None:
 @pytest.mark.usefixtures("own_registry")
 def test_lse_penalty_depends_on_the_form() -> None:
     register("with_lse", Pairwise(EXP, "sum"), scores=False)
-    found = linear_loss(INPUT, WEIGHT, TARGET, "with_lse", lse_penalty=0.1)
-    torch.testing.assert_close(found, linear_loss(INPUT, WEIGHT, TARGET, lse_penalty=0.1))
+    actual = linear_loss(INPUT, WEIGHT, TARGET, "with_lse", lse_penalty=0.1)
+    torch.testing.assert_close(actual, linear_loss(INPUT, WEIGHT, TARGET, lse_penalty=0.1))
     register("without_lse", Pairwise(SIGMOID, "sum"), scores=True)
     with pytest.raises(ValueError, match="without_lse.*no log-sum-exp"):
         linear_loss(INPUT, WEIGHT, TARGET, "without_lse", lse_penalty=0.1)
@@ -174,9 +174,9 @@ def test_a_class_with_logit_minus_infinity_has_no_part_in_the_gradient_of_the_ga
     s = torch.tensor(0.4, requires_grad=True)
     z, y = torch.tensor([[1.0, 2.0, -torch.inf]]), torch.tensor([0])
     # ssmax counts the class. Its gain with 3 classes is that of s' = s log 3 / log 2 with 2.
-    (found,) = torch.autograd.grad(loss(z, y, "ssmax", s=s), s)
+    (gradient,) = torch.autograd.grad(loss(z, y, "ssmax", s=s), s)
     (exact,) = torch.autograd.grad(loss(z[:, :2], y, "ssmax", s=s * math.log2(3)), s)
-    assert float(found) == pytest.approx(float(exact), rel=1e-6)
+    assert float(gradient) == pytest.approx(float(exact), rel=1e-6)
     layer = OutputLayer(2, 3, "ssmax", s=0.4, learn=("s",))
     with torch.no_grad():
         layer.get_parameter("bias")[2] = -torch.inf
@@ -192,17 +192,17 @@ def test_rows_of_masked_classes_may_hold_nan(variant: str, visible: int) -> None
     params: dict[str, Any] = {"softcap": 5.0}
     if variant == "ssmax":
         params["s"] = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
-    found = []
+    results = []
     for count in (10, visible):
         e, b = rand(10, 3, seed=1)[:count], rand(10, seed=2)[:count]
         e[visible:], b[visible:] = torch.nan, torch.nan
         leaves = [h, *(x for x in params.values() if isinstance(x, Tensor)), e, b]
-        one = linear_loss(
+        value = linear_loss(
             h, e.requires_grad_(), y, variant, linear_bias=b.requires_grad_(),
             class_mask=mask if count == 10 else None, **params,
         )  # fmt: skip
-        found.append([one, *torch.autograd.grad(one, leaves)])
-    for with_mask, without in zip(*found, strict=True):
+        results.append([value, *torch.autograd.grad(value, leaves)])
+    for with_mask, without in zip(*results, strict=True):
         part = with_mask if with_mask.shape == without.shape else with_mask[:visible]
         torch.testing.assert_close(part, without, rtol=1e-10, atol=1e-12)
-    assert not any(bool(x[visible:].any()) for x in found[0][-2:])
+    assert not any(bool(x[visible:].any()) for x in results[0][-2:])

@@ -40,13 +40,15 @@ def leaves(target: Tensor, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [x.clone().requires_grad_() for x in tensors]
 
 
-def equal(found: Tensor, want: Tensor, inputs: list[Tensor], tolerance: float = 1e-12) -> None:
-    assert found.shape == want.shape
-    assert found.dtype == want.dtype
+def equal(actual: Tensor, want: Tensor, inputs: list[Tensor], tolerance: float = 1e-12) -> None:
+    assert actual.shape == want.shape
+    assert actual.dtype == want.dtype
     close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
-    torch.testing.assert_close(found, want, **close)
-    given = torch.linspace(0.5, 2, want.numel(), dtype=want.dtype).reshape(want.shape)
-    gradients = (torch.autograd.grad(x, inputs, given, retain_graph=True) for x in (found, want))
+    torch.testing.assert_close(actual, want, **close)
+    upstream = torch.linspace(0.5, 2, want.numel(), dtype=want.dtype).reshape(want.shape)
+    gradients = (
+        torch.autograd.grad(x, inputs, upstream, retain_graph=True) for x in (actual, want)
+    )
     for have, exact in zip(*gradients, strict=True):
         torch.testing.assert_close(have, exact, **close)
 
@@ -74,11 +76,11 @@ def test_softmax_is_cross_entropy(
 def test_softmax_is_linear_cross_entropy(reduction: str, dtype: torch.dtype) -> None:
     y = TARGETS["some ignored"]
     x, e, b = leaves(y, dtype)
-    found = linear_loss(x, e, y, linear_bias=b, reduction=reduction, label_smoothing=0.1)
+    actual = linear_loss(x, e, y, linear_bias=b, reduction=reduction, label_smoothing=0.1)
     want = linear_cross_entropy(
         x, e, y, linear_bias=b, reduction=reduction, label_smoothing=0.1, ignore_index=-100
     )
-    equal(found, want, [x, e, b], 1e-12 if dtype == torch.float64 else 2e-6)
+    equal(actual, want, [x, e, b], 1e-12 if dtype == torch.float64 else 2e-6)
 
 
 @pytest.mark.parametrize("ignore_index", [3, 16, -1, 400])
@@ -111,8 +113,8 @@ def test_weights_of_zero_give_nan_for_the_mean() -> None:
     weight = (torch.arange(CLASSES) != 2).double()
     for reduction in REDUCTIONS:
         want = cross_entropy(linear(x, e, b), y, weight=weight, reduction=reduction)
-        found = linear_loss(x, e, y, linear_bias=b, weight=weight, reduction=reduction)
-        torch.testing.assert_close(found, want, equal_nan=True)
+        actual = linear_loss(x, e, y, linear_bias=b, weight=weight, reduction=reduction)
+        torch.testing.assert_close(actual, want, equal_nan=True)
 
 
 @pytest.mark.parametrize("variant", ["entmax", "sparsemax", "sigmoid", "taylor", "sink", "ssmax"])
@@ -125,11 +127,11 @@ def test_without_counted_tokens_losses_equal_cross_entropy(variant: str, target:
         want = cross_entropy(linear(x, e, b), y, reduction=reduction)
         for mask in (None, torch.ones(CLASSES, dtype=torch.bool), of_tokens):
             options: dict[str, Any] = {"class_mask": mask, "reduction": reduction}
-            found = linear_loss(x, e, y, variant, linear_bias=b, **options)
-            equal(found, want, [x, e, b])
+            actual = linear_loss(x, e, y, variant, linear_bias=b, **options)
+            equal(actual, want, [x, e, b])
             equal(loss(linear(x, e, b), y, variant, **options), want, [x, e, b])
-        found = masked_loss(x, e, y, of_tokens, linear_bias=b, reduction=reduction)
-        equal(found, want, [x, e, b])
+        actual = masked_loss(x, e, y, of_tokens, linear_bias=b, reduction=reduction)
+        equal(actual, want, [x, e, b])
 
 
 @pytest.mark.parametrize(
@@ -139,18 +141,18 @@ def test_with_weights_of_zero_and_smoothing_losses_equal_cross_entropy(variant: 
     """The third token sees a class whose weight is not 0."""
     y = torch.tensor([2, 2, 2])
     x, e, b = leaves(y)
-    seen = torch.arange(CLASSES).expand(3, CLASSES) != torch.tensor([[4], [4], [-1]])
+    visible = torch.arange(CLASSES).expand(3, CLASSES) != torch.tensor([[4], [4], [-1]])
     weight = (torch.arange(CLASSES) == 4).double()
     for reduction in REDUCTIONS:
         options: dict[str, Any] = {"label_smoothing": 0.1, "reduction": reduction}
         want = cross_entropy(linear(x, e, b)[:2], y[:2], weight=0 * weight, **options)
         options |= {"linear_bias": b, "weight": weight}
-        found = linear_loss(x[:2], e, y[:2], variant, class_mask=seen[:2], **options)
-        equal(found, want, [x, e, b])
-    found = linear_loss(x, e, y, variant, class_mask=seen, **options)
-    assert found[:2].tolist() == [0, 0]
-    assert bool(found[2] > 0)
-    assert bool(torch.autograd.grad(found.sum(), x)[0].isfinite().all())
+        actual = linear_loss(x[:2], e, y[:2], variant, class_mask=visible[:2], **options)
+        equal(actual, want, [x, e, b])
+    actual = linear_loss(x, e, y, variant, class_mask=visible, **options)
+    assert actual[:2].tolist() == [0, 0]
+    assert bool(actual[2] > 0)
+    assert bool(torch.autograd.grad(actual.sum(), x)[0].isfinite().all())
 
 
 # ---- the `entmax` package ---------------------------------------------------------------------
@@ -180,12 +182,12 @@ def test_sparse_losses_are_those_of_the_entmax_package(
     x, e, b = leaves(y)
     z = linear(x, e, b)
     want = make(**options)(z, y)
-    ours: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "reduction": "mean" if reduction == "elementwise_mean" else reduction,
         "ignore_index": ignore_index,
         "linear_bias": b,
     }
-    equal(linear_loss(x, e, y, variant, **ours, **params), want, [x, e, b], 1e-10)
+    equal(linear_loss(x, e, y, variant, **arguments, **params), want, [x, e, b], 1e-10)
 
 
 # ---- binary cross entropy -----------------------------------------------------------------------
@@ -203,15 +205,15 @@ def test_sigmoid_is_binary_cross_entropy_summed_over_classes(
     want = want.sum(-1)
     want = {"none": want, "sum": want.sum(), "mean": want.mean()}[reduction]
     params = {} if bias is None else {"bias": bias}
-    found = linear_loss(x, e, y, "sigmoid", linear_bias=b, reduction=reduction, **params)
-    equal(found, want, [x, e, b])
+    actual = linear_loss(x, e, y, "sigmoid", linear_bias=b, reduction=reduction, **params)
+    equal(actual, want, [x, e, b])
 
 
 def test_sigmoid_of_clear_logits_does_not_overflow_or_cancel() -> None:
     z = torch.tensor([[200.0, -200.0, -30.0]]).requires_grad_()
-    found = loss(z, torch.tensor([0]), "sigmoid")
+    actual = loss(z, torch.tensor([0]), "sigmoid")
     want = binary_cross_entropy_with_logits(z, torch.tensor([[1.0, 0.0, 0.0]]), reduction="sum")
     # One unit in the last place of the logits is 1.5e-5.
-    assert found.item() == pytest.approx(want.item(), abs=2e-5)
-    (gradient,) = torch.autograd.grad(found, z)
+    assert actual.item() == pytest.approx(want.item(), abs=2e-5)
+    (gradient,) = torch.autograd.grad(actual, z)
     assert float(gradient[0, 2]) == pytest.approx(9.36e-14, rel=1e-2)

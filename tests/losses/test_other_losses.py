@@ -29,18 +29,18 @@ def call(
         options["linear_bias"] = bias
     if entry.seed is not None:
         options["generator"] = torch.Generator().manual_seed(entry.seed)
-    found: Tensor = getattr(losses, entry.function)(h, matrix, target, **options)
-    return found
+    value: Tensor = getattr(losses, entry.function)(h, matrix, target, **options)
+    return value
 
 
 def define(entry: Entry, h: Tensor, matrix: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
     """The losses (N,), 0 for ignored tokens."""
-    kept = target != -100
+    counted = target != -100
     options = dict(entry.options)
     if entry.seed is not None:
         options["seed"] = entry.seed
-    found = entry.definition(h, matrix, bias, target.where(kept, 0), **options)
-    return torch.where(kept, found, 0.0)
+    values = entry.definition(h, matrix, bias, target.where(counted, 0), **options)
+    return torch.where(counted, values, 0.0)
 
 
 def leaves(tokens: int, dim: int = 4, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,8 +49,8 @@ def leaves(tokens: int, dim: int = 4, scale: float = 1.0) -> tuple[Tensor, Tenso
 
 
 def gradients(loss: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    found = torch.autograd.grad(loss, inputs, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found)]
+    grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads)]
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
@@ -60,15 +60,15 @@ def test_losses_and_gradients_are_those_of_the_formula(
     name: str, biased: bool, reduction: str
 ) -> None:
     entry, (h, matrix, bias) = ENTRIES[name], leaves(6)
-    given = bias if biased and entry.with_bias else None
-    found = call(entry, h, matrix, given, TARGET, reduction=reduction)
-    want = define(entry, h, matrix, given, TARGET)
+    used_bias = bias if biased and entry.with_bias else None
+    actual = call(entry, h, matrix, used_bias, TARGET, reduction=reduction)
+    want = define(entry, h, matrix, used_bias, TARGET)
     if reduction == "mean":
         want = want.sum() / 5
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, want, rtol=1e-12, atol=1e-12)
     upstream = rand(6, seed=3) if reduction == "none" else torch.tensor(1.0).double()
     inputs = h, matrix, bias
-    for one, other in zip(*(gradients((x * upstream).sum(), inputs) for x in (found, want))):
+    for one, other in zip(*(gradients((x * upstream).sum(), inputs) for x in (actual, want))):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
 
 
@@ -88,10 +88,10 @@ def test_ignored_tokens_take_no_part_even_with_nan(name: str) -> None:
     broken = h.detach().clone()
     broken[2] = float("nan")
     broken.requires_grad_()
-    found, want = (call(entry, x, matrix, bias, TARGET, reduction="sum") for x in (broken, h))
-    torch.testing.assert_close(found, want, rtol=1e-13, atol=0)
+    actual, want = (call(entry, x, matrix, bias, TARGET, reduction="sum") for x in (broken, h))
+    torch.testing.assert_close(actual, want, rtol=1e-13, atol=0)
     for one, other in zip(
-        gradients(found, (broken, matrix, bias)), gradients(want, (h, matrix, bias))
+        gradients(actual, (broken, matrix, bias)), gradients(want, (h, matrix, bias))
     ):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
@@ -101,11 +101,11 @@ def test_nan_in_one_token_does_not_reach_other_losses(name: str) -> None:
     entry, (h, matrix, bias) = ENTRIES[name], leaves(6)
     broken = h.detach().clone()
     broken[4] = float("nan")
-    found = call(entry, broken, matrix, bias, TARGET, reduction="none")
+    actual = call(entry, broken, matrix, bias, TARGET, reduction="none")
     want = call(entry, h, matrix, bias, TARGET, reduction="none")
-    assert found[4].isnan()
+    assert actual[4].isnan()
     others = torch.arange(6) != 4
-    torch.testing.assert_close(found[others], want[others], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(actual[others], want[others], rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -126,12 +126,12 @@ def test_a_single_class(name: str) -> None:
     entry, (h, matrix, bias) = ENTRIES[name], leaves(3)
     h32, one, b = (x.detach().requires_grad_() for x in (h, matrix[:1], bias[:1]))
     target = torch.zeros(3, dtype=torch.long)
-    found = call(entry, h32, one, b, target, reduction="none")
+    actual = call(entry, h32, one, b, target, reduction="none")
     want = 0.0
     if entry.function == "z_loss":
         want = math.log1p(math.exp(0.7 * 1.3)) / 0.7
-    torch.testing.assert_close(found, torch.full_like(found, want), rtol=1e-12, atol=1e-12)
-    for grad in gradients(found.sum(), (h32, one, b)):
+    torch.testing.assert_close(actual, torch.full_like(actual, want), rtol=1e-12, atol=1e-12)
+    for grad in gradients(actual.sum(), (h32, one, b)):
         torch.testing.assert_close(grad, torch.zeros_like(grad), rtol=0, atol=1e-12)
 
 
@@ -143,9 +143,9 @@ def test_extreme_logits_give_finite_losses_and_gradients(
 ) -> None:
     entry, (h, matrix, bias) = ENTRIES[name], leaves(6, scale=size)
     inputs = tuple(x.detach().to(dtype).requires_grad_() for x in (h, matrix, bias))
-    found = call(entry, *inputs, TARGET, reduction="none")
-    assert bool(found.isfinite().all())
-    assert all(bool(g.isfinite().all()) for g in gradients(found.sum(), inputs))
+    values = call(entry, *inputs, TARGET, reduction="none")
+    assert bool(values.isfinite().all())
+    assert all(bool(g.isfinite().all()) for g in gradients(values.sum(), inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -158,11 +158,11 @@ def test_16_bit_inputs_are_computed_in_fp32(name: str, dtype: torch.dtype) -> No
     entry, (h, matrix, bias) = ENTRIES[name], leaves(6)
     small = tuple(x.detach().to(dtype).requires_grad_() for x in (h, matrix, bias))
     wide = tuple(x.detach().float().requires_grad_() for x in small)
-    found, want = (call(entry, *x, TARGET, reduction="none") for x in (small, wide))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    actual, want = (call(entry, *x, TARGET, reduction="none") for x in (small, wide))
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-5)
     unit = torch.finfo(dtype).eps
-    for one, other in zip(gradients(found.sum(), small), gradients(want.sum(), wide)):
+    for one, other in zip(gradients(actual.sum(), small), gradients(want.sum(), wide)):
         assert one.dtype == dtype
         largest = float(other.abs().max())
         torch.testing.assert_close(one.float(), other, rtol=unit, atol=4 * unit * largest)
@@ -174,15 +174,15 @@ def test_margins_at_angles_of_0_and_pi() -> None:
     matrix = torch.cat([u, -u, torch.tensor([[0.8, -0.6]], dtype=torch.float64)]).requires_grad_()
     h = (3 * u).expand(2, 2).clone().requires_grad_()
     options: dict[str, Any] = {"kind": "arc", "scale": 2.0, "margin": 0.5, "reduction": "none"}
-    found = losses.margin_loss(h, matrix, torch.tensor([0, 1]), **options)
+    actual = losses.margin_loss(h, matrix, torch.tensor([0, 1]), **options)
     same, opposite = 2 * math.cos(0.5), 2 * (-1 - 0.5 * math.sin(0.5))
     opposites = [math.exp(-2.0), math.exp(2.0)]  # the first class for the second token
     want = [
         math.log(math.exp(t) + 1 + other) - t
         for t, other in zip((same, opposite), opposites, strict=True)
     ]
-    torch.testing.assert_close(found, torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=0)
-    for grad in gradients(found.sum(), (h, matrix)):
+    torch.testing.assert_close(actual, torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=0)
+    for grad in gradients(actual.sum(), (h, matrix)):
         assert bool(grad.isfinite().all())
 
 
@@ -190,15 +190,15 @@ def test_a_well_trained_token_has_a_small_positive_loss() -> None:
     """At scale 64 the target is exp(64) times the rest. A corrected log-sum-exp would give 0."""
     h = torch.tensor([[1.0, 0.0]])
     matrix = torch.tensor([[1.0, 0.0], [-1.0, 1e-3]])
-    found = losses.margin_loss(h, matrix, torch.tensor([0]), kind="cos", margin=0.0)
-    assert float(found) == pytest.approx(math.exp(-128), rel=1e-4)
+    actual = losses.margin_loss(h, matrix, torch.tensor([0]), kind="cos", margin=0.0)
+    assert float(actual) == pytest.approx(math.exp(-128), rel=1e-4)
 
 
 def test_rows_of_zeros_have_cosine_0() -> None:
     h, matrix = torch.zeros(1, 3, requires_grad=True), rand(4, 3).float().requires_grad_()
-    found = losses.margin_loss(h, matrix, torch.tensor([1]), kind="cos", margin=0.0)
-    assert found.item() == pytest.approx(math.log(4), rel=1e-6)
-    assert all(bool(g.isfinite().all()) for g in gradients(found, (h, matrix)))
+    actual = losses.margin_loss(h, matrix, torch.tensor([1]), kind="cos", margin=0.0)
+    assert actual.item() == pytest.approx(math.log(4), rel=1e-6)
+    assert all(bool(g.isfinite().all()) for g in gradients(actual, (h, matrix)))
 
 
 def test_noise_is_drawn_per_token_and_only_in_training() -> None:
@@ -219,9 +219,9 @@ def test_noise_is_drawn_per_token_and_only_in_training() -> None:
 def test_masked_loss_is_the_loss_of_the_classes_in_the_mask() -> None:
     h, matrix, bias = leaves(5)
     target, task = torch.tensor([0, 2, 0, 3, 2]), torch.arange(CLASSES) < 4
-    found = losses.masked_loss(h, matrix, target, task, linear_bias=bias)
+    actual = losses.masked_loss(h, matrix, target, task, linear_bias=bias)
     alone = losses.linear_loss(h, matrix[:4], target, linear_bias=bias[:4])
-    torch.testing.assert_close(found, alone, rtol=1e-13, atol=0)
+    torch.testing.assert_close(actual, alone, rtol=1e-13, atol=0)
     for value in (-math.inf, 0.7):
         loss = losses.masked_loss(h, matrix, target, task, linear_bias=bias, value=value)
         _, by_matrix, by_bias = gradients(loss, (h, matrix, bias))
@@ -234,39 +234,39 @@ def test_a_mask_may_differ_between_tokens() -> None:
     target = torch.tensor([0, 1, 2, 3])
     masks = (torch.arange(CLASSES)[None] + torch.arange(4)[:, None]) % 2 == 0
     masks = masks.scatter(1, target[:, None], True)
-    found = losses.masked_loss(h, matrix, target, masks, value=-0.4, reduction="none")
-    each = [
+    actual = losses.masked_loss(h, matrix, target, masks, value=-0.4, reduction="none")
+    one_by_one = [
         losses.masked_loss(h[n : n + 1], matrix, target[n : n + 1], masks[n], value=-0.4)
         for n in range(4)
     ]
-    torch.testing.assert_close(found, torch.stack(each), rtol=1e-13, atol=0)
+    torch.testing.assert_close(actual, torch.stack(one_by_one), rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("classes", [2, 50, 3000])
 def test_perturb_max_of_equal_logits_is_log_v(classes: int, dtype: torch.dtype) -> None:
     h, matrix = torch.ones(1, 2, dtype=dtype), torch.ones(classes, 2, dtype=dtype)
-    found = losses.perturb_max_loss(h, matrix, torch.tensor([0]), std=0.3)
+    actual = losses.perturb_max_loss(h, matrix, torch.tensor([0]), std=0.3)
     # V terms log Φ(t + d), each of up to log V in size, are added.
     error = 4 * classes * torch.finfo(dtype).eps * math.log(classes)
-    assert float(found) == pytest.approx(math.log(classes), abs=max(error, 1e-14))
+    assert float(actual) == pytest.approx(math.log(classes), abs=max(error, 1e-14))
 
 
 @pytest.mark.parametrize("lead", [-40.0, -3.0, 0.0, 0.5, 8.0])
 def test_perturb_max_of_two_classes_is_a_normal_distribution(lead: float) -> None:
     """z_y + ε_y − z_k − ε_k is normal with variance 2 std²."""
     z = torch.tensor([[lead, 0.0]], dtype=torch.float64)
-    found = losses.perturb_max_loss(z, torch.eye(2).double(), torch.tensor([0]), std=2.0)
+    actual = losses.perturb_max_loss(z, torch.eye(2).double(), torch.tensor([0]), std=2.0)
     want = -torch.special.log_ndtr(torch.tensor(lead / math.sqrt(8), dtype=torch.float64))
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(actual, want, rtol=1e-12, atol=1e-14)
 
 
 def test_perturb_max_of_a_far_target_is_the_squared_distance() -> None:
     """With V − 1 equal rivals at distance D, −log P tends to D²/2 · (V − 1)/V."""
     z = torch.zeros(1, 5)
     z[0, 0] = -3000.0
-    found = losses.perturb_max_loss(z, torch.eye(5), torch.tensor([0]))
-    assert float(found) == pytest.approx(3000**2 / 2 * 4 / 5, rel=1e-4)
+    actual = losses.perturb_max_loss(z, torch.eye(5), torch.tensor([0]))
+    assert float(actual) == pytest.approx(3000**2 / 2 * 4 / 5, rel=1e-4)
 
 
 def test_exact_loss_is_the_error_rate_of_noisy_scores() -> None:
@@ -274,18 +274,18 @@ def test_exact_loss_is_the_error_rate_of_noisy_scores() -> None:
     z, draws = rand(1, 4), 10**6
     noisy = z + 0.7 * rand(draws, 4, seed=9)
     rate = float((noisy.argmax(-1) != 2).double().mean())
-    found = losses.exact_loss(z, torch.eye(4).double(), torch.tensor([2]), std=0.7)
-    assert float(found) == pytest.approx(rate, abs=5 * math.sqrt(rate * (1 - rate) / draws))
+    actual = losses.exact_loss(z, torch.eye(4).double(), torch.tensor([2]), std=0.7)
+    assert float(actual) == pytest.approx(rate, abs=5 * math.sqrt(rate * (1 - rate) / draws))
 
 
 def test_z_loss_does_not_change_with_shifts_and_scales() -> None:
     h, matrix, bias = (x.detach() for x in leaves(6))
-    found = losses.z_loss(h, matrix, TARGET, a=0.5, b=2.0, linear_bias=bias)
+    actual = losses.z_loss(h, matrix, TARGET, a=0.5, b=2.0, linear_bias=bias)
     for other in (
         losses.z_loss(7 * h, matrix, TARGET, a=0.5, b=2.0, linear_bias=7 * bias),
         losses.z_loss(h, matrix + rand(4, seed=8), TARGET, a=0.5, b=2.0, linear_bias=bias + 3),
     ):
-        torch.testing.assert_close(other, found, rtol=1e-12, atol=0)
+        torch.testing.assert_close(other, actual, rtol=1e-12, atol=0)
 
 
 def test_moments_stay_accurate_under_a_common_offset() -> None:
@@ -295,9 +295,9 @@ def test_moments_stay_accurate_under_a_common_offset() -> None:
     """
     h, matrix, _ = (x.detach() for x in leaves(6))
     wide = matrix + 100
-    found = losses.z_loss(h.float(), wide.float(), TARGET, a=0.5, b=2.0)
+    actual = losses.z_loss(h.float(), wide.float(), TARGET, a=0.5, b=2.0)
     want = losses.z_loss(h, wide, TARGET, a=0.5, b=2.0)
-    torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=0)
+    torch.testing.assert_close(actual.double(), want, rtol=1e-4, atol=0)
 
 
 def test_emo_has_the_value_of_cross_entropy_but_spares_similar_classes() -> None:
@@ -319,9 +319,9 @@ def test_moments_give_the_loss_of_the_logits(name: str) -> None:
     entry, h, matrix = ENTRIES[name], rand(40, 4), rand(30, 4, seed=1)
     inputs = h.requires_grad_(), matrix.requires_grad_(), rand(30, seed=2).requires_grad_()
     target = torch.arange(40) % 30
-    found, want = (f(entry, *inputs, target) for f in (call, define))
-    torch.testing.assert_close(found, want.mean(), rtol=1e-12, atol=0)
-    for one, other in zip(*(gradients(x.mean(), inputs) for x in (found, want))):
+    actual, want = (f(entry, *inputs, target) for f in (call, define))
+    torch.testing.assert_close(actual, want.mean(), rtol=1e-12, atol=0)
+    for one, other in zip(*(gradients(x.mean(), inputs) for x in (actual, want))):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
 
 
@@ -331,17 +331,19 @@ def test_spherical_loss_of_states_orthogonal_to_all_rows(classes: int) -> None:
     matrix = torch.cat([rand(classes, 4, seed=1), torch.zeros(classes, 4)], 1).float()
     turn = torch.linalg.qr(rand(8, 8, seed=2)).Q.float()
     h = torch.cat([torch.zeros(64, 4), 10 * rand(64, 4)], 1).float()
-    found = losses.spherical_loss(h @ turn, matrix @ turn, torch.zeros(64, dtype=torch.long), eps=1)
-    assert found.item() == pytest.approx(math.log(classes), rel=1e-3)
+    actual = losses.spherical_loss(
+        h @ turn, matrix @ turn, torch.zeros(64, dtype=torch.long), eps=1
+    )
+    assert actual.item() == pytest.approx(math.log(classes), rel=1e-3)
 
 
 @pytest.mark.parametrize("classes", [5, 1000])
 def test_z_loss_of_equal_logits_has_no_gradient(classes: int) -> None:
     matrix = rand(8).float().expand(classes, 8).clone().requires_grad_()
     h, target = rand(40, 8, seed=1).float(), torch.arange(40) % 5
-    found = losses.z_loss(h, matrix, target, a=0.1, b=10.0)
-    assert found.item() == pytest.approx(math.log1p(math.e) / 0.1, rel=1e-6)
-    assert not torch.autograd.grad(found, matrix)[0].any()
+    actual = losses.z_loss(h, matrix, target, a=0.1, b=10.0)
+    assert actual.item() == pytest.approx(math.log1p(math.e) / 0.1, rel=1e-6)
+    assert not torch.autograd.grad(actual, matrix)[0].any()
 
 
 @pytest.mark.parametrize("factor", [1e-30, 1e-20, 1e19, 1e30])
@@ -349,8 +351,8 @@ def test_z_loss_of_equal_logits_has_no_gradient(classes: int) -> None:
 def test_z_loss_of_scaled_states_is_the_same(classes: int, factor: float) -> None:
     h, matrix = rand(40, 8).float(), rand(classes, 8, seed=1).float()
     target = torch.arange(40) % 20
-    found, want = (losses.z_loss(x, matrix, target, a=0.5, b=2.0) for x in (factor * h, h))
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=0)
+    actual, want = (losses.z_loss(x, matrix, target, a=0.5, b=2.0) for x in (factor * h, h))
+    torch.testing.assert_close(actual, want, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("function", ["perturb_max_loss", "exact_loss"])
@@ -358,22 +360,22 @@ def test_a_target_with_the_logit_minus_infinity(function: str) -> None:
     h, matrix, bias = (x.detach().requires_grad_() for x in leaves(2))
     lost = bias.detach().clone()
     lost[3] = -math.inf
-    found = getattr(losses, function)(
+    values = getattr(losses, function)(
         h, matrix, torch.tensor([3, 4]), linear_bias=lost, reduction="none"
     )
-    assert found[0].item() == (math.inf if function == "perturb_max_loss" else 1.0)
-    assert bool(found[1].isfinite())
-    (grad,) = torch.autograd.grad(found.sum(), h)
+    assert values[0].item() == (math.inf if function == "perturb_max_loss" else 1.0)
+    assert bool(values[1].isfinite())
+    (grad,) = torch.autograd.grad(values.sum(), h)
     assert not grad[0].any()
     assert bool(grad[1].any())
 
 
 def test_perturb_max_of_a_certain_target_is_not_negative() -> None:
     z = torch.cat([torch.full((50, 1), 8.0), rand(50, 9).float()], 1)
-    found = losses.perturb_max_loss(
+    values = losses.perturb_max_loss(
         z, torch.eye(10), torch.zeros(50, dtype=torch.long), reduction="none"
     )
-    assert found.min().item() >= 0
+    assert values.min().item() >= 0
 
 
 def test_emo_of_a_class_with_the_direction_of_the_target() -> None:
@@ -382,16 +384,16 @@ def test_emo_of_a_class_with_the_direction_of_the_target() -> None:
     matrix = torch.cat([row, 2 * row, -torch.ones(1, 16)])
     bias = torch.tensor([-20.0, 0.0, -30.0], requires_grad=True)
     h, target = rand(1, 16, seed=1).float(), torch.tensor([0])
-    found = losses.emo_loss(h, matrix, target, linear_bias=bias)
+    actual = losses.emo_loss(h, matrix, target, linear_bias=bias)
     plain = losses.linear_loss(h, matrix, target, linear_bias=bias)
-    torch.testing.assert_close(found, plain, rtol=1e-6, atol=0)
-    assert bool(torch.autograd.grad(found, bias)[0].isfinite().all())
+    torch.testing.assert_close(actual, plain, rtol=1e-6, atol=0)
+    assert bool(torch.autograd.grad(actual, bias)[0].isfinite().all())
 
 
 def test_arc_margin_of_a_row_of_zeros() -> None:
     """θ = π/2 with all classes, so t = −s sin m."""
-    found = losses.margin_loss(
+    actual = losses.margin_loss(
         torch.zeros(1, 3), torch.eye(3), torch.tensor([0]), scale=1.0, margin=0.5
     )
     t = -math.sin(0.5)
-    assert float(found) == pytest.approx(math.log(math.exp(t) + 2) - t, rel=1e-6)
+    assert float(actual) == pytest.approx(math.log(math.exp(t) + 2) - t, rel=1e-6)

@@ -36,7 +36,7 @@ SHARED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "ignore_index a float": (TypeError, "ignore_index", {"ignore_index": 0.5}),
 }
 
-OWN: dict[str, tuple[str, type[Exception], str, dict[str, Any]]] = {
+OF_ONE_FUNCTION: dict[str, tuple[str, type[Exception], str, dict[str, Any]]] = {
     "kind unknown": ("margin_loss", ValueError, "kind must be one of am, cos, arc", {"kind": "a"}),
     "kind None": ("margin_loss", ValueError, "kind", {"kind": None}),
     "scale 0": ("margin_loss", ValueError, "scale must be a finite number > 0", {"scale": 0}),
@@ -71,9 +71,9 @@ OWN: dict[str, tuple[str, type[Exception], str, dict[str, Any]]] = {
 
 def call(function: str, **changed: Any) -> torch.Tensor:
     arguments = {"input": H, "linear_weight": MATRIX, "target": TARGET}
-    given = {**arguments, **NEEDED.get(function, {}), **changed}
-    found: torch.Tensor = getattr(losses, function)(**given)
-    return found
+    all_arguments = {**arguments, **NEEDED.get(function, {}), **changed}
+    value: torch.Tensor = getattr(losses, function)(**all_arguments)
+    return value
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -89,9 +89,9 @@ def test_wrong_shared_arguments(function: str, what: str) -> None:
         call(function, **changed)
 
 
-@pytest.mark.parametrize("what", OWN)
-def test_wrong_own_arguments(what: str) -> None:
-    function, error, message, changed = OWN[what]
+@pytest.mark.parametrize("what", OF_ONE_FUNCTION)
+def test_wrong_arguments_of_one_function(what: str) -> None:
+    function, error, message, changed = OF_ONE_FUNCTION[what]
     with pytest.raises(error, match=message):
         call(function, **changed)
 

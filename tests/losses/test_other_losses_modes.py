@@ -33,39 +33,39 @@ def leaves() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", ENTRIES)
 def test_compiled_losses_are_the_same(name: str, dynamic: bool) -> None:
     torch.compiler.reset()
-    run = function_of(ENTRIES[name])
+    function = function_of(ENTRIES[name])
 
     def loss(h: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
-        found: Tensor = run(h, matrix, target)
-        return found
+        value: Tensor = function(h, matrix, target)
+        return value
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for tokens in (6, 4):
         h, matrix = leaves()
         h = h[:tokens].detach().requires_grad_()
-        found, want = (f(h, matrix, TARGET[:tokens]) for f in (compiled, loss))
-        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
-        gradients = (torch.autograd.grad(x, (h, matrix)) for x in (found, want))
+        actual, want = (f(h, matrix, TARGET[:tokens]) for f in (compiled, loss))
+        torch.testing.assert_close(actual, want, rtol=1e-6, atol=1e-6)
+        gradients = (torch.autograd.grad(x, (h, matrix)) for x in (actual, want))
         for one, other in zip(*gradients):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_autocast_casts_the_inputs_only(name: str) -> None:
-    run, (h, matrix) = function_of(ENTRIES[name]), leaves()
+    function, (h, matrix) = function_of(ENTRIES[name]), leaves()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = run(h, matrix, TARGET)
-    want = run(h.bfloat16(), matrix.bfloat16(), TARGET)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, want)
-    assert torch.autograd.grad(found, h)[0].dtype == torch.float32
+        actual = function(h, matrix, TARGET)
+    want = function(h.bfloat16(), matrix.bfloat16(), TARGET)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, want)
+    assert torch.autograd.grad(actual, h)[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_second_derivatives_of_the_matrix_raise(name: str) -> None:
     """The sizes are such that losses from moments use the moments."""
-    run, (_, matrix) = function_of(ENTRIES[name]), leaves()
+    function, (_, matrix) = function_of(ENTRIES[name]), leaves()
     h, target = rand(40, 4).float(), torch.full((40,), 3)
-    (grad,) = torch.autograd.grad(run(h, matrix, target), matrix, create_graph=True)
+    (grad,) = torch.autograd.grad(function(h, matrix, target), matrix, create_graph=True)
     with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.autograd.grad(grad.sum(), matrix)

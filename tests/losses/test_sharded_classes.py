@@ -22,15 +22,15 @@ ROWS = covering(tuple(CLASSES if f[0] == "classes" else f for f in FACTORS), all
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def by_rank() -> list[dict[str, Any]]:
     rows = [(i, row) for i, row in enumerate(ROWS) if row in each_setting(ROWS, 1)]
     results = on_ranks(2, everything, rows)
     assert all(isinstance(result, dict) for result in results), results
     return results
 
 
-def test_sharded_classes_agree_with_the_definition(found: list[dict[str, Any]]) -> None:
-    assert [of_rank["differences"] for of_rank in found] == [{}, {}]
+def test_sharded_classes_agree_with_the_definition(by_rank: list[dict[str, Any]]) -> None:
+    assert [of_rank["differences"] for of_rank in by_rank] == [{}, {}]
 
 
 @pytest.mark.slow
@@ -39,17 +39,17 @@ def test_all_combinations_agree_with_the_definition(ranks: int) -> None:
     assert on_ranks(ranks, differences, list(enumerate(ROWS)), seconds=600) == [{}] * ranks
 
 
-def test_statistics_output_layers_and_fsdp2(found: list[dict[str, Any]]) -> None:
-    for of_rank in found:
+def test_statistics_output_layers_and_fsdp2(by_rank: list[dict[str, Any]]) -> None:
+    for of_rank in by_rank:
         for name, (have, want) in of_rank["pairs"].items():
             assert have == pytest.approx(want, rel=1e-10, abs=1e-12), name
 
 
 @pytest.mark.parametrize(("function", "text"), MISTAKES.items())
 def test_mistakes_raise_on_all_ranks(
-    found: list[dict[str, Any]], function: Callable[[int], str], text: str
+    by_rank: list[dict[str, Any]], function: Callable[[int], str], text: str
 ) -> None:
-    for of_rank in found:
+    for of_rank in by_rank:
         assert re.search(text, of_rank["errors"][function.__name__])
 
 
@@ -63,15 +63,15 @@ def mixture(mix: str) -> MixtureOutput:
 
 @pytest.mark.parametrize("mix", ["probabilities", "contexts"])
 def test_losses_of_a_mixture_with_sharded_classes(mesh: Any, mix: str) -> None:
-    target, found = torch.tensor([0, 4, 10, -100, 3, 6]), []
+    target, results = torch.tensor([0, 4, 10, -100, 3, 6]), []
     for layer in (mixture(mix), mixture(mix).shard_classes(mesh)):
         x = rand(6, 4).requires_grad_()
         losses = [layer.loss(x, target, reduction) for reduction in ("mean", "sum", "none")]
         assert not any(isinstance(loss, DTensor) for loss in losses)
         gradients = torch.autograd.grad(losses[0] + losses[2][1], [x, *layer.parameters()])
-        whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
-        found.append(torch.cat([part.flatten() for part in (*losses, *whole)]).detach())
-    assert torch.allclose(*found, rtol=0, atol=1e-12)
+        full = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+        results.append(torch.cat([part.flatten() for part in (*losses, *full)]).detach())
+    assert torch.allclose(*results, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mix", ["probabilities", "contexts"])

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig, PreTrainedModel
 
 from attnzoo.integrations.transformers.convert import attach, undone
 from attnzoo.integrations.transformers.masks import NAME
@@ -99,8 +100,6 @@ def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
         >>> model.transformer.h[0].attn.attnzoo
         Attention('ssmax', num_heads=4, s=0 (learned), b=1 (learned))
     """
-    from transformers import AutoConfig
-
     location = {name: kwargs[name] for name in LOCATION if name in kwargs}
     config = kwargs.get("config")
     if config is None or isinstance(config, (str, os.PathLike)):
@@ -252,8 +251,6 @@ def _check_complete(model: Any) -> Any:
 
 def register() -> None:
     """Patches methods of `PreTrainedModel` at import; transformers has no hooks for them."""
-    from transformers import PreTrainedModel
-
     post_init, initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
     adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
     save, state_dict = PreTrainedModel.save_pretrained, PreTrainedModel.state_dict

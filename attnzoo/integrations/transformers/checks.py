@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from attnzoo.core.checks import is_int, plain
 from attnzoo.core.parameters import check_names
-from attnzoo.core.registry import get_variant, list_variants
-from attnzoo.core.variant import REQUIRED
+from attnzoo.core.registry import get_variant
+from attnzoo.core.variant import REQUIRED, Variant
 from attnzoo.functional.explain import explain
-from attnzoo.integrations.transformers.interface import ObservedCall, host_sink, sink_variants
+from attnzoo.integrations.transformers.interface import ObservedCall, host_sink, variants_with
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import parts_of
 from attnzoo.integrations.transformers.wrapped import inner
@@ -31,15 +32,17 @@ def _owner(model: Any, module: Any) -> Any:
     return [part for _, part in parts_of(model) if any(one is module for one in part.modules())][-1]
 
 
-def taken_sink(model: Any, variant: str, call: ObservedCall, params: dict[str, Any]) -> str | None:
+def taken_sink(
+    model: Any, variant: Variant, call: ObservedCall, params: dict[str, Any]
+) -> str | None:
     """The variant's parameter that takes the host's sinks; None if the host has none."""
     if not call.sinks:
         return None
-    host, sink = type(call.module).__name__, host_sink(get_variant(variant))
+    host, sink = type(call.module).__name__, host_sink(variant)
     if sink is None:
         raise ValueError(
-            f"variant must take the learned sinks of {host}, got {variant!r}; variants that do: "
-            f"{sink_variants()}"
+            f"variant must take the learned sinks of {host}, got {variant.name!r}; variants that "
+            f"do: {variants_with(host_sink)}"
         )
     owner = _owner(model, call.module)
     if not any(getattr(owner, f"_supports_{kind}", False) for kind in IMPLEMENTATIONS):
@@ -55,12 +58,12 @@ def taken_sink(model: Any, variant: str, call: ObservedCall, params: dict[str, A
     return sink
 
 
-def check_logits(call: ObservedCall, variant: str) -> None:
+def check_logits(call: ObservedCall, variant: Variant) -> None:
     """Raises if the host has a softcap and the variant has no logits to cap."""
-    if call.softcap is not None and not get_variant(variant).has_logits:
+    if call.softcap is not None and not variant.has_logits:
         raise ValueError(
-            f"variant must support the softcap of {type(call.module).__name__}, got {variant!r}: "
-            "it has no logits for a softcap"
+            f"variant must support the softcap of {type(call.module).__name__}, got "
+            f"{variant.name!r}: it has no logits for a softcap"
         )
 
 
@@ -81,38 +84,42 @@ def check_softcap(call: ObservedCall, child: Attention | Wrapper) -> None:
         )
 
 
-def check_projections(variant: str, params: dict[str, Any]) -> None:
+def chosen_variant(name: str, params: dict[str, Any]) -> Variant:
+    """The variant with this name; raises unless the parameters are its own, not of the host."""
+    for other in ("num_heads", "softcap", "given", "head_dim"):
+        if other in params:
+            raise TypeError(f"convert does not accept {other}, which comes from the model")
+    check_no_wrapper(name)
+    variant = get_variant(name)
+    check_names(variant, params)
+    return variant
+
+
+def check_projections(variant: Variant, params: dict[str, Any]) -> None:
     """Raises if a parameter is made from hidden states, which a converted layer does not get."""
-    for param in get_variant(variant).params:
-        if param.projection is None:
-            continue
+    for param in variant.params:
         value = params.get(param.name, param.default)
-        if value is REQUIRED or (isinstance(value, str) and value == PROJECTED):
+        made = value is REQUIRED or (isinstance(value, str) and value == PROJECTED)
+        if made and param.projection:
             raise ValueError(
-                f"{variant}'s {param.name} must be given to convert, as a number or a tensor (H,) "
-                "that holds for all tokens: the variant makes it from the hidden states, which a "
-                "converted layer does not get; attnzoo.nn.MultiheadAttention does"
+                f"{variant.name}'s {param.name} must be given to convert, as a number or a tensor "
+                "(H,) that holds for all tokens: the variant makes it from the hidden states, "
+                "which a converted layer does not get; attnzoo.nn.MultiheadAttention does"
             )
 
 
-def check_params(variant: str, params: dict[str, Any]) -> None:
-    """Raises if the variant is a wrapper, or if the parameters name arguments of `Attention` that
-    the host decides, or are not parameters of the variant."""
-    for name in ("num_heads", "softcap", "given", "head_dim"):
-        if name in params:
-            raise TypeError(f"convert does not accept {name}, which comes from the model")
-    check_no_wrapper(variant)
-    check_names(get_variant(variant), params)
+def check_convertible(model: Any) -> None:
+    """Raises unless convert can replace the attention of the model."""
+    check_model(model)
+    _check_not_half(model)
+    _check_not_sharded(model)
+    if (parameters := list(model.parameters())) and all(x.is_meta for x in parameters):
+        raise ValueError("model must have its weights loaded, but they are on meta")
 
 
 def check_model(model: Any) -> None:
-    from transformers import PreTrainedModel
-
-    inside = (
-        [x for x in model.modules() if isinstance(x, PreTrainedModel)]
-        if (isinstance(model, nn.Module))
-        else []
-    )
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    inside = [module for module in modules if isinstance(module, PreTrainedModel)]
     if inside and inside[0] is not model:
         what = f"pass the {type(inside[0]).__name__} inside {type(model).__name__}, not the wrapper"
         if hasattr(model, "get_base_model"):
@@ -130,43 +137,38 @@ def check_model(model: Any) -> None:
         )
 
 
-def possible_identity(variant: str) -> dict[str, Any] | None:
+def possible_identity(variant: Variant) -> dict[str, Any] | None:
     """The identity of a variant, unless it fixes what the variant makes from hidden states."""
-    spec = get_variant(variant)
-    projected = {param.name for param in spec.params if param.projection}
-    return None if projected & set(spec.identity or ()) else spec.identity
+    projected = {param.name for param in variant.params if param.projection}
+    return None if projected & set(variant.identity or ()) else variant.identity
 
 
-def warn_of_training(model: Any, variant: str, wrapper: Choice, start: str | None) -> None:
+def warn_of_training(model: Any, variant: Variant, wrapper: Choice, start: str | None) -> None:
     """Warns if a conversion changes what a loaded model has learned with softmax.
 
     A softmax of other scores stays close to it. A model that was not loaded has no name.
     """
-    spec = get_variant(variant)
-    in_eval = {param.name: param.default for param in spec.params} | spec.in_eval
-    identity = spec.identity or {}
-    is_softmax = spec.identity is not None and all(in_eval.get(x) == y for x, y in identity.items())
-    close = start is not None or spec.scores is not None or is_softmax
+    in_eval = {param.name: param.default for param in variant.params} | variant.in_eval
+    identity = variant.identity
+    is_softmax = identity is not None and all(in_eval.get(x) == y for x, y in identity.items())
+    close = start is not None or variant.scores is not None or is_softmax
     if not model.name_or_path or (close and wrapper is None):
         return
-    able = [name for name in list_variants() if possible_identity(name)]
-    what = repr(variant) if wrapper is None else f"the wrapper {named_wrapper(wrapper)[0]!r}"
+    what = repr(variant.name) if wrapper is None else f"the wrapper {named_wrapper(wrapper)[0]!r}"
     warnings.warn(
         f"train the converted model before you use it: {what} does not keep what "
         f"{model.name_or_path!r} has learned; without a wrapper, start='identity' keeps it for "
-        f"{', '.join(able)}; warn=False turns this warning off",
+        f"{variants_with(possible_identity)}; warn=False turns this warning off",
         stacklevel=3,
     )
 
 
-def check_not_half(model: Any) -> None:
+def _check_not_half(model: Any) -> None:
     """Raise if the model is the encoder or the decoder of an encoder-decoder, without both.
 
     The two share a config and have equal names of modules. Loaded from this config, both would be
     converted.
     """
-    from transformers import PreTrainedModel
-
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     both = hasattr(model, "encoder") and hasattr(model, "decoder")
     if model.config.is_encoder_decoder and len(parts) == 1 and not both:
@@ -195,13 +197,7 @@ def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:
     }
 
 
-def check_has_weights(model: Any) -> None:
-    """Raises if all weights of the model are on meta."""
-    if (parameters := list(model.parameters())) and all(x.is_meta for x in parameters):
-        raise ValueError("model must have its weights loaded, but they are on meta")
-
-
-def check_not_sharded(model: Any) -> None:
+def _check_not_sharded(model: Any) -> None:
     """Raises if a part is sharded by FSDP, which would not manage the new parameters."""
     for name, module in model.named_modules():
         classes = {base.__name__ for base in type(module).__mro__}

@@ -7,23 +7,21 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from attnzoo.core.checks import check_bool
-from attnzoo.core.registry import get_variant, list_variants
+from attnzoo.core.variant import Variant
 from attnzoo.integrations.transformers.checks import (
-    check_has_weights,
+    check_convertible,
     check_loaded,
     check_logits,
     check_model,
-    check_not_half,
-    check_not_sharded,
-    check_params,
     check_projections,
     check_softcap,
+    chosen_variant,
     possible_identity,
     taken_sink,
     warn_of_training,
     wrapper_entry,
 )
-from attnzoo.integrations.transformers.interface import ObservedCall, mark, unmark
+from attnzoo.integrations.transformers.interface import ObservedCall, set_mark, variants_with
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import (
     Batch,
@@ -144,45 +142,28 @@ def convert(
         Exclude the learned parameters from weight decay with `attnzoo.nn.parameter_groups`. They
         have the dtype of the attention module's matrices, and are cast to fp32 in each call.
     """
-    check_model(model)
-    check_not_half(model)
-    check_not_sharded(model)
-    check_has_weights(model)
-    check_params(variant, params)
+    check_convertible(model)
+    chosen = chosen_variant(variant, params)
     check_bool("warn", warn)
     for other, value in (("start", start), ("inputs", inputs)):
         if calibrate is not None and value is not None:
             raise ValueError(f"{other} must be None when calibrate is given")
-    if get_variant(variant).calibrate is None and calibrate is not None:
-        known = ", ".join(name for name in list_variants() if get_variant(name).calibrate)
+    if chosen.calibrate is None and calibrate is not None:
         raise ValueError(
-            f"calibrate must be None: {variant!r} cannot be calibrated; variants that can: {known}"
+            f"calibrate must be None: {variant!r} cannot be calibrated; variants that can: "
+            f"{variants_with(lambda one: one.calibrate)}"
         )
-    identity = {} if start is None else _identity(variant, start, params, wrapper)
-    check_projections(variant, params)
+    identity = {} if start is None else _identity(chosen, start, params, wrapper)
+    check_projections(chosen, params)
     name = "inputs" if calibrate is None else "calibrate"
     samples = inputs if calibrate is None else calibrate
     batches = None if samples is None else batches_of(name, samples, model)
     calls, batch, idle = attention_modules(model, batches)
     children: dict[str, Attention | Wrapper] = {}
     for name in chosen_names(calls, layers):
-        call, layer_params = calls[name], dict(params)
-        if calibrate is not None:
-            layer_params = {**_calibrated(variant, call), **params}
-        sink = taken_sink(model, variant, call, layer_params)
-        layer_params |= {key: value for key, value in identity.items() if key != sink}
-        check_logits(call, variant)
-        options = {
-            "learn": _learned(variant, learn, identity, sink), "softcap": call.softcap,
-            "given": () if sink is None else (sink,), "head_dim": call.qk_dim, **layer_params,
-        }  # fmt: skip
-        wrapped = wrapper_entry(wrapper, call)
-        dtype = dtype_of(call.module, call.hidden)
-        child = children[name] = new_child(variant, call.heads, wrapped, options, dtype)
-        keep_entry(child, new_entry(child, call, layer_params, wrapped))
-        check_softcap(call, child)
-        check_gate(call.module, child)
-        check_query_layer(model, call.module, child)
+        call = calls[name]
+        values = params if calibrate is None else {**_calibrated(chosen, call), **params}
+        children[name] = _child(model, call, chosen, values, identity, learn, wrapper)
         check_loaded(name, call.module)
     undo, before = [restorer(model)], former_implementations(model)
     with undone(undo):
@@ -191,8 +172,35 @@ def convert(
         _run_once(model, batch)
         write_specs(model, before)
         if warn:
-            warn_of_training(model, variant, wrapper, start)
+            warn_of_training(model, chosen, wrapper, start)
     return model
+
+
+def _child(
+    model: Any,
+    call: ObservedCall,
+    variant: Variant,
+    params: dict[str, Any],
+    identity: dict[str, Any],
+    learn: Names | None,
+    wrapper: Choice,
+) -> Attention | Wrapper:
+    """The child of the module that made a call. It keeps the entry that describes it."""
+    sink = taken_sink(model, variant, call, params)
+    params = params | {name: value for name, value in identity.items() if name != sink}
+    check_logits(call, variant)
+    options = {
+        "learn": _learned(variant, learn, identity, sink), "softcap": call.softcap,
+        "given": () if sink is None else (sink,), "head_dim": call.qk_dim, **params,
+    }  # fmt: skip
+    entry = wrapper_entry(wrapper, call)
+    dtype = dtype_of(call.module, call.hidden)
+    child = new_child(variant.name, call.heads, entry, options, dtype)
+    keep_entry(child, new_entry(child, call, params, entry))
+    check_softcap(call, child)
+    check_gate(call.module, child)
+    check_query_layer(model, call.module, child)
+    return child
 
 
 @contextmanager
@@ -229,7 +237,7 @@ def attach(
         for part in child.modules():
             part._is_hf_initialized = device.type != "meta"  # pyright: ignore
         undo.append(put(module, child.to(device).train(module.training)))
-    undo.append(mark(model))
+    undo.append(set_mark(model, True))
 
 
 def revert(model: ModelT) -> ModelT:
@@ -266,7 +274,7 @@ def revert(model: ModelT) -> ModelT:
     with undone(undo):
         for module in converted:
             undo.append(put(module, None))
-        undo.append(unmark(host))
+        undo.append(set_mark(host, False))
         for config in configs_of(host).values():
             clear_spec(config)
         # Transformers loads the code of an implementation, if that is needed.
@@ -275,15 +283,16 @@ def revert(model: ModelT) -> ModelT:
     return model
 
 
-def _calibrated(variant: str, call: ObservedCall) -> dict[str, Any]:
-    calibrate = get_variant(variant).calibrate
-    assert calibrate is not None
+def _calibrated(variant: Variant, call: ObservedCall) -> dict[str, Any]:
+    assert variant.calibrate is not None
     if call.log_n == 0:
         raise ValueError("calibrate must hold sequences of more than one token")
-    return calibrate(call.log_n)
+    return variant.calibrate(call.log_n)
 
 
-def _identity(variant: str, start: str, params: dict[str, Any], wrapper: Choice) -> dict[str, Any]:
+def _identity(
+    variant: Variant, start: str, params: dict[str, Any], wrapper: Choice
+) -> dict[str, Any]:
     """The parameters that make the variant equal to softmax."""
     if start != "identity":
         raise ValueError(f"start must be 'identity' or None, got {start!r}")
@@ -291,10 +300,10 @@ def _identity(variant: str, start: str, params: dict[str, Any], wrapper: Choice)
         raise ValueError(f"start must be None with a wrapper, got {start!r} with {wrapper!r}")
     identity = possible_identity(variant)
     if identity is None:
-        able = [name for name in list_variants() if possible_identity(name) is not None]
         raise ValueError(
-            f"start must be None: no parameters make {variant!r} equal to softmax at every length; "
-            f"variants with start='identity': {', '.join(able)}"
+            f"start must be None: no parameters make {variant.name!r} equal to softmax at every "
+            "length; variants with start='identity': "
+            f"{variants_with(lambda one: possible_identity(one) is not None)}"
         )
     if twice := [name for name in identity if name in params]:
         names = ", ".join(twice)
@@ -303,14 +312,14 @@ def _identity(variant: str, start: str, params: dict[str, Any], wrapper: Choice)
 
 
 def _learned(
-    variant: str, learn: Names | None, identity: dict[str, Any], sink: str | None
+    variant: Variant, learn: Names | None, identity: dict[str, Any], sink: str | None
 ) -> Names | None:
     """The parameters to learn; None is the variant's default."""
     if learn is not None or not identity:
         return learn
     return tuple(
         param.name
-        for param in get_variant(variant).params
+        for param in variant.params
         if param.name != sink
         and (param.init is not None or (param.kind == "per_head" and param.name in identity))
     )

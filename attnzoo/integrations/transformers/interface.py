@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.core.variant import Variant
 from attnzoo.functional.attention import attention
 from attnzoo.integrations.transformers import masks
-from attnzoo.integrations.transformers.masks import NAME, MaskLayout
-from attnzoo.integrations.transformers.packed import combined, packed_segments
+from attnzoo.integrations.transformers.masks import NAME, Mask
+from attnzoo.integrations.transformers.packed import packed_segments
 from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
 from attnzoo.nn.checks import check_cross_attention
@@ -65,26 +65,19 @@ def observe_calls() -> Iterator[list[ObservedCall]]:
         _observed.reset(token)
 
 
-def mark(model: nn.Module) -> Callable[[], None]:
-    """Marks all modules as those of a converted model. Returns a function that undoes it."""
-    new = [module for module in model.modules() if HOST not in module.__dict__]
-    _set_mark(new, True)
-    return lambda: _set_mark(new, False)
+def set_mark(model: nn.Module, marked: bool) -> Callable[[], None]:
+    """Marks all modules as those of a converted model, or as others. Returns an undo function."""
+    modules = [module for module in model.modules() if (HOST in vars(module)) != marked]
 
+    def change(marked: bool) -> None:
+        for module in modules:
+            if marked:
+                setattr(module, HOST, True)
+            else:
+                delattr(module, HOST)
 
-def unmark(model: nn.Module) -> Callable[[], None]:
-    """Removes all marks. Returns a function that undoes it."""
-    marked = [module for module in model.modules() if HOST in module.__dict__]
-    _set_mark(marked, False)
-    return lambda: _set_mark(marked, True)
-
-
-def _set_mark(modules: Iterable[nn.Module], marked: bool) -> None:
-    for module in modules:
-        if marked:
-            setattr(module, HOST, True)
-        else:
-            delattr(module, HOST)
+    change(marked)
+    return lambda: change(not marked)
 
 
 def attend(
@@ -92,7 +85,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Mask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -102,29 +95,8 @@ def attend(
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"attnzoo does not support {name}, which {type(module).__name__} uses")
-    flag = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     child = module._modules.get(NAME)
     variant = _variant(child)
-    layout = masks.read_mask(attention_mask, flag, query.shape[2], key.shape[2])
-    if variant is not None and variant.by_position:
-        causal = masks.is_causal(attention_mask, flag)
-        crossed = not causal and query.shape[2] != key.shape[2]
-        windowed = kwargs.get("sliding_window") or layout.window or layout.start or layout.chunk
-        _check_positions(variant, module, crossed, bool(windowed))
-    sharded = _sharding(child)
-    if sharded is not None:
-        layout = _for_shards(module, layout, query, sharded, kwargs)
-    unused = layout.start, key.shape[2] - layout.stop  # keys before and after those in use
-    key, value = key[:, :, layout.start : layout.stop], value[:, :, layout.start : layout.stop]
-    segments = layout.segment_ids
-    documents = packed_segments(module, attention_mask, layout, query, key, kwargs)
-    segments = segments if documents is None else combined(documents, layout)
-    options: dict[str, Any] = {
-        "attn_mask": layout.attn_mask, "is_causal": layout.is_causal, "window": layout.window,
-        "segment_ids": segments, "scale": scaling, "dropout_p": dropout,
-        "enable_gqa": key.shape[1] != query.shape[1],
-    }  # fmt: skip
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     calls = None if torch.compiler.is_compiling() else _observed.get()
     if child is None and calls is None and not _is_in_host(module):
         raise ValueError(
@@ -132,37 +104,73 @@ def attend(
             "not part of one: call attnzoo.integrations.transformers.convert(model, variant), "
             "which also sets the attention implementation"
         )
+    is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    mask = masks.read_mask(attention_mask, is_causal, query.shape[2], key.shape[2])
+    if variant is not None and variant.by_position:
+        # A dense mask includes causality.
+        causal = is_causal if isinstance(attention_mask, Tensor) else mask.causal
+        _check_positions(variant, module, mask, causal, kwargs)
+    sharding = _sharding(child)
+    if sharding is not None:
+        mask = _for_shards(module, mask, query, sharding, kwargs)
+    unused = mask.start, key.shape[2] - mask.stop  # keys before and after those in use
+    key, value = key[:, :, mask.start : mask.stop], value[:, :, mask.start : mask.stop]
+    options: dict[str, Any] = {
+        **mask.arguments,
+        "segment_ids": packed_segments(module, mask, query, key, kwargs),
+        "scale": scaling, "dropout_p": dropout, "enable_gqa": key.shape[1] != query.shape[1],
+    }  # fmt: skip
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    heads = query.shape[1] // getattr(child, "queries", 1)
     if calls is not None:
         log_n, rows = _log_n(query, key, value, options)
-        heads = query.shape[1] // getattr(child, "queries", 1)
         dims = query.shape[-1], value.shape[-1]
         calls.append(ObservedCall(module, heads, log_n, rows, softcap, sinks is not None, *dims))
-    name, params = ("softmax", {}) if sinks is None else _with_sinks(module, child, sinks)
+    name, params = ("softmax", {}) if sinks is None else _with_sinks(module, variant, sinks)
     options |= params
-    need_weights = _need_weights(kwargs)
+    need_weights, weights = _need_weights(kwargs), None
     if child is None and not need_weights:  # a layer that was not converted
-        out = attention(query, key, value, name, softcap=softcap, **options)
-        return out.transpose(1, 2).contiguous(), None
-    if child is None:
-        child = Attention(name, query.shape[1], softcap=softcap, given=tuple(params))
-    elif (heads := query.shape[1] // getattr(child, "queries", 1)) != child.num_heads:
+        result: Any = attention(query, key, value, name, softcap=softcap, **options)
+    else:
+        if child is None:
+            child = Attention(name, heads, softcap=softcap, given=tuple(params))
+        _check_child(module, child, heads, softcap)
+        options |= from_hidden_states(module, child, kwargs.get(HIDDEN))
+        result = child(query, key, value, need_weights=need_weights, **options)
+    if need_weights:
+        result, weights = result
+        weights = nn.functional.pad(weights, unused)
+    return result.transpose(1, 2).contiguous(), weights
+
+
+def _check_positions(
+    variant: Variant, module: nn.Module, mask: Mask, causal: bool, kwargs: dict[str, Any]
+) -> None:
+    """Raises ValueError if the variant needs positions that are not known in this call."""
+    layer, (_, _, queries, keys) = type(module).__name__, mask.shape
+    check_cross_attention(variant, layer, not causal and queries != keys)
+    windowed = kwargs.get("sliding_window") or mask.window or mask.start or mask.chunk
+    if variant.absolute and windowed:  # caches drop keys, and a dense mask looks like padding
+        raise ValueError(
+            f"{variant.name} does not support the sliding window or chunks of {layer}: the "
+            "position of a query in its sequence is not known there; convert other layers only"
+        )
+
+
+def _check_child(module: nn.Module, child: Any, heads: int, softcap: float | None) -> None:
+    """Raises ValueError if the child was made for another call."""
+    if heads != child.num_heads:
         raise ValueError(
             f"{type(module).__name__} must have the {child.num_heads} heads of its variant, got "
             f"{heads}: under tensor parallelism call shard_heads(mesh) of each "
             "attnzoo.nn.Attention in the model (wrappers do not support it), otherwise convert the "
             "model again"
         )
-    elif child.softcap != softcap:
+    if softcap != child.softcap:
         raise ValueError(
             f"softcap of {type(module).__name__} must be {child.softcap}, with which it was "
             f"converted, got {softcap}: convert the model again"
         )
-    options |= from_hidden_states(module, child, kwargs.get(HIDDEN))
-    result: Any = child(query, key, value, need_weights=need_weights, **options)
-    if not need_weights:
-        return result.transpose(1, 2).contiguous(), None
-    out, weights = result
-    return out.transpose(1, 2).contiguous(), nn.functional.pad(weights, unused)
 
 
 def _is_in_host(module: nn.Module) -> bool:
@@ -178,9 +186,9 @@ def _sharding(child: nn.Module | None) -> Any:
 
 
 def _for_shards(
-    module: nn.Module, layout: MaskLayout, query: Tensor, sharding: Any, kwargs: dict[str, Any]
-) -> MaskLayout:
-    """The layout of a shard of a sequence, whose mask transformers has made for the shard alone.
+    module: nn.Module, mask: Mask, query: Tensor, sharding: Any, kwargs: dict[str, Any]
+) -> Mask:
+    """The mask of a shard of a sequence, whose mask transformers has made for the shard alone.
 
     A window at least as long as the shard is missing in it.
     """
@@ -195,24 +203,13 @@ def _for_shards(
                 f"Batch.positions; expected {expected[:4].tolist()}…, got "
                 f"{positions.reshape(-1, len(expected))[0, :4].tolist()}…"
             )
-    if layout.chunk or layout.segment_ids is not None or kwargs.get("cu_seq_lens_q") is not None:
+    if mask.chunk or mask.segment_ids is not None or kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError(
             f"{name} must have neither chunked attention nor packed sequences when its sequence is "
             "sharded; pass an attention_mask, as Batch.transformers does"
         )
     window = kwargs.get("sliding_window")
-    return layout._replace(window=window) if window and not layout.window else layout
-
-
-def _check_positions(variant: Variant, module: nn.Module, crossed: bool, windowed: bool) -> None:
-    """Raise ValueError if the variant needs positions that are not known in this call."""
-    layer = type(module).__name__
-    check_cross_attention(variant, layer, crossed)
-    if variant.absolute and windowed:  # caches drop keys, and a dense mask looks like padding
-        raise ValueError(
-            f"{variant.name} does not support the sliding window or chunks of {layer}: the "
-            "position of a query in its sequence is not known there; convert other layers only"
-        )
+    return mask._replace(window=window) if window and not mask.window else mask
 
 
 def host_sink(variant: Variant) -> str | None:
@@ -221,22 +218,22 @@ def host_sink(variant: Variant) -> str | None:
 
 
 def _with_sinks(
-    module: nn.Module, child: nn.Module | None, sinks: Tensor
+    module: nn.Module, variant: Variant | None, sinks: Tensor
 ) -> tuple[str, dict[str, Tensor]]:
     """The variant of a layer with sinks, and the parameter that takes their logits."""
-    variant = _variant(child) or _softmax_with_sinks()
+    variant = variant or _softmax_with_sinks()
     name = host_sink(variant)
     if name is None:
         raise ValueError(
             f"{variant.name} does not support the sinks of {type(module).__name__}; variants that "
-            f"do: {sink_variants()}"
+            f"do: {variants_with(host_sink)}"
         )
     return variant.name, {name: sinks}
 
 
-def sink_variants() -> str:
-    """The variants that take the sink logits of a host, as text."""
-    return ", ".join(name for name in list_variants() if host_sink(get_variant(name))) or "none"
+def variants_with(has: Callable[[Variant], Any]) -> str:
+    """The names of the variants for which ``has(variant)`` is true, as text."""
+    return ", ".join(name for name in list_variants() if has(get_variant(name))) or "none"
 
 
 def _softmax_with_sinks() -> Variant:

@@ -1,19 +1,10 @@
-"""What transformers' mask function hands to its attention function, as small tensors.
+"""What transformers' mask function hands to its attention function.
 
-Transformers makes one mask per kind of layer in each forward, and passes it to each layer as one
-tensor. `make_mask` recognizes causality, sliding windows, chunks, packed batches and padding, and
-returns what they need; `read_mask` turns this into arguments of `attnzoo.attention`:
-
-- None: not causal, without window, padding or segments.
-- uint8 (B, W + 1, kind, keys in use): a key mask.
-- int32 (B, W + 1, kind, keys in use): the segment of each key. The queries are the last keys.
-- uint8 (keys in use, W + 1, kind, 0): neither of them.
-
-W is the window, 0 for none, and ``kind`` is one of the constants below; for chunks W is their size.
-Both are sizes, because sizes are known without reading a GPU, and they cost no memory, because the
-tensor is expanded. Transformers itself makes no masks of these dtypes. All other masks are dense
-and include causality: those of a mask function that is not recognized, and in `torch.compile` those
-of windows and static caches.
+Transformers makes one mask per kind of layer in each forward and passes it to each layer of this
+kind. `make_mask` recognizes causality, sliding windows, chunks, packed batches and padding, and
+returns a `Mask`, which holds no more than a number per key. It returns None if every query sees
+every key. All other masks are dense tensors: those of a mask function that is not recognized, and
+in `torch.compile` those of windows and static caches.
 """
 
 from __future__ import annotations
@@ -23,17 +14,20 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
-from transformers import masking_utils
+from torch.nn import functional as F
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    chunked_overlay,
     packed_sequence_mask_function,
     prepare_padding_mask,
     sdpa_mask,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
 )
 
-from attnzoo.core.arguments import Segments, Window
+from attnzoo.core.arguments import Segments, Window, check_call
 from attnzoo.core.checks import is_int
 from attnzoo.core.registry import get_variant
 from attnzoo.nn.masks import as_bool
@@ -41,8 +35,6 @@ from attnzoo.nn.masks import as_bool
 NAME = "attnzoo"
 PADDING = torch.iinfo(torch.int32).max  # the segment of padding after the segments
 ORIGIN = 2**30  # see `with_documents`
-# Kinds of masks. All but the last two are causal.
-CAUSAL, CHUNKS, TO_BOTH_SIDES, BIDIRECTIONAL = range(1, 5)
 
 
 class Pattern(NamedTuple):
@@ -52,19 +44,44 @@ class Pattern(NamedTuple):
     window: int = 0  # 0: none
     both_sides: bool = False  # the window
     chunk: tuple[int, Tensor] | None = None  # size, left padding (B,)
-    documents: Tensor | None = None  # of a packed batch, (B, N): the index of their first tokens
 
 
-class MaskLayout(NamedTuple):
-    """Arguments of `attnzoo.attention` for the keys ``start : stop``."""
+class Mask(NamedTuple):
+    """A mask as arguments of `attnzoo.attention` for the keys ``start : stop``.
 
-    attn_mask: Tensor | None
-    is_causal: bool
-    window: Window
-    segment_ids: Segments
-    start: int
+    A tuple, because FSDP and accelerate move the tensors in tuples to other devices, and
+    `torch.compile` traces them.
+    """
+
+    shape: tuple[int, int, int, int]  # of a dense mask in its place, (B, 1, Nq, Nk)
     stop: int
+    start: int = 0
+    causal: bool = False  # the queries are the last keys
+    window: Window = None
+    attn_mask: Tensor | None = None
+    segment_ids: Segments = None
     chunk: int = 0  # size of the chunks, if segment_ids are chunks
+
+    # `generate` makes masks before it calls the model; it and GPT-2 ask for these.
+    ndim = 4
+
+    def contiguous(self) -> Mask:
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `attnzoo.attention`. A single query needs no causality."""
+        return {
+            "attn_mask": self.attn_mask, "is_causal": self.causal and self.shape[2] > 1,
+            "window": self.window, "segment_ids": self.segment_ids,
+        }  # fmt: skip
+
+    def __radd__(self, scores: Tensor) -> Tensor:
+        """Masked scores (B, H, Nq, Nk) of a module that adds its mask itself (BigBird-Pegasus)."""
+        q, k = scores[..., :1], scores[:, :, :1, self.start : self.stop].mT
+        visible = check_call(q, k, k, **self.arguments).visible
+        hidden = ~F.pad(visible, (self.start, scores.shape[-1] - self.stop))
+        return scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
 
 
 def make_mask(
@@ -76,12 +93,10 @@ def make_mask(
     mask_function: Any = causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
-) -> Tensor | None:
-    """transformers' mask function: returns what the module's docstring lists, else a dense mask."""
+) -> Mask | Tensor | None:
+    """transformers' mask function: returns what the module's docstring lists."""
     documents, attention_mask = _read_documents(attention_mask, kv_length)
     pattern = find_pattern(mask_function) or _chunks_in_graph(attention_mask, kwargs)
-    if pattern is not None:
-        pattern = pattern._replace(documents=documents)
     # A static cache keeps its length in a tensor, whose value a compiled graph cannot read.
     unknown = isinstance(q_offset, Tensor) and torch.compiler.is_compiling()
     end = None if unknown else int(q_offset) + q_length - kv_offset
@@ -94,42 +109,43 @@ def make_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             **kwargs,
         )  # fmt: skip
-    used = end if pattern.causal and end is not None else kv_length
-    window = pattern.window if pattern.window < used else 0
-    kind = CAUSAL if pattern.causal else TO_BOTH_SIDES if window else BIDIRECTIONAL
-    device = kwargs.get("device", "cpu")
-    segments = _segments(pattern, kv_offset, used)
-    seen = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    seen = None if seen is None else seen[:, kv_offset : kv_offset + used]
-    if q_length == 1:
-        seen, segments = _seen_by_one(seen, segments), None
-        if pattern.causal and kwargs.get("allow_is_causal_skip") is False:  # see _is_expressible
-            last = torch.arange(used, device=device)[None] >= (used - window if window else 0)
-            seen, window = last if seen is None else seen & last, 0
-    if segments is not None:
-        if seen is not None:  # padding gets segments of its own, and the segments stay sorted
-            padding = torch.where(seen.cumsum(-1) == 0, -1, PADDING)
-            segments = torch.where(seen, segments, padding)
-        if pattern.chunk is not None:
-            window, kind = pattern.chunk[0], CHUNKS
-        values = segments.to(torch.int32)
-    elif seen is not None:
-        values = seen.to(torch.uint8)
-    elif window or pattern.causal:
-        return torch.empty(used, window + 1, kind, 0, dtype=torch.uint8, device=device)
-    else:
+    stop = kv_length if end is None or not pattern.causal else end
+    segments = _segments(pattern.chunk, documents, kv_offset, stop)
+    visible = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    visible = None if visible is None else visible[:, kv_offset : kv_offset + stop]
+    size = pattern.window if pattern.window < stop else 0
+    if not pattern.causal and not size and segments is None and visible is None:
         return None
-    return values[:, None, None].expand(batch_size, window + 1, kind, used)
+    if q_length == 1 and segments is not None:
+        same = segments == segments[:, -1:]
+        visible, segments = same if visible is None else same & visible, None
+    mask = Mask((batch_size, 1, q_length, kv_length), stop, causal=pattern.causal)
+    if size and not pattern.causal:
+        mask = mask._replace(window=(size, size))
+    elif size:
+        # The first query sees no key before ``start``, and a single query all later ones.
+        start = max(stop - q_length - size + 1, 0)
+        mask = mask._replace(start=start, window=size if q_length > 1 else None)
+    if segments is not None:
+        if visible is not None:  # padding gets segments of its own, and the segments stay sorted
+            padding = torch.where(visible.cumsum(-1) == 0, -1, PADDING)
+            segments = torch.where(visible, segments, padding)
+        ids = segments.to(torch.int32).expand(batch_size, -1)[:, mask.start :]
+        of_both = ids if q_length == ids.shape[1] else (ids[:, -q_length:], ids)
+        chunk = 0 if pattern.chunk is None else pattern.chunk[0]
+        return mask._replace(segment_ids=of_both, chunk=chunk)
+    if visible is not None:
+        return mask._replace(attn_mask=visible[:, None, None, mask.start :])
+    return mask
 
 
 def _is_expressible(
     pattern: Pattern, queries: int, keys: int, end: int | None, options: dict[str, Any]
 ) -> bool:
-    """Whether a small tensor can replace the dense mask.
+    """Whether a `Mask` can replace the dense mask.
 
     Queries and keys must be aligned as in `attnzoo.attention`. A model that changes the mask does
-    not allow skipping it. Transformers does not allow it either for one query with a static cache,
-    whose mask becomes a key mask of the keys in use.
+    not allow skipping it. Transformers does not allow it either for one query with a static cache.
     """
     one_sided = pattern.chunk is not None or (pattern.window and not pattern.both_sides)
     if (pattern.causal and pattern.both_sides) or (one_sided and not pattern.causal):
@@ -142,60 +158,29 @@ def _is_expressible(
     return allowed and (not pattern.window or queries == keys)
 
 
-def _seen_by_one(seen: Tensor | None, segments: Tensor | None) -> Tensor | None:
-    """The keys that the only query sees, the last token."""
-    if segments is None:
-        return seen
-    same_segment = segments == segments[:, -1:]
-    return same_segment if seen is None else same_segment & seen
+def read_mask(mask: Mask | Tensor | None, is_causal: bool, queries: int, keys: int) -> Mask:
+    """A mask from `make_mask` or of another origin, for a call with so many queries and keys.
 
-
-def is_causal(mask: Tensor | None, flag: bool) -> bool:
-    """Whether a call with this mask is causal. ``flag`` is whether the module says that it is.
-
-    The flag of some decoders is wrong, because the mask alone decides in eager attention.
+    ``is_causal`` is the module's flag. It counts only without a mask: the flag of some decoders is
+    wrong, because the mask alone decides in eager attention.
     """
-    if mask is None or mask.dtype not in (torch.uint8, torch.int32):
-        return flag
-    return mask.shape[2] not in (TO_BOTH_SIDES, BIDIRECTIONAL)
-
-
-def read_mask(mask: Tensor | None, flag: bool, queries: int, keys: int) -> MaskLayout:
-    """The arguments of `attnzoo.attention` for a mask from `make_mask` or of another origin.
-
-    ``flag`` is whether the module says that it is causal.
-    """
-    causal = is_causal(mask, flag)
-    if mask is None:
-        if causal and queries != keys:
+    if isinstance(mask, Mask):
+        _, _, rows, columns = mask.shape
+        if rows != queries or columns != keys:
             raise ValueError(
-                f"attention_mask must be given for a causal call with {queries} queries and {keys} "
-                "keys, got None"
+                f"attention_mask must be made for {queries} queries and {keys} keys, as in this "
+                f"call, got one for {rows} queries and {columns} keys"
             )
-        return MaskLayout(None, causal and queries > 1, None, None, 0, keys)
-    if mask.dtype not in (torch.uint8, torch.int32):
-        return MaskLayout(_other_mask(mask), False, None, None, 0, keys)
-    window, kind, stop = mask.shape[1] - 1, mask.shape[2], mask.shape[3] or mask.shape[0]
-    chunk = window if kind == CHUNKS else 0
-    window = 0 if chunk else window
-    if window and kind == TO_BOTH_SIDES:
-        bounds: Window = (window, window)
-        start = 0
-    elif window:
-        # The first query sees no key before ``start``.
-        start = max(stop - queries - window + 1, 0)
-        bounds = window if queries > 1 else None
-    else:
-        bounds, start = None, 0
-    causal = causal and queries > 1
-    if mask.shape[3] == 0:
-        return MaskLayout(None, causal, bounds, None, start, stop)
-    values = mask[:, :1, :1, start:]
-    if mask.dtype == torch.uint8:
-        return MaskLayout(values.view(torch.bool), causal, bounds, None, start, stop)
-    ids = values[:, 0, 0]
-    segments = ids if queries == stop - start else (ids[:, stop - start - queries :], ids)
-    return MaskLayout(None, causal, bounds, segments, start, stop, chunk)
+        return mask
+    shape = (1, 1, queries, keys)
+    if mask is not None:
+        return Mask(shape, keys, attn_mask=_other_mask(mask))
+    if is_causal and queries != keys:
+        raise ValueError(
+            f"attention_mask must be given for a causal call with {queries} queries and {keys} "
+            "keys, got None"
+        )
+    return Mask(shape, keys, causal=is_causal)
 
 
 def _other_mask(mask: Tensor) -> Tensor:
@@ -223,14 +208,15 @@ def find_pattern(function: Callable[..., Any]) -> Pattern | None:
     if torch.compiler.is_compiling():  # a traced closure does not show its variables
         return None
     kind = _KINDS.get(getattr(function, "__code__", None))
-    held = _variables(function)
+    variables = _variables(function)
     if kind == "and":
-        return _all_of(held.get("mask_functions", ()))
-    if kind in ("window", "window to both sides") and _is_size(size := held.get("sliding_window")):
-        return Pattern(window=size, both_sides=kind == "window to both sides")
-    if kind == "chunk" and _is_size(size := held.get("chunk_size")) and "left_padding" in held:
-        return Pattern(chunk=(size, held["left_padding"]))
-    return None
+        return _all_of(variables.get("mask_functions", ()))
+    size = variables.get("chunk_size" if kind == "chunk" else "sliding_window")
+    if kind is None or not _is_size(size):
+        return None
+    if kind == "chunk":
+        return Pattern(chunk=(size, variables["left_padding"]))
+    return Pattern(window=size, both_sides=kind == "window to both sides")
 
 
 def _chunks_in_graph(mask: Tensor | None, options: dict[str, Any]) -> Pattern | None:
@@ -258,25 +244,16 @@ def _chunks_in_graph(mask: Tensor | None, options: dict[str, Any]) -> Pattern | 
 
 def _all_of(functions: Any) -> Pattern | None:
     """The pattern of a conjunction of mask functions."""
-    if not functions:
-        return None
-    pattern = Pattern()
+    fields: dict[str, Any] = {}
     for function in functions:
-        part = find_pattern(function)
-        if part is None:
+        pattern = find_pattern(function)
+        if pattern is None:
             return None
-        for name, value in part._asdict().items():
-            if not _is_set(value):
-                continue
-            # Two windows, chunks or packings have no common field.
-            if name != "causal" and _is_set(getattr(pattern, name)):
-                return None
-            pattern = pattern._replace(**{name: value})
-    return pattern
-
-
-def _is_set(value: Any) -> bool:
-    return value is not None and (isinstance(value, Tensor) or bool(value))
+        new = {name: value for name, value in pattern._asdict().items() if value}
+        if fields.keys() & new.keys() - {"causal"}:  # two windows or chunks have no common field
+            return None
+        fields |= new
+    return Pattern(**fields) if functions else None
 
 
 def _is_size(size: Any) -> TypeGuard[int]:
@@ -289,28 +266,30 @@ def _variables(function: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells)}
 
 
-def _code_of(factory: str, *args: Any) -> Any:
-    """The code of the mask functions that a factory of transformers makes, if it exists."""
-    make = getattr(masking_utils, factory, None)
-    return None if make is None else make(*args).__code__
-
-
-_ANY = torch.zeros(1, 1, dtype=torch.long)
-_KINDS = {
+_KINDS: dict[Any, str] = {
     and_masks().__code__: "and",
-    _code_of("sliding_window_overlay", 1): "window",
-    _code_of("sliding_window_bidirectional_overlay", 1): "window to both sides",
-    _code_of("chunked_overlay", 1, _ANY): "chunk",
+    sliding_window_overlay(1).__code__: "window",
+    sliding_window_bidirectional_overlay(1).__code__: "window to both sides",
+    chunked_overlay(1, torch.zeros(1)).__code__: "chunk",
 }
-_KINDS.pop(None, None)
 
 
-def _segments(pattern: Pattern, first: int, used: int) -> Tensor | None:
-    """The segment of each key, (B, keys) or (1, keys); None if there is only one."""
-    documents = None if pattern.documents is None else pattern.documents[:, :used]
-    if pattern.chunk is None:
+def _segments(
+    chunk: tuple[int, Tensor] | None, documents: Tensor | None, first: int, used: int
+) -> Tensor | None:
+    """The segment of each key, (B, keys) or (1, keys); None if there is only one.
+
+    Args:
+        chunk: the size of the chunks, and the left padding (B,).
+        documents: the index of the first token of each token's document, (B, N).
+        first: the position of the first key.
+        used: the number of keys.
+    """
+    if documents is not None:
+        documents = documents[:, :used]
+    if chunk is None:
         return None if documents is None else documents.clamp_min(0)
-    size, left_padding = pattern.chunk
+    size, left_padding = chunk
     at = torch.arange(first, first + used, device=left_padding.device)
     if documents is not None:
         return chunks_of(documents, at - documents, size)
@@ -334,7 +313,7 @@ def _read_documents(mask: Tensor | None, keys: int) -> tuple[Tensor | None, Tens
     """The documents of visible tokens (B, keys), and the mask without them."""
     if mask is None or mask.dtype != torch.int32:
         return None, mask
-    mask = torch.nn.functional.pad(mask, (0, keys - mask.shape[-1]))
+    mask = F.pad(mask, (0, keys - mask.shape[-1]))
     return mask - (ORIGIN + 1), mask != 0
 
 
@@ -343,7 +322,7 @@ def chunks_of(documents: Tensor, positions: Tensor, size: int) -> Tensor:
     chunks = (positions // size).expand_as(documents)
     ids = torch.stack([documents, chunks.to(documents.dtype)])
     new = (ids[..., 1:] != ids[..., :-1]).any(0)
-    return torch.nn.functional.pad(new.cumsum(-1), (1, 0))
+    return F.pad(new.cumsum(-1), (1, 0))
 
 
 def _dense(*args: Any, **kwargs: Any) -> Tensor | None:

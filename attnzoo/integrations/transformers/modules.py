@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from attnzoo.core.checks import plain
 from attnzoo.integrations.transformers.interface import ObservedCall, observe_calls
@@ -283,8 +284,6 @@ def restorer(model: Any) -> Callable[[], None]:
 
 def parts_of(model: Any) -> list[tuple[str, Any]]:
     """(name, module) of the model and of each sub-model with its own config."""
-    from transformers import PreTrainedModel
-
     return [
         (name, part)
         for name, part in model.named_modules()

@@ -21,7 +21,7 @@ from attnzoo.integrations.transformers.masks import (
     NAME,
     ORIGIN,
     PADDING,
-    MaskLayout,
+    Mask,
     chunks_of,
     with_documents,
 )
@@ -48,14 +48,9 @@ _last_forward: _ForwardSegments | None = None
 
 
 def packed_segments(
-    module: nn.Module,
-    mask: Tensor | None,
-    layout: MaskLayout,
-    query: Tensor,
-    key: Tensor,
-    kwargs: dict[str, Any],
+    module: nn.Module, mask: Mask, query: Tensor, key: Tensor, kwargs: dict[str, Any]
 ) -> Segments:
-    """The segments of a packed batch; None if it is not packed.
+    """The segments of a call: those of the mask, or of a packed batch that it does not show.
 
     Reads the values of position ids once per forward, or in each layer if they are an inference
     tensor, and of sequence lengths only on a CPU.
@@ -70,43 +65,43 @@ def packed_segments(
         check_dense("cu_seq_lens_q", lengths)
         documents = _once(module, lengths, (batch, queries), partial(_from_lengths, "q"))
         if other is lengths and keys == queries:
-            return documents
-        return documents, _from_lengths("k", other, (batch, layout.stop))[:, layout.start :]
+            return _combined(documents, documents, mask)
+        of_keys = _from_lengths("k", other, (batch, mask.stop))[:, mask.start :]
+        return _combined(documents, of_keys, mask)
     positions = kwargs.get("position_ids")
-    padding = mask is not None and mask.dtype == torch.uint8 and mask.numel() > 0
     if (
-        not (mask is None or mask.numel() == 0 or padding)
-        or not (layout.is_causal and queries == keys)
+        mask.segment_ids is not None
+        or not (mask.causal and queries == keys)
         or not isinstance(positions, Tensor)
-        or positions.shape[-1] != queries
+        or positions.dim() != 2
+        or positions.shape[0] not in (1, batch)
+        or positions.shape[1] != queries
+        or not _readable(positions)
     ):
-        return None
-    if positions.dim() != 2 or positions.shape[0] not in (1, batch) or not _readable(positions):
-        return None
+        return mask.segment_ids
     steps = _once(module, positions, (batch, queries), _from_positions)
-    if steps is None or layout.attn_mask is None:
+    if steps is None or mask.attn_mask is None:
         return steps[0] if steps is not None and steps[1] else None
-    starts, packed = document_starts(positions.expand(batch, -1), layout.attn_mask[:, 0, 0])
+    starts, packed = document_starts(positions.expand(batch, -1), mask.attn_mask[:, 0, 0])
     return starts if bool(packed) else None
 
 
-def combined(documents: Segments, layout: MaskLayout) -> Segments:
-    """The documents that cu_seq_lens shows, with the chunks and the padding of the layout."""
-    if documents is None or (layout.segment_ids is None and not layout.chunk):
-        return documents
-    queries, keys = (documents, documents) if isinstance(documents, Tensor) else documents
+def _combined(queries: Tensor, keys: Tensor, mask: Mask) -> Segments:
+    """The documents of queries and keys that cu_seq_lens shows, with chunks and padding."""
+    if mask.segment_ids is None and not mask.chunk:
+        return queries if keys is queries else (queries, keys)
     if queries.shape != keys.shape:
         raise ValueError(
             "cu_seq_lens_k must be those of cu_seq_lens_q for a model with chunked attention or "
             f"position_ids that restart, got {queries.shape[1]} queries and {keys.shape[1]} keys"
         )
     query_ids, key_ids = queries, keys
-    if layout.chunk:
-        query_ids = chunks_of(queries, restarted(queries), layout.chunk)
-        key_ids = query_ids if keys is queries else chunks_of(keys, restarted(keys), layout.chunk)
-    if layout.segment_ids is not None:
-        assert isinstance(layout.segment_ids, Tensor)  # as many queries as keys
-        padding = (layout.segment_ids < 0) | (layout.segment_ids == PADDING)
+    if mask.chunk:
+        query_ids = chunks_of(queries, restarted(queries), mask.chunk)
+        key_ids = query_ids if keys is queries else chunks_of(keys, restarted(keys), mask.chunk)
+    if mask.segment_ids is not None:
+        assert isinstance(mask.segment_ids, Tensor)  # as many queries as keys
+        padding = (mask.segment_ids < 0) | (mask.segment_ids == PADDING)
         key_ids = torch.where(padding, PADDING, key_ids)
     return query_ids, key_ids
 
@@ -194,6 +189,8 @@ def preprocess_mask_arguments(
 
     If attnzoo makes the mask, the attention mask that it returns shows the documents.
     """
+    if isinstance(attention_mask, Mask):  # `generate` has made it before
+        return True, attention_mask, *[None] * 5
     attnzoo = config._attn_implementation == NAME
     result: Any = _preprocess(
         config, inputs_embeds, attention_mask, past_key_values,

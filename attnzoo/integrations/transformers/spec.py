@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from attnzoo.core.checks import plain
 from attnzoo.core.registry import get_variant, list_variants
@@ -244,7 +245,9 @@ def write_specs(model: Any, before: Mapping[int, dict[str, str | None]] | None =
         for name, module in plain_names(model).items()
         if NAME in module._modules
     }
-    parts = {name: part for name, part in plain_names(model).items() if _has_config(part)}
+    parts = {
+        name: part for name, part in plain_names(model).items() if isinstance(part, PreTrainedModel)
+    }
     outer = [  # the parts that are not inside another one with the same config
         (name, part) for name, part in parts.items()
         if not any(_inside(name, x) and y.config is part.config for x, y in parts.items())
@@ -266,12 +269,6 @@ def write_specs(model: Any, before: Mapping[int, dict[str, str | None]] | None =
 
 def _inside(name: str, outer: str) -> bool:
     return name != outer and (not outer or name.startswith(f"{outer}."))
-
-
-def _has_config(module: Any) -> bool:
-    from transformers import PreTrainedModel
-
-    return isinstance(module, PreTrainedModel)
 
 
 def write_spec(config: Any, spec: dict[str, Any]) -> None:
@@ -300,7 +297,11 @@ def needs_spec(model: Any) -> bool:
     """
     return any(
         NAME in module._modules
-        or (_has_config(module) and HOST in vars(module) and getattr(module.config, NAME, None))
+        or (
+            isinstance(module, PreTrainedModel)
+            and HOST in vars(module)
+            and getattr(module.config, NAME, None)
+        )
         for module in model.modules()
     )
 

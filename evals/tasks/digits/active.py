@@ -25,17 +25,17 @@ import torch
 from torch import Tensor
 
 from commandline.variants import VariantCall
-from evals.experiment import ExperimentPreset, Fit, Result
+from evals.experiment import ExperimentPreset, FitFunction, Result
 from evals.task import Metric
 from evals.tasks.digits.data import TRAIN, Images, batches, order, split
 from evals.tasks.digits.experiment import DigitsExperiment
-from evals.tasks.digits.model import Classifier, Settings, accuracy
+from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
 
 TRIMMED = "-trimmed"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActiveSettings(Settings):
+class ActiveSettings(ClassifierSettings):
     """Settings of active learning.
 
     start: labelled images at the start. add: images labelled per round. rounds: the number of
@@ -129,9 +129,9 @@ def next_images(
     by_chance = drawn.argsort()
     if strategy == "random":
         return by_chance[: settings.add]
-    found = MEASURES[strategy](_probabilities(model, pool.pixels, strategy, settings))
+    uncertainty = MEASURES[strategy](_probabilities(model, pool.pixels, strategy, settings))
     trim = settings.trim if condition.endswith(TRIMMED) else 0.0
-    return by_chance[chosen(found[by_chance], settings.add, trim)]
+    return by_chance[chosen(uncertainty[by_chance], settings.add, trim)]
 
 
 class ActiveLearning(DigitsExperiment):
@@ -160,14 +160,14 @@ class ActiveLearning(DigitsExperiment):
         "quick": ExperimentPreset(ActiveSettings(), ("softmax", "entmax", "sink"), seeds=5),
     }
 
-    def run(
+    def train_and_measure(
         self,
         variant: VariantCall,
         condition: str,
         seed: int,
         settings: ActiveSettings,
         device: str,
-        fit: Fit,
+        fit: FitFunction,
     ) -> Result:
         images, test = (part.to(device) for part in split(seed))
         count = len(images.labels)
@@ -183,8 +183,10 @@ class ActiveLearning(DigitsExperiment):
                 unlabelled = torch.ones(count, dtype=torch.bool, device=device)
                 unlabelled[labelled] = False
                 pool = unlabelled.nonzero()[:, 0]
-                found = next_images(model, images.at(pool), condition, drawn[pool], settings)
-                labelled = torch.cat([labelled, pool[found]])
+                next_labelled = next_images(
+                    model, images.at(pool), condition, drawn[pool], settings
+                )
+                labelled = torch.cat([labelled, pool[next_labelled]])
         values = [*curve.values()]
         mean = sum(values) / len(values)
         return Result({"mean_accuracy": mean, "accuracy": values[-1]}, curve)
@@ -196,7 +198,7 @@ class ActiveLearning(DigitsExperiment):
         seed: int,
         settings: ActiveSettings,
         device: str,
-        fit: Fit,
+        fit: FitFunction,
     ) -> Classifier:
         model = Classifier(variant, settings).to(device)
         index = batches(seed, settings.steps, settings.batch, len(images.labels)).to(device)

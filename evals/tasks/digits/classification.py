@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from commandline.variants import VariantCall
-from evals.experiment import ExperimentPreset, Fit, Result
+from evals.experiment import ExperimentPreset, FitFunction, Result
 from evals.task import EVERY_VARIANT, Metric
 from evals.tasks.digits.data import Images, batches, long_tailed, noisy, split
 from evals.tasks.digits.experiment import DigitsExperiment
-from evals.tasks.digits.model import Classifier, Settings, measures
+from evals.tasks.digits.model import Classifier, ClassifierSettings, measures
 
 CONDITIONS = {
     "clean": "the training images with their labels",
@@ -22,7 +22,7 @@ CONDITIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoiseSettings(Settings):
+class NoiseSettings(ClassifierSettings):
     """Settings of the classification.
 
     noise: the share of labels drawn anew under "label-noise". tail: the largest class count divided
@@ -69,14 +69,14 @@ class Classification(DigitsExperiment):
         "quick": ExperimentPreset(NoiseSettings(), EVERY_VARIANT, seeds=5),
     }
 
-    def run(
+    def train_and_measure(
         self,
         variant: VariantCall,
         condition: str,
         seed: int,
         settings: NoiseSettings,
         device: str,
-        fit: Fit,
+        fit: FitFunction,
     ) -> Result:
         clean, test = split(seed)
         images = training_images(condition, clean, seed, settings).to(device)

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from commandline.variants import VariantCall
-from evals.experiment import ExperimentPreset, Fit, Result
+from evals.experiment import ExperimentPreset, FitFunction, Result
 from evals.task import Metric
 from evals.tasks.digits import layers
 from evals.tasks.digits.data import CLASSES, Images, batches, order, split
 from evals.tasks.digits.experiment import DigitsExperiment
-from evals.tasks.digits.model import Classifier, Settings, accuracy
+from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
 
 TASKS = 5
 CONDITIONS = {
@@ -41,7 +41,7 @@ CONDITIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContinualSettings(Settings):
+class ContinualSettings(ClassifierSettings):
     """Settings of continual learning.
 
     steps: per task. buffer: the number of images in the buffer under conditions with replay. value:
@@ -147,14 +147,14 @@ class Continual(DigitsExperiment):
             return "a constant logit outside the task is for softmax"
         return reason
 
-    def run(
+    def train_and_measure(
         self,
         variant: VariantCall,
         condition: str,
         seed: int,
         settings: ContinualSettings,
         device: str,
-        fit: Fit,
+        fit: FitFunction,
     ) -> Result:
         training, test = (part.to(device) for part in split(seed))
         groups = classes_of_tasks(seed).to(device)

@@ -81,8 +81,8 @@ def order(seed: int, purpose: str, count: int) -> Tensor:
 def split(seed: int) -> tuple[Images, Images]:
     """The training and the test images of a seed; they have no image in common."""
     images, _ = digits()
-    found = order(seed, "split", len(images.labels))
-    return images.at(found[TEST:]), images.at(found[:TEST])
+    permutation = order(seed, "split", len(images.labels))
+    return images.at(permutation[TEST:]), images.at(permutation[:TEST])
 
 
 def noisy(images: Images, seed: int, share: float) -> Images:
@@ -107,11 +107,11 @@ def long_tailed(images: Images, seed: int, factor: float) -> Images:
     """
     ranks = order(seed, "tail", CLASSES)
     most = int(images.labels.bincount(minlength=CLASSES).min())
-    kept = []
+    indices = []
     for rank, label in enumerate(ranks.tolist()):
         count = max(1, round(most * factor ** (-rank / (CLASSES - 1))))
-        kept.append((images.labels == label).nonzero()[:count, 0])
-    return images.at(torch.cat(kept).sort().values)
+        indices.append((images.labels == label).nonzero()[:count, 0])
+    return images.at(torch.cat(indices).sort().values)
 
 
 def batches(seed: int, steps: int, size: int, count: int) -> Tensor:

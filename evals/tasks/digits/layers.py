@@ -125,11 +125,11 @@ class FunctionLayer(nn.Module):
     def log_prob(self, hidden: Tensor) -> Tensor:
         """The log-probabilities of all classes, (N, V)."""
         classes = torch.arange(CLASSES, device=hidden.device)
-        found = [
+        surprises = [
             self._call(self.function.surprise, hidden, label.expand(len(hidden)))
             for label in classes
         ]
-        return -torch.stack(found, dim=-1)
+        return -torch.stack(surprises, dim=-1)
 
 
 def layer(width: int, call: VariantCall) -> VariantLayer | FunctionLayer:
@@ -163,16 +163,16 @@ def identity(call: VariantCall) -> dict[str, object]:
     """The name and the parameters, also those with default values, for keys of results."""
     if call.name not in FUNCTIONS:
         return call.identity()
-    found = inspect.signature(FUNCTIONS[call.name].loss).parameters.values()
-    defaults = {p.name: repr(p.default) for p in found if p.default is not p.empty}
-    given = {name: repr(value) for name, value in call.arguments}
-    return {"name": call.name, "params": defaults | given, "given": sorted(given)}
+    parameters = inspect.signature(FUNCTIONS[call.name].loss).parameters.values()
+    defaults = {p.name: repr(p.default) for p in parameters if p.default is not p.empty}
+    arguments = {name: repr(value) for name, value in call.arguments}
+    return {"name": call.name, "params": defaults | arguments, "given": sorted(arguments)}
 
 
 def every_layer() -> tuple[str, ...]:
     """All variants that have a loss, and all functions with the parameters of their presets."""
     calls = [completed(VariantCall(name)) for name in attnzoo.list_variants()]
-    found = [str(call) for call in calls if unsupported(call) is None]
+    layers = [str(call) for call in calls if unsupported(call) is None]
     for name, function in FUNCTIONS.items():
-        found += [str(VariantCall(name, tuple(sorted(p.items())))) for p in function.presets]
-    return tuple(sorted(found, key=lambda text: text != "softmax"))
+        layers += [str(VariantCall(name, tuple(sorted(p.items())))) for p in function.presets]
+    return tuple(sorted(layers, key=lambda text: text != "softmax"))

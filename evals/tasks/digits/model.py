@@ -22,7 +22,7 @@ from evals.tasks.digits.layers import VariantLayer, layer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Schedule):
+class ClassifierSettings(Schedule):
     """Settings of a classifier: the ``width`` of both hidden layers, ``dropout`` behind them."""
 
     steps: int = 400
@@ -42,7 +42,7 @@ class Settings(Schedule):
 class Classifier(nn.Module):
     """The classifier with the output layer of ``call``."""
 
-    def __init__(self, call: VariantCall, settings: Settings) -> None:
+    def __init__(self, call: VariantCall, settings: ClassifierSettings) -> None:
         super().__init__()
         width, rate = settings.width, settings.dropout
         self.body = nn.Sequential(
@@ -64,14 +64,14 @@ class Classifier(nn.Module):
     def probabilities(self, pixels: Tensor) -> Tensor:
         """The probabilities of all classes, (N, V) fp64. Dropout is active in training mode."""
         exact = deepcopy(self).double()
-        found = exact.output.log_prob(exact.body(pixels.double())).exp()
-        return found.clamp(max=1.0)  # rounding can exceed 1
+        probabilities = exact.output.log_prob(exact.body(pixels.double())).exp()
+        return probabilities.clamp(max=1.0)  # rounding can exceed 1
 
 
 def predicted(probabilities: Tensor) -> tuple[Tensor, Tensor]:
     """The confidence and the predicted class, both (N,)."""
-    found = probabilities.max(dim=-1)
-    return found.values, found.indices
+    largest = probabilities.max(dim=-1)
+    return largest.values, largest.indices
 
 
 def accuracy(model: Classifier, images: Images) -> float:
@@ -84,8 +84,8 @@ def accuracy(model: Classifier, images: Images) -> float:
 def measures(model: Classifier, images: Images) -> dict[str, float]:
     """Accuracy, expected calibration error, AUROC, and for layers with zeros the support."""
     probabilities = model.probabilities(images.pixels)
-    confidence, found = predicted(probabilities)
-    right = found == images.labels
+    confidence, classes = predicted(probabilities)
+    right = classes == images.labels
     measured = {
         "accuracy": right.double().mean().item() + 0 * probabilities.sum().item(),
         "calibration_error": calibration_error(confidence, right),

@@ -40,8 +40,8 @@ def parse_output(text: str) -> VariantCall:
     if call.name == ADAPTIVE and "tail_variant" in call.params:
         raise ValueError("output must not have tail_variant: the clusters have the head's variant")
     if call.name == MIXTURE and "components" not in call.params:
-        found = call.params | {"components": COMPONENTS}
-        call = VariantCall(MIXTURE, tuple(sorted(found.items())))
+        params = call.params | {"components": COMPONENTS}
+        call = VariantCall(MIXTURE, tuple(sorted(params.items())))
     return call
 
 

@@ -21,12 +21,11 @@ import attnzoo
 from commandline.variants import VariantCall
 from evals.measures import heads
 from evals.measures.metrics import weight_metrics
-from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Published, Task
-from evals.task import Settings as Base
+from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Published, Settings, Task
 
 CLASSES = 10
 # Maximum number of keys in the curve ``best_keys``. It has the weights of the keys that fit the
-# query best, in descending order of ``Batch.closeness``.
+# query best, in descending order of ``RetrievalBatch.closeness``.
 BEST_KEYS = 16
 
 METRICS = (
@@ -57,7 +56,7 @@ METRICS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Base):
+class RetrievalSettings(Settings):
     """Settings of a retrieval task.
 
     scale: "sqrt" (z = q·k / √d) or "none" (z = q·k). qk_dim: the width of queries and keys, d; 0
@@ -94,7 +93,7 @@ class Settings(Base):
 
 
 @dataclass(frozen=True)
-class Batch:
+class RetrievalBatch:
     """B sequences of n items.
 
     features: float (B, n, F), the items without their classes. classes: int64 (B, n), 0 to 9.
@@ -123,25 +122,27 @@ class Batch:
         one_hot.scatter_(2, self.classes[..., None], 1.0)
         return torch.cat((self.features, one_hot), dim=-1)
 
-    def to(self, device: str) -> Batch:
+    def to(self, device: str) -> RetrievalBatch:
         """The same batch on another device."""
         moved = (self.features, self.classes, self.query, self.closeness)
-        return Batch(*(x.to(device) for x in moved))
+        return RetrievalBatch(*(x.to(device) for x in moved))
 
 
 def _mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, outputs))
 
 
-class Model(nn.Module):
+class RetrievalModel(nn.Module):
     """Maps items (B, n, F + 10) and a query (B, G) to ten logits."""
 
-    def __init__(self, sizes: tuple[int, int], variant: VariantCall, settings: Settings) -> None:
+    def __init__(
+        self, sizes: tuple[int, int], variant: VariantCall, settings: RetrievalSettings
+    ) -> None:
         super().__init__()
-        width, (features, asked) = settings.width, sizes
+        width, (features, query_features) = settings.width, sizes
         self.scale = settings.score_scale
         self.item = _mlp(features + CLASSES, width, width)
-        self.query = _mlp(asked, width, width)
+        self.query = _mlp(query_features, width, width)
         self.attention = _attention(variant, width, settings.query_width)
         self.to_q = nn.Linear(width, self.attention.queries * settings.query_width)
         self.to_k = nn.Linear(width, settings.query_width)
@@ -205,7 +206,7 @@ def _attention(
 
 
 # A function (seed, split, length, start, stop) that returns sequences start .. stop − 1.
-Draw = Callable[[int, str, int, int, int], Batch]
+Draw = Callable[[int, str, int, int, int], RetrievalBatch]
 
 
 @dataclass(frozen=True)
@@ -243,31 +244,33 @@ class RetrievalTask(Task):
     def tokens(self, length: int) -> int:
         return length
 
-    def build(self, variant: VariantCall, positions: str, settings: Settings) -> Model:
-        return Model(self.sizes, variant, settings)
+    def build(
+        self, variant: VariantCall, positions: str, settings: RetrievalSettings
+    ) -> RetrievalModel:
+        return RetrievalModel(self.sizes, variant, settings)
 
     def batch(
-        self, seed: int, split: str, length: int, start: int, stop: int, settings: Settings
-    ) -> Batch:
+        self, seed: int, split: str, length: int, start: int, stop: int, settings: RetrievalSettings
+    ) -> RetrievalBatch:
         batch = self.draw(seed, split, length, start, stop)
         self._check(batch, stop - start, self.tokens(length))
         return batch
 
     def _check(self, batch: object, count: int, items: int) -> None:
         """Check a batch from ``draw``; raises ValueError if it is invalid."""
-        if not isinstance(batch, Batch):
-            raise ValueError(f"draw must return a Batch, got {type(batch).__name__}")
-        features, wide = self.sizes
+        if not isinstance(batch, RetrievalBatch):
+            raise ValueError(f"draw must return a RetrievalBatch, got {type(batch).__name__}")
+        features, query_features = self.sizes
         for name, shape, dtype in (
             ("features", (count, items, features), torch.float32),
             ("classes", (count, items), torch.int64),
-            ("query", (count, wide), torch.float32),
+            ("query", (count, query_features), torch.float32),
             ("closeness", (count, items), torch.float32),
         ):
             values = getattr(batch, name)
-            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            if found != shape:
-                raise ValueError(f"{name} must be a tensor {shape}, got {found}")
+            actual = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            if actual != shape:
+                raise ValueError(f"{name} must be a tensor {shape}, got {actual}")
             if values.dtype != dtype:
                 raise ValueError(f"{name} must be {dtype}, got {values.dtype}")
             if not bool(values.isfinite().all()):
@@ -276,10 +279,10 @@ class RetrievalTask(Task):
         if low < 0 or high >= CLASSES:
             raise ValueError(f"classes must be from 0 to {CLASSES - 1}, got {low} to {high}")
 
-    def loss(self, model: Model, batch: Batch) -> Tensor:
+    def loss(self, model: RetrievalModel, batch: RetrievalBatch) -> Tensor:
         return F.cross_entropy(model(batch.items(), batch.query), batch.label)
 
-    def measure(self, model: Model, batch: Batch, sample: HeadSample) -> Measure:
+    def measure(self, model: RetrievalModel, batch: RetrievalBatch, sample: HeadSample) -> Measure:
         """Compute q, k and v once, and return a function that measures one variant on them.
 
         ``accuracy`` uses attention in fp32, as in training. The other metrics use weights computed
@@ -299,12 +302,12 @@ class RetrievalTask(Task):
                 if watch is not None:
                     stack.enter_context(watch)
                 weights = _weights(attention, q, k, v, options)
-            found = weight_metrics(weights, target, batch.classes, label, CLASSES)
+            metrics = weight_metrics(weights, target, batch.classes, label, CLASSES)
             # Adding 0 · logits propagates a NaN, which would otherwise count as a wrong answer.
             right = (logits.argmax(dim=-1) == label).double()
-            found["accuracy"] = right + 0 * logits.sum(dim=-1)
+            metrics["accuracy"] = right + 0 * logits.sum(dim=-1)
             curves = {"best_keys": weights.gather(1, order)}
-            return BatchResult(found, curves if watch is None else curves | watch.curves())
+            return BatchResult(metrics, curves if watch is None else curves | watch.curves())
 
         return measured
 

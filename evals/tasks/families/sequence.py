@@ -36,9 +36,9 @@ from evals.task import (
     Metric,
     Preset,
     Published,
+    Settings,
     Task,
 )
-from evals.task import Settings as Base
 from evals.tasks.families.outputs import ADAPTIVE, build_with, normalizer, parse_output
 
 POSITIONS = ("none", "rope", "p-rope", "alibi", "nape")
@@ -54,7 +54,7 @@ OUTPUT_METRICS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Base):
+class SequenceSettings(Settings):
     """Settings of a sequence task; `evals.task.Settings` describes the fields.
 
     heads: the number of heads per layer. depth: the number of layers. output: the output layer,
@@ -90,52 +90,68 @@ class Settings(Base):
         return normalizer(parse_output(self.output))
 
     def identity(self) -> dict[str, object]:
-        found = super().identity()
+        settings = super().identity()
         if self.output_layer is None:
-            del found["output"]
+            del settings["output"]
         return {
-            k: x for k, x in found.items() if x or k not in ("qk_norm", "qk_dim", "layer_scale")
+            k: x for k, x in settings.items() if x or k not in ("qk_norm", "qk_dim", "layer_scale")
         }
 
 
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 # What the papers of some variants require: taylor has queries and keys with 16 features
 # (arXiv:2402.18668); sigmoid in deep models has QK-norm and LayerScale (arXiv:2409.04431).
-OWN = {"taylor": {"qk_dim": 16}}
-OWN_IN_DEEP = {**OWN, "sigmoid": {"qk_norm": True, "layer_scale": 1e-4}}
+VARIANT_SETTINGS = {"taylor": {"qk_dim": 16}}
+DEEP_VARIANT_SETTINGS = {**VARIANT_SETTINGS, "sigmoid": {"qk_norm": True, "layer_scale": 1e-4}}
 
 
-def smoke(lengths: tuple[int, ...], settings: Settings) -> Preset:
+def smoke(lengths: tuple[int, ...], settings: SequenceSettings) -> Preset:
     """The preset smoke of a task: the main variants, one seed."""
     return Preset(lengths, settings, positions=("rope",))
 
 
 def quick(
-    lengths: tuple[int, ...], settings: Settings, positions: tuple[str, ...] = ("rope",)
+    lengths: tuple[int, ...], settings: SequenceSettings, positions: tuple[str, ...] = ("rope",)
 ) -> Preset:
     """The preset quick of a task: the main variants, tuned learning rates."""
     rates = {"learning_rate": LEARNING_RATES}
-    return Preset(lengths, settings, seeds=SEEDS, positions=positions, sweep=rates, own=OWN)
+    return Preset(
+        lengths,
+        settings,
+        seeds=SEEDS,
+        positions=positions,
+        sweep=rates,
+        variant_settings=VARIANT_SETTINGS,
+    )
 
 
 def paper(
     lengths: tuple[int, ...],
-    settings: Settings,
-    own: Mapping[str, Mapping[str, Any]] = OWN_IN_DEEP,
+    settings: SequenceSettings,
+    variant_settings: Mapping[str, Mapping[str, Any]] = DEEP_VARIANT_SETTINGS,
     sweep: Mapping[str, Sequence[float]] | str = RECORDED,
 ) -> Preset:
     """The preset paper of a task: the main variants, every position encoding, and the learning
     rates that preset quick chose."""
-    return Preset(lengths, settings, seeds=SEEDS, positions=POSITIONS, sweep=sweep, own=own)
+    return Preset(
+        lengths,
+        settings,
+        seeds=SEEDS,
+        positions=POSITIONS,
+        sweep=sweep,
+        variant_settings=variant_settings,
+    )
 
 
-_SMOKE = Settings(steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32)
-_QUICK = Settings(steps=1500, batch=32, train_shortest=4, train_longest=32)
+_SMOKE = SequenceSettings(
+    steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32
+)
+_QUICK = SequenceSettings(steps=1500, batch=32, train_shortest=4, train_longest=32)
 PRESETS = {"smoke": smoke((16, 32, 64), _SMOKE), "quick": quick((32, 64, 128, 256), _QUICK)}
 
 
 @dataclass(frozen=True)
-class Batch:
+class SequenceBatch:
     """Tokens and answers, both (B, N) int64.
 
     An answer is the token to predict at its position, or −1 if nothing is to be predicted there.
@@ -144,9 +160,9 @@ class Batch:
     tokens: Tensor
     answers: Tensor
 
-    def to(self, device: str) -> Batch:
+    def to(self, device: str) -> SequenceBatch:
         """The same batch on another device."""
-        return Batch(self.tokens.to(device), self.answers.to(device))
+        return SequenceBatch(self.tokens.to(device), self.answers.to(device))
 
     @property
     def asked(self) -> Tensor:
@@ -156,27 +172,27 @@ class Batch:
 
 # A function (logits, batch) that returns measurements. ``logits`` (S, V) belong to the S tokens
 # with an answer. For output layers other than plain softmax, they are log-probabilities.
-Read = Callable[[Tensor, Batch], BatchResult]
+ReadLogits = Callable[[Tensor, SequenceBatch], BatchResult]
 # A function (model, states, batch) that returns measurements by name, from the states (S, E) of the
 # S tokens with an answer.
-ReadStates = Callable[[Transformer, Tensor, Batch], dict[str, Tensor]]
+ReadStates = Callable[[Transformer, Tensor, SequenceBatch], dict[str, Tensor]]
 # A function (seed, split, length, start, stop, settings) that returns sequences start .. stop − 1.
-Draw = Callable[[int, str, int, int, int, Any], Batch]
+Draw = Callable[[int, str, int, int, int, Any], SequenceBatch]
 
 
-def right(logits: Tensor, batch: Batch) -> Tensor:
+def right(logits: Tensor, batch: SequenceBatch) -> Tensor:
     """A tensor (S,): 1.0 if the answer has the largest logit, 0.0 if not, NaN for NaN logits."""
     hit = (logits.argmax(dim=-1) == batch.answers[batch.asked]).double()
     return hit + 0 * logits.double().sum(dim=-1)
 
 
-def answers(logits: Tensor, batch: Batch) -> BatchResult:
+def answers(logits: Tensor, batch: SequenceBatch) -> BatchResult:
     """The metrics ``accuracy`` and ``loss``, one value per answer (S,)."""
     loss = F.cross_entropy(logits.double(), batch.answers[batch.asked], reduction="none")
     return BatchResult({"accuracy": right(logits, batch), "loss": loss})
 
 
-def whole_answers(logits: Tensor, batch: Batch) -> BatchResult:
+def whole_answers(logits: Tensor, batch: SequenceBatch) -> BatchResult:
     """The metric ``exact``, one value per sequence: 1.0 if all its answers are right; besides it
     the metrics of `answers`. All sequences must have equally many answers."""
     per_sequence = right(logits, batch).reshape(len(batch.tokens), -1)
@@ -213,7 +229,7 @@ class SequenceTask(Task):
     presets: Mapping[str, Preset] = field(default_factory=lambda: PRESETS)
     version: str = "1"
     size: Callable[[int], int] = lambda length: length
-    read: Read = answers
+    read: ReadLogits = answers
     read_states: ReadStates | None = None
     text: Callable[[], str] | None = None
     frequencies: Callable[[Any], Tensor] | None = None
@@ -252,10 +268,12 @@ class SequenceTask(Task):
     def tokens(self, length: int) -> int:
         return self.size(length)
 
-    def vocabulary_size(self, settings: Settings) -> int:
+    def vocabulary_size(self, settings: SequenceSettings) -> int:
         return self.vocabulary(settings) if callable(self.vocabulary) else self.vocabulary
 
-    def build(self, variant: VariantCall, positions: str, settings: Settings) -> Transformer:
+    def build(
+        self, variant: VariantCall, positions: str, settings: SequenceSettings
+    ) -> Transformer:
         size = self.vocabulary_size(settings)
 
         def make(**output: Any) -> Transformer:
@@ -273,8 +291,8 @@ class SequenceTask(Task):
         return build_with(call, make, settings.width, size, counts, tokens)
 
     def batch(
-        self, seed: int, split: str, length: int, start: int, stop: int, settings: Settings
-    ) -> Batch:
+        self, seed: int, split: str, length: int, start: int, stop: int, settings: SequenceSettings
+    ) -> SequenceBatch:
         batch = self.draw(seed, split, length, start, stop, settings)
         self._check(batch, length, (stop - start, self.tokens(length)), settings)
         if not bool((asked := batch.asked.any(dim=1)).all()):
@@ -285,26 +303,27 @@ class SequenceTask(Task):
             )
         return self._by_frequency(batch, settings)
 
-    def _by_frequency(self, batch: Batch, settings: Settings) -> Batch:
+    def _by_frequency(self, batch: SequenceBatch, settings: SequenceSettings) -> SequenceBatch:
         """For an adaptive output layer, renumber the tokens in descending order of frequency."""
         if self.frequencies is None or parse_output(settings.output).name != ADAPTIVE:
             return batch
         order = self.frequencies(settings).sort(descending=True, stable=True).indices
         ranks = torch.cat([order.argsort(), torch.tensor([-1])])  # −1 stands for no answer
-        return Batch(ranks[batch.tokens], ranks[batch.answers])
+        return SequenceBatch(ranks[batch.tokens], ranks[batch.answers])
 
     def _check(
-        self, batch: object, length: int, shape: tuple[int, int], settings: Settings
+        self, batch: object, length: int, shape: tuple[int, int], settings: SequenceSettings
     ) -> None:
         """Check a batch from ``draw``; raises ValueError if it is invalid."""
-        if not isinstance(batch, Batch):
+        if not isinstance(batch, SequenceBatch):
             raise ValueError(f"draw must return a SequenceBatch, got {type(batch).__name__}")
         last = self.vocabulary_size(settings) - 1
         for name, values, low in (("tokens", batch.tokens, 0), ("answers", batch.answers, -1)):
-            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            if found != shape:
+            actual = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            if actual != shape:
                 raise ValueError(
-                    f"{name} must be a tensor (stop - start, size({length})) = {shape}, got {found}"
+                    f"{name} must be a tensor (stop - start, size({length})) = {shape}, "
+                    f"got {actual}"
                 )
             if values.dtype != torch.int64:
                 raise ValueError(f"{name} must be int64, got {values.dtype}")
@@ -315,11 +334,11 @@ class SequenceTask(Task):
                     f"got {smallest} to {largest}"
                 )
 
-    def loss(self, model: Transformer, batch: Batch) -> Tensor:
+    def loss(self, model: Transformer, batch: SequenceBatch) -> Tensor:
         asked = batch.asked
         return model.loss(model.states(batch.tokens)[asked], batch.answers[asked])
 
-    def measure(self, model: Transformer, batch: Batch, sample: HeadSample) -> Measure:
+    def measure(self, model: Transformer, batch: SequenceBatch, sample: HeadSample) -> Measure:
         asked = batch.asked
 
         def measured(substitute: VariantCall | None) -> BatchResult:
@@ -328,32 +347,34 @@ class SequenceTask(Task):
                 watch = stack.enter_context(Watch(model, sample)) if sample.sequences else None
                 states = model.states(batch.tokens)[asked]
             if _is_softmax(model.output):
-                found = self.read(model.logits(states), batch)
+                result = self.read(model.logits(states), batch)
             else:
-                found = self._read_output(model.output, states, batch)
+                result = self._read_output(model.output, states, batch)
             if watch is None:
-                return found
-            more = {} if self.read_states is None else self.read_states(model, states, batch)
-            return BatchResult(found.metrics | more, found.curves | watch.curves())
+                return result
+            state_metrics = (
+                {} if self.read_states is None else self.read_states(model, states, batch)
+            )
+            return BatchResult(result.metrics | state_metrics, result.curves | watch.curves())
 
         return measured
 
     def _read_output(
-        self, layer: OutputLayer | AdaptiveSoftmax, states: Tensor, batch: Batch
+        self, layer: OutputLayer | AdaptiveSoftmax, states: Tensor, batch: SequenceBatch
     ) -> BatchResult:
         """The metrics for an output layer that is not a plain softmax."""
         answer = batch.answers[batch.asked]
-        own = layer.log_prob(states).double()
-        logs = own.log_softmax(dim=-1)
+        log_probs = layer.log_prob(states).double()
+        log_p = log_probs.log_softmax(dim=-1)
         if layer.has_zeros:
-            logs = torch.log((logs.exp() + EPSILON) / (1 + EPSILON * logs.shape[-1]))
-        found = self.read(logs, batch)
-        mine = {
-            "support": (own > -math.inf).double().sum(dim=-1),
-            "missed": (own.gather(-1, answer[:, None])[:, 0] == -math.inf).double(),
+            log_p = torch.log((log_p.exp() + EPSILON) / (1 + EPSILON * log_p.shape[-1]))
+        result = self.read(log_p, batch)
+        output_metrics = {
+            "support": (log_probs > -math.inf).double().sum(dim=-1),
+            "missed": (log_probs.gather(-1, answer[:, None])[:, 0] == -math.inf).double(),
             "own_loss": layer.loss(states, answer, reduction="none"),
         }
-        return BatchResult(found.metrics | mine, found.curves)
+        return BatchResult(result.metrics | output_metrics, result.curves)
 
 
 def _is_softmax(layer: OutputLayer | AdaptiveSoftmax) -> bool:

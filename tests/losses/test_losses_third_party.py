@@ -89,13 +89,13 @@ def test_a_third_party_variant_whose_activation_has_an_integral_has_a_loss(reduc
     )  # fmt: skip
     x, e, b = tensors()
     y = targets()
-    found = linear_loss(x, e, y, "relu_squared", linear_bias=b, reduction=reduction)
+    actual = linear_loss(x, e, y, "relu_squared", linear_bias=b, reduction=reduction)
     z = x @ e.mT + b - 0.3
     want = (z.relu() ** 3 / 3).sum(-1) - z.gather(1, y.clamp(min=0)[:, None])[:, 0]
     want = torch.where(y >= 0, want, 0.0)
     want = want.sum() / (y >= 0).sum() if reduction == "mean" else want
-    torch.testing.assert_close(found, want, **CLOSE)
-    gradients = (torch.autograd.grad(value.sum(), (x, e, b)) for value in (found, want))
+    torch.testing.assert_close(actual, want, **CLOSE)
+    gradients = (torch.autograd.grad(value.sum(), (x, e, b)) for value in (actual, want))
     for have, exact in zip(*gradients, strict=True):
         torch.testing.assert_close(have, exact, **CLOSE)
 
@@ -116,7 +116,7 @@ def test_a_third_party_threshold_variant_whose_activation_has_an_integral_has_a_
     register("shifted", Pairwise(square, "threshold"))
     x, e, b = tensors()
     y = targets()
-    found = linear_loss(x, e, y, "shifted", linear_bias=b, reduction=reduction)
+    actual = linear_loss(x, e, y, "shifted", linear_bias=b, reduction=reduction)
     z = x @ e.mT + b
     low = z.detach().amax(-1, keepdim=True)
     high = low + 1
@@ -128,8 +128,8 @@ def test_a_third_party_threshold_variant_whose_activation_has_an_integral_has_a_
     want = want - z.gather(1, y.clamp(min=0)[:, None])[:, 0]
     want = torch.where(y >= 0, want, 0.0)
     want = want.sum() / (y >= 0).sum() if reduction == "mean" else want
-    torch.testing.assert_close(found, want, **CLOSE)
-    gradients = (torch.autograd.grad(value.sum(), (x, e, b)) for value in (found, want))
+    torch.testing.assert_close(actual, want, **CLOSE)
+    gradients = (torch.autograd.grad(value.sum(), (x, e, b)) for value in (actual, want))
     for have, exact in zip(*gradients, strict=True):
         torch.testing.assert_close(have, exact, **CLOSE)
 
@@ -153,9 +153,9 @@ def test_a_third_party_sum_variant_whose_activation_is_positive_has_a_loss() -> 
             quadratic=quadratic,
         )
         register(name, Pairwise(activation, "sum"))
-        found = linear_loss(x, e, y, name, linear_bias=b)
-        torch.testing.assert_close(found, want, **CLOSE)
-        for have, right in zip(torch.autograd.grad(found, (x, e, b)), exact, strict=True):
+        actual = linear_loss(x, e, y, name, linear_bias=b)
+        torch.testing.assert_close(actual, want, **CLOSE)
+        for have, right in zip(torch.autograd.grad(actual, (x, e, b)), exact, strict=True):
             torch.testing.assert_close(have, right, **CLOSE)
 
 
@@ -206,10 +206,10 @@ def test_a_third_party_family_with_an_integral_has_a_loss(normalize: Any) -> Non
         )
     )  # fmt: skip
     x, e, b = tensors()
-    found = linear_loss(x, e, targets(), "family", linear_bias=b)
+    actual = linear_loss(x, e, targets(), "family", linear_bias=b)
     want = linear_loss(x, e, targets(), "fixed", linear_bias=b)
-    torch.testing.assert_close(found, want, **CLOSE)
-    gradients = (torch.autograd.grad(value, (x, e, b)) for value in (found, want))
+    torch.testing.assert_close(actual, want, **CLOSE)
+    gradients = (torch.autograd.grad(value, (x, e, b)) for value in (actual, want))
     for have, exact in zip(*gradients, strict=True):
         torch.testing.assert_close(have, exact, **CLOSE)
     p = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
