@@ -33,6 +33,8 @@ def load_vectors(i, at, count, vectors, terms, rule, EDGE: tl.constexpr = True):
         factor *= gain
     if vectors.offset is not None:
         offset = load_vector(vectors.offset, at, i, count, 0.0, EDGE)
+        # An offset may be log 0 = −∞ for a query that sees no key.
+        offset = tl.where(offset == float("-inf"), 0.0, offset)
     if vectors.shape is not None:
         # With 1.5, every φ is finite for the queries that do not exist.
         shape = load_vector(vectors.shape, at, i, count, 1.5, EDGE)
