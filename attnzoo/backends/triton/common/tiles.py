@@ -60,14 +60,14 @@ PLAIN: dict[tuple[str, int], Row] = {
 # Where there is no tile, that of PLAIN is used.
 SAFE: dict[tuple[str, int], Row] = {
     ("forward", 16): {128: Config(64, 64, 4, 2), 256: full(64, 32, 8, 1, 64)},
-    ("dq", 16): {64: Config(64, 64, 4, 2), 128: full(64, 32, 8, 2), 256: full(64, 16, 8, 2, 64)},
+    ("dq", 16): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: full(64, 16, 8, 2, 64)},
     ("dkdv", 16): {128: Config(32, 64, 4, 2), 256: full(64, 16, 8, 2)},
     ("stats", 16): {256: full(64, 32, 8, 1, 64)},
     ("threshold", 16): {128: full(128, 64, 8, 1, 64), 256: full(128, 32, 8, 1, 64)},
     ("decode", 16): {128: full(64, 16, 8, 2), 256: full(64, 16, 8, 1, 32)},
     ("forward", 32): {256: SMALL},
     ("dkdv", 32): {128: SMALL},
-    ("decode", 32): {64: SMALL, 256: SMALLEST},
+    ("decode", 32): {128: SMALL},
 }
 # Tiles for 16 bits in which an architecture differs from sm_90, by table and kernel. Classes that
 # are left out here have the tile of the tables above.
@@ -90,6 +90,7 @@ OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
         ("plain", "dkdv"): {
             **dict.fromkeys((64, 128), full(64, 128, 8, 2)), 256: Config(64, 64, 8, 1),
         },
+        ("safe", "dq"): {128: full(64, 32, 8, 2)},
     },
 }  # fmt: skip
 
