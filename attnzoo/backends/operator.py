@@ -25,7 +25,9 @@
     @attend_backward.flops
     def _(*, q: Tensor) -> int: ...
 
-Operands are passed by name. Each field of a group becomes an operand of the torch schema.
+Operands are passed by name. Each field of a group becomes an operand of the torch schema. An
+`Activation` or a `Distance` is a string there, its key, because torch operators take no Python
+objects.
 
 The parameters of a fake function, and of one that counts operations, are the operands that it
 needs.
@@ -54,7 +56,10 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
 from attnzoo.backends.flops import add_formula
+from attnzoo.core.activations import Activation
 from attnzoo.core.checks import runs_eagerly
+from attnzoo.core.distance import Distance
+from attnzoo.core.function_keys import ACTIVATIONS, DISTANCES
 
 NO_DOUBLE = (
     "attnzoo: this backend supports first derivatives only; for second derivatives, pass "
@@ -75,7 +80,11 @@ TYPES: dict[Any, str] = {
     list[str]: "str[]",
     torch.dtype: "ScalarType",
     list[Tensor]: "Tensor[]",
+    Activation: "str",
+    Distance | None: "str?",
 }
+# The objects of operands that are keys in the schema
+BY_KEY: dict[Any, Any] = {Activation: ACTIVATIONS, Distance | None: DISTANCES}
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -99,11 +108,11 @@ class Operator(Generic[P, R]):
         self._optional = tuple(hint == Tensor | None for hint in self._outputs.values())
         kinds = list(self._operands.values())
         self._tensors = [n for n, hint in enumerate(kinds) if hint in (Tensor, Tensor | None)]
+        self._by_key = {n: BY_KEY[hint] for n, hint in enumerate(kinds) if hint in BY_KEY}
         # Whether gradients can be recorded without torch's dispatcher, see `_recorded`.
         self._direct = list[Tensor] not in (*kinds, *self._outputs.values())
         self._gradient: Operator[Any, list[Tensor]] | None = None
         self._differentiable: tuple[str, ...] = ()
-        self._keep_alive: Callable[[dict[str, Any]], object] | None = None
         # Operands and outputs that the gradient reads, by name: indices into (*operands, *outputs).
         self._saved: dict[str, int] = {}  # tensors
         self._others: dict[str, int] = {}
@@ -126,11 +135,11 @@ class Operator(Generic[P, R]):
             if self._direct:
                 outputs = self._recorded.apply(*values)
                 return self._result(*outputs) if isinstance(outputs, tuple) else outputs
-        outputs = self.overload(*values)
+        outputs = self.overload(*self.keyed(values))
         return self._result(*self._or_none(outputs)) if isinstance(outputs, tuple) else outputs
 
     def flat(self, *args: P.args, **operands: P.kwargs) -> list[Any]:
-        """Return the positional arguments of ``overload``: groups are replaced by their fields."""
+        """Return the operands in the order of the schema: groups are replaced by their fields."""
         if args or operands.keys() != self._groups.keys():
             raise TypeError(
                 f"{self.name} takes the keyword arguments {', '.join(self._groups)}, got "
@@ -146,6 +155,22 @@ class Operator(Generic[P, R]):
             else:
                 raise TypeError(f"{self.name}: {name} must be {group.__name__}, got {type(value)}")
         return values
+
+    def keyed(self, values: Sequence[Any]) -> list[Any]:
+        """Return the arguments of ``overload``: activations and distances are replaced by keys."""
+        arguments = list(values)
+        for n in self._by_key:
+            if arguments[n] is not None:
+                arguments[n] = arguments[n].key
+        return arguments
+
+    def _objects(self, values: Sequence[Any]) -> list[Any]:
+        """Undo `keyed`."""
+        operands = list(values)
+        for n, known in self._by_key.items():
+            if isinstance(operands[n], str):
+                operands[n] = known[operands[n]]
+        return operands
 
     def fake(self, function: Callable[..., R]) -> None:
         """Register a function that creates empty outputs from the operands that it names."""
@@ -171,14 +196,12 @@ class Operator(Generic[P, R]):
         self,
         *differentiable: str,
         like: Callable[[Tensor], Tensor] = lambda x: x.new_empty(x.shape),
-        keep_alive: Callable[[dict[str, Any]], object] | None = None,
         no_double: str = NO_DOUBLE,
     ) -> Callable[[Callable[..., Mapping[str, Tensor]]], Operator[..., list[Tensor]]]:
         """Register the gradients of the operands ``differentiable``.
 
-        ``like`` creates an empty gradient from an operand. ``keep_alive`` gets all operands and
-        returns an object that must live as long as the graph. ``no_double`` is the text of the
-        error that second derivatives raise.
+        ``like`` creates an empty gradient from an operand. ``no_double`` is the text of the error
+        that second derivatives raise.
         """
 
         def register(function: Callable[..., Mapping[str, Tensor]]) -> Operator[..., list[Tensor]]:
@@ -208,14 +231,13 @@ class Operator(Generic[P, R]):
                 if name in gradient._operands:
                     indices = self._saved if hint in (Tensor, Tensor | None) else self._others
                     indices[name] = n
-            self._keep_alive = keep_alive
             return gradient
 
         return register
 
     def _named(self, values: Sequence[Any]) -> dict[str, Any]:
         """Undo `flat`: return the operands by name, with groups, from the flat list ``values``."""
-        items = iter(values)
+        items = iter(self._objects(values) if self._by_key else values)
         return {
             name: next(items) if group is None else group(*islice(items, len(group._fields)))
             for name, group in self._groups.items()
@@ -280,9 +302,9 @@ class Operator(Generic[P, R]):
         return type(self.name, (torch.autograd.Function,), methods)
 
     def _save(self, ctx: Any, inputs: tuple, output: Any) -> None:
-        self._save_for_backward(
-            ctx, inputs, self._or_none(output) if isinstance(output, tuple) else output
-        )
+        # Objects, not their keys, because an object must live as long as the graph.
+        outputs = self._or_none(output) if isinstance(output, tuple) else output
+        self._save_for_backward(ctx, self._objects(inputs), outputs)
 
     def _save_for_backward(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         """Save what the backward needs. Outputs that were not requested are None."""
@@ -294,8 +316,6 @@ class Operator(Generic[P, R]):
         ctx.save_for_backward(*[known[n] for n in self._saved.values()])
         ctx.others = [known[n] for n in self._others.values()]
         ctx.requested = [x is not None for x in outputs]
-        if self._keep_alive is not None:
-            ctx.keep_alive = self._keep_alive(dict(zip(self._operands, inputs)))
 
     def _backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         gradient = self._gradient
@@ -317,7 +337,7 @@ class Operator(Generic[P, R]):
         operands["wanted"] = wanted
         values = [operands[name] for name in gradient._operands]
         plain = gradient._is_plain(values) and not gradient._needs_grad(values)
-        results = gradient._run(*values) if plain else gradient.overload(*values)
+        results = gradient._run(*values) if plain else gradient.overload(*gradient.keyed(values))
         by_name = dict(zip(wanted, results))
         return tuple([by_name.get(name) for name in self._operands])
 

@@ -6,6 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from attnzoo.core.activations import Activation
+from attnzoo.core.distance import Distance
+from attnzoo.core.forms import Pairwise
+
 
 class Layout(NamedTuple):
     """Scale, mask and layout arguments. The Triton backends pass a converted mask and alibi."""
@@ -35,3 +39,22 @@ class Vectors(NamedTuple):
     offset: Tensor | None = None
     shape: Tensor | None = None
     sink: Tensor | None = None
+
+
+class Rule(NamedTuple):
+    """How weights follow from scores: the fields of a `Pairwise` form that are not tensors."""
+
+    activation: Activation
+    normalize: str
+    keep: int | None = None
+    eps: float = 0.0
+    distance: Distance | None = None
+
+    @property
+    def online(self) -> bool:
+        """Whether τ is the maximum of the scores: a normalized exp."""
+        return self.normalize in ("sum", "select") and self.activation.exponential
+
+
+def rule_of(form: Pairwise) -> Rule:
+    return Rule(form.activation, form.normalize, form.keep, float(form.eps), form.distance)

@@ -19,7 +19,7 @@ from attnzoo.core.checks import shown
 from attnzoo.core.function_keys import ACTIVATIONS, Keyed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Activation(Keyed):
     """An elementwise function φ of the scores with its derivative φ', for pairwise forms.
 

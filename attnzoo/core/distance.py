@@ -12,7 +12,7 @@ from attnzoo.core.checks import shown
 from attnzoo.core.function_keys import DISTANCES, Keyed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Distance(Keyed):
     """The functions a and m in s_ij = gain_i · a(t) · z_ij + m(t) + …, with t = |p_i − p_j|.
 

@@ -62,7 +62,7 @@ class _Attention(torch.autograd.Function):
         *flat: Any,
     ) -> tuple[Tensor, Tensor]:
         chunks = with_tensors(chunks, flat)
-        if chunks[0].formed.how.normalize == "threshold":
+        if chunks[0].formed.rule.normalize == "threshold":
             saved = _threshold(ring, q, k, v, chunks, needs_grad=any(ctx.needs_input_grad))
         else:
             saved = _sums(ring, q, k, v, chunks)
@@ -113,10 +113,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _sink_gradient(mine: QueryChunk, saved: TiledSaved, dout: Tensor) -> Tensor:
-    _, how, vectors, _, _ = mine.formed
+    _, rule, vectors, _, _ = mine.formed
     assert vectors.sink is not None
     c = (dout / walk.weight_sum(mine.formed, saved.tau, saved.z)[..., None] * saved.out).sum(-1)
-    gradient = walk.sink_gradient(how, c, vectors.sink, saved.tau, vectors.shape)
+    gradient = walk.sink_gradient(rule, c, vectors.sink, saved.tau, vectors.shape)
     return gradient.sum_to_size(vectors.sink.shape)
 
 
@@ -129,7 +129,7 @@ def _sums(
         for i, mine, keys, _ in meetings(ring, chunks, source):
             chunk_k, chunk_v = some_k[:, :, keys], some_v[:, :, keys]
             new = walk.partial(mine.formed, q[:, :, mine.part], chunk_k, chunk_v)
-            sums[i] = partials.merge(mine.formed.how, sums[i], new)
+            sums[i] = partials.merge(mine.formed.rule, sums[i], new)
     return [walk.divided(mine.formed, x) for mine, x in zip(chunks, sums, strict=True)]
 
 
@@ -179,7 +179,7 @@ def _solve(
         done = True
         for i, mine in enumerate(chunks):
             excess, step = newton_step(
-                *sums[i], mine.formed.vectors.shape, mine.formed.how.activation
+                *sums[i], mine.formed.vectors.shape, mine.formed.rule.activation
             )
             taus[i] = taus[i] + step
             done = done and (excess.numel() == 0 or solved(largest_excess(excess), step, taus[i]))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends import linear
-from attnzoo.backends.shared_operands import Terms, Vectors
+from attnzoo.backends.shared_operands import Terms, Vectors, rule_of
 from attnzoo.backends.tiled.dropout import new_seed
-from attnzoo.backends.tiled.walk import Normalizer, PairwiseCall
+from attnzoo.backends.tiled.walk import PairwiseCall
 from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call, in_full_precision
 from attnzoo.core.collectives import all_gather
@@ -108,7 +108,7 @@ def _formed(call: Call, form: Pairwise) -> PairwiseCall:
     gain = None if not isinstance(gain, Tensor) and gain == 1.0 else tensor(gain)
     return PairwiseCall(
         call,
-        Normalizer(form.activation, form.normalize, form.keep, float(form.eps), form.distance),
+        rule_of(form),
         Vectors(gain, tensor(form.offset), tensor(form.shape), tensor(form.sink)),
         Terms(tensor(form.key_bias), tensor(form.decay), tensor(form.factor)),
         new_seed(call) if call.dropout_p else None,

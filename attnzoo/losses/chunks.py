@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.core.call import score_dtype
 from attnzoo.core.device import is_cpu
-from attnzoo.losses.rules import Options, Rule, Tokens
+from attnzoo.losses.rules import LossRule, Options, Tokens
 
 NAN = float("nan")
 # On a CPU a chunk has up to CHUNK tokens, but at most 1/16 of all tokens, so that its logits take
@@ -45,7 +45,7 @@ PER_TOKEN = {"loss": 0.0, "statistic": NAN, "power_sum": NAN, "target_score": NA
 
 
 def losses(
-    layer: Layer, tokens: Tokens, rule: Rule, options: Options, wanted: list[str]
+    layer: Layer, tokens: Tokens, rule: LossRule, options: Options, wanted: list[str]
 ) -> dict[str, Tensor]:
     """The outputs of `PER_TOKEN`, and the ``wanted`` gradients of Σ factor · loss, by name.
 

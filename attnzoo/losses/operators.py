@@ -17,7 +17,7 @@ from attnzoo.backends.shared_operands import Vectors
 from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.losses.arguments import TokenBatch
 from attnzoo.losses.chunks import PER_TOKEN, Layer, losses
-from attnzoo.losses.rules import RULES, ClassShard, Options, Rule, Tokens
+from attnzoo.losses.rules import RULES, ClassShard, LossRule, Options, Tokens
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -130,7 +130,7 @@ def _reduced(loss: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor:
 
 
 def token_losses(
-    batch: TokenBatch, rule: Rule, options: Options, vectors: Vectors | None = None
+    batch: TokenBatch, rule: LossRule, options: Options, vectors: Vectors | None = None
 ) -> tuple[Tensor, ...]:
     """(loss, *statistics). The loss is reduced and shaped as the batch asks for."""
     reduced, shard = batch.reduction != "none", batch.shard

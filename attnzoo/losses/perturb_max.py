@@ -25,7 +25,7 @@ from attnzoo.core.device import is_cpu
 from attnzoo.core.normal_distribution import LOG_ROOT, SMALLEST, log_cdf_and_tail
 from attnzoo.losses.arguments import bind_batch, check_number
 from attnzoo.losses.operators import token_losses
-from attnzoo.losses.rules import NEG_INF, Options, Rule, Tokens, rule
+from attnzoo.losses.rules import NEG_INF, LossRule, Options, Tokens, rule
 
 # Newton steps for a mode. It needs about ten for 10⁵ equal scores, and few for others.
 STEPS = 40
@@ -138,7 +138,7 @@ def exact_loss(
 
 
 def _loss(
-    of_probability: Rule, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+    of_probability: LossRule, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
     std: float, ignore_index: int, reduction: str,
 ) -> Tensor:  # fmt: skip
     options = Options(deviation=check_number("std", std, above=True))

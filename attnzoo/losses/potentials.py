@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.backends.tiled.walk import Normalizer
+from attnzoo.backends.shared_operands import Rule
 from attnzoo.core.activations import Activation
 from attnzoo.core.device import is_cpu
 from attnzoo.losses.rules import ALL_CLASSES, NEG_INF, ClassShard, Tokens
@@ -53,19 +53,19 @@ class Potential(NamedTuple):
     support: Tensor | None = None  # number of nonzero weights, if slope has other zeros than w
 
 
-def peaks(s: Tensor, how: Normalizer, tokens: Tokens) -> Tensor | None:
+def peaks(s: Tensor, form: Rule, tokens: Tokens) -> Tensor | None:
     """The largest score of each row, (rows,); None if A(s) is computed from s itself.
 
     The sink if all scores are −∞.
     """
-    if how.normalize == "none" or (how.normalize == "sum" and not how.activation.exponential):
+    if form.normalize == "none" or (form.normalize == "sum" and not form.activation.exponential):
         return None
     peak, sink = tokens.shard.max(s.amax(-1)), tokens.vectors.sink
     return peak if sink is None else torch.where(peak == NEG_INF, sink, peak)
 
 
 def potential(
-    s: Tensor, how: Normalizer, tokens: Tokens, peak: Tensor | None, by_shape: bool
+    s: Tensor, form: Rule, tokens: Tokens, peak: Tensor | None, by_shape: bool
 ) -> Potential:
     """A of rows of scores s − peak, which are −∞ where hidden. Overwrites s.
 
@@ -75,12 +75,12 @@ def potential(
     by_shape: whether a threshold's derivative by ``shape`` is wanted. It takes many passes.
     """
     if peak is None:
-        evaluate = _elementwise if how.normalize == "none" else _sum
-        return evaluate(s, how.activation, tokens)
-    if how.normalize == "threshold":
-        result = _threshold(s, how.activation, tokens, by_shape)
-    elif how.normalize == "select":
-        result = _selected(s, how.keep, tokens)
+        evaluate = _elementwise if form.normalize == "none" else _sum
+        return evaluate(s, form.activation, tokens)
+    if form.normalize == "threshold":
+        result = _threshold(s, form.activation, tokens, by_shape)
+    elif form.normalize == "select":
+        result = _selected(s, form.keep, tokens)
     else:
         sink = tokens.vectors.sink
         result = _exponential(s, None if sink is None else sink - peak, tokens.shard)

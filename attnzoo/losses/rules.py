@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Vectors
+from attnzoo.backends.shared_operands import Rule, Vectors
 from attnzoo.backends.tiled.threshold import (
     enough_steps,
     newton,
@@ -21,7 +21,6 @@ from attnzoo.backends.tiled.threshold import (
     solve_threshold,
     threshold_sums,
 )
-from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import Activation
 from attnzoo.core.function_keys import ACTIVATIONS
 from attnzoo.functional.largest import Blocks, largest
@@ -152,8 +151,8 @@ class Options(NamedTuple):
     deviation: float = 1.0  # of the noise
 
     @property
-    def how(self) -> Normalizer:
-        return Normalizer(ACTIVATIONS[self.activation], self.normalize, self.keep)
+    def form(self) -> Rule:
+        return Rule(ACTIVATIONS[self.activation], self.normalize, self.keep)
 
     @property
     def sparse(self) -> bool:
@@ -195,11 +194,11 @@ class Tokens(NamedTuple):
         )
 
 
-Rule = Callable[[Tensor, Tokens, list[str], Options], dict[str, Tensor]]
-RULES: dict[str, Rule] = {}
+LossRule = Callable[[Tensor, Tokens, list[str], Options], dict[str, Tensor]]
+RULES: dict[str, LossRule] = {}
 
 
-def rule(function: Rule) -> Rule:
+def rule(function: LossRule) -> LossRule:
     """Register a rule under its name, because operators of torch take no Python objects."""
     RULES[function.__name__] = function
     return function

@@ -36,9 +36,8 @@ class VariantForm(NamedTuple):
         factor per query. "shifted": φ is relative to the maximum. "vanishing-sum": φ(−∞) = 0, so
         that φ is not masked.
         """
-        from attnzoo.backends.triton.flash.backend import normalize
-
-        how, family = normalize(self.form), self.form.shape is not None
+        how = "online" if self.form.softmax else self.form.normalize
+        family = self.form.shape is not None
         if self.form.factor is not None:
             return "factor-family" if family else "factor"
         if self.form.activation.shifted:

@@ -7,7 +7,7 @@ code. The exit status is 1 if a kernel
 - does not compile;
 - spills registers at all with a plain tile (see `launch.is_safe`) in bf16 with head dimension 64 or
   128, or more than 64 bytes otherwise, or 128 with Triton before 3.9. Calls with all masks and
-  terms at once, and operands or masks that allow no wide loads, are rare: they may spill 512 bytes;
+  terms at once are rare: they may spill 512 bytes;
 - needs more registers or shared memory than the architecture has; or
 - multiplies 16-bit matrices without tensor cores, or with such a plain tile without those of the
   architecture's generation.
@@ -39,7 +39,6 @@ from benchmarks.kernels.specializations import (
     HEAD_DIMS,
     KERNELS,
     QUICK_DIMS,
-    RARE_EXTRAS,
     Specialization,
     quick_specializations,
     specializations,
@@ -98,7 +97,7 @@ def most_spilled(spec: Specialization) -> int:
     """The bytes of registers that a kernel may spill; see the module docstring."""
     import triton
 
-    if RARE_EXTRAS & set(spec.extra.split()):
+    if spec.extra.startswith("all"):
         return SPILLED_RARELY
     if tuple(map(int, triton.__version__.split(".")[:2])) < SPARING:
         return SPILLED_BEFORE
@@ -201,8 +200,8 @@ def selected(args: argparse.Namespace) -> list[Specialization]:
         raise UsageError("--quick cannot be combined with --plugin; use --head-dims or --kernels")
     texts = _DIMS if args.head_dims is None else args.head_dims
     dims = [int(text) if text.isdecimal() else 0 for text in texts.split(",")]
-    if not all(1 <= d <= 256 for d in dims):
-        raise UsageError(f"--head-dims must be ints from 1 to 256, got {texts!r}")
+    if not all(d in range(8, 257, 8) for d in dims):
+        raise UsageError(f"--head-dims must be multiples of 8 from 8 to 256, got {texts!r}")
     if args.plugin is not None:
         own = product(archs, dims, activations.plugin_activations(args.plugin), OF_ACTIVATIONS)
         return [

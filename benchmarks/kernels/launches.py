@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +27,10 @@ class Described(NamedTuple):
     """Arguments that several launch functions share."""
 
     layout: Any
-    form: Any
+    rule: Any
     vectors: Any
-    extras: Any
-    alpha: float | None
+    terms: Any
+    solved: Any
     lse: bool
 
 
@@ -50,21 +49,14 @@ def extras_of(spec: Specialization) -> tuple[str, ...]:
 
 
 def empty(spec: Specialization, *shape: int) -> Tensor:
-    """A tensor (…, head_dim) with the strides and the address that the specialization asks for."""
-    dtype, dim = DTYPES[spec.dtype], spec.head_dim
-    if spec.extra == "offset":
-        # The address of a meta tensor is its offset in its storage.
-        first = 8 // dtype.itemsize
-        whole = torch.empty(first + math.prod(shape) * dim, dtype=dtype, device="meta")
-        return whole[first:].view(*shape, dim)
-    odd = spec.extra.endswith("unaligned")
-    return torch.empty(*shape, dim + odd, dtype=dtype, device="meta")[..., :dim]
+    """A tensor (…, head_dim)."""
+    return torch.empty(*shape, spec.head_dim, dtype=DTYPES[spec.dtype], device="meta")
 
 
 def described(spec: Specialization, q: Tensor, keys: int) -> Described:
-    from attnzoo.backends.shared_operands import Layout, Vectors
-    from attnzoo.backends.triton.common.kernel_operands import Extras, new_vector
-    from attnzoo.backends.triton.flash import backend
+    from attnzoo.backends.shared_operands import Layout, Terms, Vectors, rule_of
+    from attnzoo.backends.triton.common.kernel_operands import Solved, new_vector
+    from attnzoo.backends.triton.flash.launch import new_solved
 
     use, extras = activations()[spec.activation], extras_of(spec)
     kind, vector = use.kind, new_vector(q)
@@ -78,16 +70,15 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
         mask = q.new_empty(1, 1, queries, keys, dtype=torch.uint8)
     elif "mask" in extras:
         dtype = torch.float32 if "fp32" in extras else q.dtype
-        mask = q.new_empty(1, 1, queries, keys + ("narrow" in extras), dtype=dtype)[..., :keys]
+        mask = q.new_empty(1, 1, queries, keys, dtype=dtype)
     elif "keys" in extras or "heads" in extras:
         heads = q.shape[1] if "heads" in extras else 1
         mask = q.new_empty(1, heads, 1, keys, dtype=torch.uint8)
     lse = spec.extra.startswith("all") and kind == "online"
-    solved = use.form.normalize == "threshold"
-    offset = kind == "none" or "factor" in kind
+    offset = kind == "none" or "factor" in kind or "key-bias" in extras
     vectors = Vectors(
         gain=None if spec.extra.endswith("no gain") else vector,
-        offset=vector if solved or (offset and "key-bias" not in extras) else None,
+        offset=vector if offset else None,
         shape=vector if "family" in kind else None,
         sink=vector if lse else None,
     )
@@ -96,32 +87,32 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
     softcap = 50.0 if "softcap" in extras else None
     layout = Layout(0.1, left, right, mask, of_q, of_k, alibi, softcap)
     key_bias = q.new_empty(*q.shape[:2], keys, dtype=torch.float32)
-    terms = Extras(
+    terms = Terms(
         key_bias=key_bias if "key-bias" in extras else None,
-        base=vector if "key-bias" in extras else None,
-        factor=vector if "factor" in kind else None,
         decay=vector[..., 0] if "distance" in extras else None,
-        peak=vector if solved else None,
+        factor=vector if "factor" in kind else None,
     )
-    form = backend.form_of(use.form)
+    rule, solved = rule_of(use.form), Solved()
+    if rule.normalize == "threshold":
+        solved = new_solved(q, q.new_empty(*q.shape[:2], keys, q.shape[3]), q)
     if "distance" in extras:
-        form = form._replace(distance=distance().triton, distance_slope=distance().triton_slope)
-    return Described(layout, form, vectors, terms, backend.alpha_of(use.form), lse)
+        rule = rule._replace(distance=distance())
+    return Described(layout, rule, vectors, terms, solved, lse)
 
 
 def is_plain(spec: Specialization) -> bool:
     """Whether the kernel has the tile of the table PLAIN."""
-    from attnzoo.backends.triton.common.launch import align_of, is_safe
+    from attnzoo.backends.triton.common.launch import is_safe
 
     if spec.family in ("linear", "rows"):
         return True
     q = empty(spec, 1, 2, 1024)
-    layout, form, vectors, extras, *_ = described(spec, q, q.shape[2])
-    return not is_safe(spec.family, q, align_of(q), layout, form, vectors, extras)
+    layout, rule, vectors, terms, *_ = described(spec, q, q.shape[2])
+    return not is_safe(spec.family, q, layout, rule, vectors, terms)
 
 
 def describe_flash(spec: Specialization) -> Any:
-    from attnzoo.backends.triton.common.kernel_operands import Maps, new_vector, saves_weight_sum
+    from attnzoo.backends.triton.common.kernel_operands import new_vector, saves_weight_sum
     from attnzoo.backends.triton.flash import launch, launch_backward
 
     k = q = empty(spec, 1, 2, 1024)
@@ -131,11 +122,9 @@ def describe_flash(spec: Specialization) -> Any:
         k = empty(spec, 1, 1, 2048)
     do = out = q.new_empty(q.shape)
     vector, arch = new_vector(q), arch_of(spec)
-    layout, form, vectors, extras, alpha, lse = described(spec, q, k.shape[2])
-    normalize = form.normalize
-    maps = Maps(*launch.empty_maps(q, k, k)) if normalize == "threshold" else Maps()
+    layout, rule, vectors, terms, solved, lse = described(spec, q, k.shape[2])
     if spec.family in ("forward", "segments"):
-        operands = q, k, k, layout, form, vectors, extras, maps, lse, arch, PROCESSORS
+        operands = q, k, k, layout, rule, vectors, terms, solved, lse, arch, PROCESSORS
         launches, _ = launch.describe_forward(*operands)
         names = {"segments": "segment_ranges", "forward merge": "merge_splits"}
         name = names.get(spec.kernel, "flash_forward")
@@ -143,20 +132,14 @@ def describe_flash(spec: Specialization) -> Any:
     if spec.kernel == "stats":
         return launch.describe_stats(q, q, layout, arch)[0][-1]
     if spec.kernel == "threshold":
-        return launch.describe_threshold(q, q, q, layout, form, vectors, extras, alpha, arch)[0][-1]
-    stat = None if normalize == "none" else new_vector(q)
-    weight_sum = new_vector(q) if saves_weight_sum(form, layout, vectors, extras, lse) else None
-    given = {
-        "gain": vectors.gain is not None, "sink": lse,
-        "offset": normalize == "none" and vectors.offset is not None,
-        "key_bias": extras.key_bias is not None, "base": extras.base is not None,
-        "factor": extras.factor is not None, "decay": extras.decay is not None,
-        "alibi": layout.alibi is not None, "shape": vectors.shape is not None,
-    }  # fmt: skip
-    wanted = [name for name, there in given.items() if there]
+        return launch.describe_threshold(q, q, q, layout, rule, vectors, terms, arch)[0][-1]
+    stat = None if rule.normalize == "none" else new_vector(q)
+    weight_sum = new_vector(q) if saves_weight_sum(rule, layout, vectors, terms, lse) else None
+    differentiable = {**vectors._asdict(), **terms._asdict(), "alibi": layout.alibi}
+    wanted = [name for name, x in differentiable.items() if x is not None]
     launches, _ = launch_backward.describe_backward(
-        do, vector if lse else None, q, k, k, out, stat, weight_sum, layout, form, vectors,
-        extras, maps, wanted, arch, PROCESSORS,
+        do, vector if lse else None, q, k, k, out, stat, weight_sum, layout, rule, vectors, terms,
+        solved, wanted, arch, PROCESSORS,
     )  # fmt: skip
     name = "flash_dq" if spec.kernel == "dq" else "flash_dkdv"
     return next(each for each in launches if each.kernel.__name__ == name)
@@ -207,10 +190,10 @@ def describe_decode(spec: Specialization) -> Any:
     words = spec.kernel.split()
     keys, stage = SHORT if "short" in words else KEYS, DECODE_STAGES[words[-1]]
     q, k = empty(spec, 1, 8, few_queries(spec)), empty(spec, 1, 1, keys)
-    layout, form, vectors, extras, alpha, lse = described(spec, q, keys)
+    layout, rule, vectors, terms, _, lse = described(spec, q, keys)
     machine = arch_of(spec), PROCESSORS
-    if form.normalize == "threshold" or stage in ("decode", "merge_splits"):
-        operands = q, k, k, None, layout, form, alpha, vectors, extras, lse, *machine
+    if rule.normalize == "threshold" or stage in ("decode", "merge_splits"):
+        operands = q, k, k, None, layout, rule, vectors, terms, lse, *machine
         launches, _ = launch.describe_decode(*operands)
     else:
         launches, _ = launch.describe_statistics(q, k, layout, *machine)

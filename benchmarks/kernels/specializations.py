@@ -30,8 +30,6 @@ BARE = ("full", "no gain", "full no gain")
 MODELS = ("full keys no gain", "full bool no gain")
 # A padded batch of a model with a window or ALiBi
 PADDED = ("window keys", "alibi keys")
-# Words of extras that few calls have: all at once, or no wide loads of operands or of the mask
-RARE_EXTRAS = {"all", "offset", "unaligned", "narrow"}
 # Few programs: parts of a group of heads in dK/dV, splits of the keys in the forward
 SPLIT = "split"
 # Launches that do not depend on both the activation and the head dimension. The solver depends only
@@ -45,10 +43,8 @@ class Specialization(NamedTuple):
     kernel: one of KERNELS. "forward", "linear", "decode" and "rows" may be followed by a space and
         the name of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has
         no head dimension and no activation.
-    extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head); "offset"
-    (q, k and v start 8 bytes after a multiple of 16); "narrow mask" (strides that rule out wide
-    loads of the mask); "fp32 mask" (as under autocast); SPLIT; or "all" (all of EXTRAS, a sink and
-    the gradient of lse), optionally with "unaligned" (strides that rule out wide loads).
+    extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head);
+    "fp32 mask" (as under autocast); SPLIT; or "all" (all of EXTRAS, a sink and dlse).
     """
 
     kernel: str
@@ -102,8 +98,6 @@ GROUPS = (
     Group(FLASH, "online family", "bf16", POWERS, ("all",)),
     Group(FLASH, "threshold", "fp32", POWERS, ("all",)),
     Group(FLASH, "online", "fp32", (128, 256), ("all",)),
-    Group(FLASH, "online", "bf16", POWERS, ("all unaligned",)),
-    Group(FLASH, "online", "fp32", (256,), ("all unaligned",)),
     Group(PASSES, "online", "bf16", QUICK_DIMS, BARE),
     Group(FLASH, "none threshold", "bf16", QUICK_DIMS, ("full no gain",)),
     Group(PASSES, "online", "bf16", POWERS, (*EXTRAS, *PADDED, *MODELS)),
@@ -118,23 +112,18 @@ GROUPS = (
     Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("fp32 mask",)),
     Group(FLASH, "threshold", "bf16", POWERS, ("all",)),
     Group(PASSES, "sum", "fp16", POWERS, ("mask", "keys")),
-    Group(FLASH, "online threshold", "bf16", POWERS, ("narrow mask",)),
-    Group(FLASH, "online threshold", "bf16", POWERS, ("offset",)),
-    Group(FLASH, "online", "fp32", (64,), ("offset",)),
     Group(("forward", "dkdv"), "online none", "bf16", POWERS, (SPLIT,)),
     Group(("dkdv",), "threshold", "bf16", POWERS, (SPLIT,)),
     Group(("forward", "dkdv"), "sum", "fp16", (128,), (SPLIT,)),
     Group(("forward", "dkdv"), "online", "fp32", (128,), (SPLIT,)),
     Group(("forward merge",), "online shifted", "fp32", (128,), (SPLIT,)),
     # These extras and dtypes cover each possible number of rows in a tile; see `few_queries`.
-    Group(
-        ("decode",), "online", "bf16 fp32", DECODE_DIMS, (*DECODE_EXTRAS, "all", "all unaligned")
-    ),
+    Group(("decode",), "online", "bf16 fp32", DECODE_DIMS, (*DECODE_EXTRAS, "all")),
     Group(("decode",), "none", "bf16 fp32", DECODE_DIMS),
     Group(("decode",), "threshold", "bf16 fp32", DECODE_DIMS, ("", "all")),
     Group(("decode",), "sum", "fp16", DECODE_DIMS),
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
-    Group(("decode",), "online", "bf16", (128,), ("offset", "key-bias", "distance")),
+    Group(("decode",), "online", "bf16", (128,), ("key-bias", "distance")),
     Group(("decode",), "factor shifted", "bf16", (128,)),
     Group(("decode short",), "online", "bf16 fp32", POWERS, ("all",)),
     Group(("decode short",), "online", "bf16", (128,)),
@@ -153,7 +142,6 @@ GROUPS = (
     Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16 fp32", (64,)),
     Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16", (128,)),
     Group(tuple(f"rows {name}" for name in ROW_KERNELS), "rows", "bf16 fp32", (64,)),
-    Group(tuple(f"rows {name}" for name in ROW_KERNELS), "rows", "bf16", (64,), ("offset",)),
 )
 
 

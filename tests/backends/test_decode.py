@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import launch, prepared
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form
 from attnzoo.backends.triton.common.launch import Launch
 from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.decode import operators as decode_ops
+from attnzoo.core import activations
 from helpers.agreement import Inputs, make
 from helpers.agreement import disagreements as disagreements_of
 from helpers.cases import NO_LSE, VARIANTS, params_of, rand
@@ -280,8 +280,8 @@ MASK = (rand(1, 2, 1, 9, seed=5) > -0.8).view(torch.uint8)
 IDS = (torch.arange(9) // 4).expand(1, 9).contiguous()
 VECTOR = rand(1, 2, 3, seed=6).float().abs()
 ALL = Layout(0.3, 4, 2, MASK, IDS[:, -3:].contiguous(), IDS, VECTOR)
-FUNCTIONS = "attnzoo.backends.triton.common.activations:"
-EXTRAS = Extras(key_bias=rand(1, 2, 9, seed=7).float(), base=VECTOR)
+TERMS = Terms(key_bias=rand(1, 2, 9, seed=7).float())
+SOFTMAX = Rule(activations.EXP, "sum")
 
 
 def small() -> list[Tensor]:
@@ -296,18 +296,16 @@ def test_opcheck() -> None:
     q, k, v = small()
     opcheck(decode_ops.decode_statistics, q=q, k=k, layout=ALL)
     products, *_ = decode_ops.decode_statistics(q=q, k=k, layout=ALL)
-    for given, vectors, extras, form, alpha, want_lse in (
-        (None, Vectors(VECTOR, sink=VECTOR), EXTRAS, ("exp", 1.4427, True, "online"), None, True),
-        (None, Vectors(None, VECTOR), Extras(factor=VECTOR), ("sigmoid", 1.4427, True, "none"),
-         None, False),
-        (products, Vectors(VECTOR), EXTRAS, ("exp", 1.4427, True, "online"), None, False),
-        (None, Vectors(VECTOR), EXTRAS, ("entmax15", 1.0, True, "threshold"), 1.5, False),
+    for stored, vectors, terms, rule, want_lse in (
+        (None, Vectors(VECTOR, VECTOR, sink=VECTOR), TERMS, SOFTMAX, True),
+        (None, Vectors(None, VECTOR), Terms(factor=VECTOR), Rule(activations.SIGMOID, "none"),
+         False),
+        (products, Vectors(VECTOR), TERMS, SOFTMAX, False),
+        (None, Vectors(VECTOR), TERMS, Rule(activations.ENTMAX15, "threshold"), False),
     ):  # fmt: skip
-        name, *others = form
         opcheck(
-            decode_ops.decode_forward, q=q, k=k, v=v, products=given, vectors=vectors,
-            extras=extras, layout=ALL, form=Form(FUNCTIONS + name, *others), alpha=alpha,
-            want_lse=want_lse,
+            decode_ops.decode_forward, q=q, k=k, v=v, products=stored, vectors=vectors,
+            terms=terms, layout=ALL, rule=rule, want_lse=want_lse,
         )  # fmt: skip
 
 

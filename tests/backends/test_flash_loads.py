@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import attnzoo
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import launch, prepared
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
+from attnzoo.backends.triton.common.kernel_operands import Solved
 from attnzoo.backends.triton.common.tiles import map_tile
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.backends.triton.flash.launch import (
@@ -20,6 +21,7 @@ from attnzoo.backends.triton.flash.launch import (
     describe_threshold,
 )
 from attnzoo.backends.triton.flash.launch_backward import describe_backward
+from attnzoo.core import activations
 from helpers.cases import rand
 from helpers.packed import CALLS, PackedCall
 
@@ -27,7 +29,7 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory"
 
 
 CAUSAL = Layout(0.25, None, 0, None, None, None, None)
-EXP = Form("attnzoo.backends.triton.common.activations:exp", 1.4426950408889634, True, "online")
+SOFTMAX = Rule(activations.EXP, "sum")
 
 
 def sizes(work: launch.Launch) -> list[int | None]:
@@ -37,7 +39,7 @@ def sizes(work: launch.Launch) -> list[int | None]:
 
 
 def arguments(q: Tensor, k: Tensor, v: Tensor, arch: int) -> dict[str, Any]:
-    operands = q, k, v, CAUSAL, EXP, Vectors(), Extras(), Maps(), False, arch, 132
+    operands = q, k, v, CAUSAL, SOFTMAX, Vectors(), Terms(), Solved(), False, arch, 132
     launches, _ = describe_forward(*operands)
     return launches[-1].args
 
@@ -68,10 +70,7 @@ def test_kernels_for_sm_90_and_sm_100_load_aligned_keys_and_values_by_tma(
 @pytest.mark.parametrize(
     ("case", "k"),
     [
-        ("rows of 36 numbers", meta(1, 2, 50, 36)),
         ("fp32", meta(1, 2, 50, 64, dtype=torch.float32)),
-        ("rows 66 numbers apart", meta(1, 2, 50, 66)[..., :64]),
-        ("8 bytes after an aligned address", meta(1, 2, 50, 128)[..., 4:68]),
         ("expanded heads", meta(1, 1, 50, 64).expand(1, 2, 50, 64)),
         ("no keys", meta(1, 2, 0, 64)),
     ],
@@ -80,9 +79,6 @@ def test_other_keys_and_values_are_loaded_by_pointers(case: str, k: Tensor) -> N
     q = meta(*k.shape, dtype=k.dtype)
     args = arguments(q, k, q, 90)
     assert args["k_descriptor"] is args["v_descriptor"] is None, case
-    narrow = "36" in case or "apart" in case or "after" in case
-    align = 1 if narrow else 16 // k.element_size()
-    assert align == args["tile"].ALIGN
 
 
 @pytest.mark.parametrize(
@@ -138,6 +134,48 @@ def test_slices_that_start_anywhere_give_the_same_results(variant: str, backend:
             assert torch.allclose(have.float(), want.float(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("backend", ["flash", "decode"])
+@pytest.mark.parametrize("dim", [20, 32])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_fake_results_have_the_strides_of_real_ones(backend: str, dim: int, layout: str) -> None:
+    """Rows of 20 numbers, and rows that start anywhere, are copied to rows 16 bytes apart."""
+    wide = rand(3, 2, 4, 8, dim + 3, seed=dim).bfloat16()[..., 3:]
+    q, k, v = (x if layout == "bhnd" else x.transpose(1, 2) for x in wide)
+    q, k, v = q.detach(), k.detach(), v.detach()
+    real = attnzoo.attention(q, k, v, backend=backend)
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = attnzoo.attention(*(mode.from_tensor(x) for x in (q, k, v)), backend=backend)
+    assert (real.shape, real.stride()) == (fake.shape, fake.stride())
+    assert real.stride(1) % 8 == real.stride(2) % 8 == 0
+    want = attnzoo.attention(q.float(), k.float(), v.float(), backend="eager")
+    assert torch.allclose(real.float(), want, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_rows_of_a_dense_mask_are_read_16_bytes_at_a_time(
+    dtype: torch.dtype, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask of 45 keys is copied to wider rows, once for all heads if they share it."""
+    masks, run = [], launch.run
+
+    def record(work: launch.Launch) -> None:
+        masks.append((work.args["visible"].mask, work.args["tile"].MASK_ALIGN.value))
+        run(work)
+
+    monkeypatch.setattr(prepared, "run", record)
+    q, k, v = (rand(2, 2, n, 16, seed=n).half() for n in (40, 45, 45))
+    mask = (rand(2, heads, 40, 45, seed=3) > 0).expand(2, 2, 40, 45)
+    mask = mask if dtype == torch.bool else torch.where(mask, 0.5, float("-inf")).to(dtype)
+    mask = mask[:, :1].expand(2, 2, 40, 45) if heads == 1 else mask
+    out, want = (attnzoo.attention(q, k, v, attn_mask=mask, backend=b) for b in ("flash", "eager"))
+    assert torch.allclose(out.float(), want.float(), atol=2e-3)
+    ((copy, unit),) = masks
+    assert unit == 16 // mask.element_size()
+    assert copy.shape[1] == heads
+    assert copy.stride(2) % unit == 0
+
+
 @every_call
 def test_a_call_reads_new_values_in_the_same_memory(variant: str, backend: str) -> None:
     """Nothing of the inputs' values is kept. A captured CUDA graph relies on that."""
@@ -185,9 +223,8 @@ def test_factors_of_any_sign_agree_with_the_definition(
     gain = {"none": ones, "zero": 0.0 * ones, "normal": rand(1, 2, 100, seed=4).float()}[gains]
     layout = Layout(scale, None, 0, mask, None, None, None)
     found = flash_ops.flash_forward(
-        q=q, k=k, v=v, vectors=Vectors(None if gains == "none" else gain), extras=Extras(),
-        maps=Maps(),
-        layout=layout, form=EXP, want_lse=True,
+        q=q, k=k, v=v, vectors=Vectors(None if gains == "none" else gain), terms=Terms(),
+        solved=Solved(), layout=layout, rule=SOFTMAX, want_lse=True,
     )  # fmt: skip
     out, lse = definition(q, k, v, gain, scale, visible)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
@@ -204,8 +241,8 @@ def test_a_gain_of_nan_gives_nan_and_an_infinite_product_times_zero_too() -> Non
     gain[..., 5], gain[..., 40:] = float("nan"), 0.0
     q[..., 50, :], k[..., 3, :] = 1e30, 1e30
     found = flash_ops.flash_forward(
-        q=q, k=k, v=v, vectors=Vectors(gain), extras=Extras(), maps=Maps(),
-        layout=CAUSAL, form=EXP, want_lse=False,
+        q=q, k=k, v=v, vectors=Vectors(gain), terms=Terms(), solved=Solved(),
+        layout=CAUSAL, rule=SOFTMAX, want_lse=False,
     )  # fmt: skip
     nan = found.out[0, 0].isnan().all(-1)
     assert nan[5]
@@ -225,22 +262,17 @@ def test_blocks_divide_the_tiles_of_the_block_map(
 ) -> None:
     mask = torch.ones(1, 1, 256, 256, dtype=torch.uint8) if masked else None
     layout = CAUSAL._replace(mask=mask)
-    form = EXP._replace(activation=EXP.activation.replace("exp", "entmax15"), normalize="threshold")
+    call = layout, Rule(activations.ENTMAX15, "threshold"), Vectors(), Terms()
     q = torch.ones(1, 2, 256, dim, dtype=dtype)
-    vectors = Vectors(offset=torch.ones(1, 2, 256))
-    (solver,), results = describe_threshold(q, q, q, layout, form, vectors, Extras(), 1.5, arch)
-    maps = Maps(*results[2:])  # without peak and τ
+    (solver,), solved = describe_threshold(q, q, q, *call, arch)
     tile = tuple(sizes(solver)[:2])
     assert tile == map_tile(dim, 8 * dtype.itemsize)
-    assert maps.blocks is not None
-    assert maps.blocks.shape[1:] == (256 // tile[0], 256 // tile[1])
-    (forward,), (out, stat, _, _) = describe_forward(
-        q, q, q, layout, form, vectors, Extras(), maps, False, arch, 132
-    )
+    assert solved.blocks is not None
+    assert solved.blocks.shape[1:] == (256 // tile[0], 256 // tile[1])
+    (forward,), (out, stat, _, _) = describe_forward(q, q, q, *call, solved, False, arch, 132)
     backward, _ = describe_backward(
-        out, None, q, q, q, out, stat, None, layout, form, vectors, Extras(), maps, [], arch,
-        132,
-    )  # fmt: skip
+        out, None, q, q, q, out, stat, None, *call, solved, [], arch, 132
+    )
     dq, dkdv = backward[0], backward[-1]
     for launched in (forward, dq):
         block_m, block_n, *_ = sizes(launched)

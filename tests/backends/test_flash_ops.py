@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.triton.common.kernel_operands import Solved
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.core import activations, registry
 from helpers.cases import rand
@@ -35,41 +35,39 @@ IDS = (torch.arange(9) // 4).expand(1, 9).contiguous()
 VECTOR = rand(1, 2, 9, seed=6).float().abs()
 NOTHING = Layout(0.3, None, 0, None, None, None, None)
 ALL = Layout(0.3, 4, 2, MASK, IDS, IDS, VECTOR)
-FUNCTIONS = "attnzoo.backends.triton.common.activations:"
-EXTRAS = Extras(key_bias=VECTOR, base=VECTOR)
-# name of a form -> vectors, layout, (activation, unit, vanishes, normalize)
-FORMS: dict[str, tuple[Vectors, Extras, Layout, tuple]] = {
-    "online": (Vectors(gain=VECTOR, sink=VECTOR), EXTRAS, ALL, ("exp", 1.4427, True, "online")),
-    "none": (
-        Vectors(offset=VECTOR), Extras(factor=VECTOR), NOTHING, ("sigmoid", 1.4427, True, "none"),
+OFFSET = VECTOR.clone()
+KEY_BIAS = Terms(key_bias=VECTOR)
+ENTMAX = Rule(activations.ENTMAX15, "threshold")
+FORMS: dict[str, tuple[Vectors, Terms, Layout, Rule]] = {
+    "online": (
+        Vectors(VECTOR, OFFSET, sink=VECTOR), KEY_BIAS, ALL, Rule(activations.EXP, "sum"),
     ),
-    "sum": (Vectors(), Extras(), NOTHING, ("taylor2", 1.0, False, "sum")),
-    "threshold": (Vectors(VECTOR), Extras(VECTOR), ALL, ("entmax15", 1.0, True, "threshold")),
+    "none": (
+        Vectors(offset=VECTOR), Terms(factor=VECTOR), NOTHING, Rule(activations.SIGMOID, "none"),
+    ),
+    "sum": (Vectors(), Terms(), NOTHING, Rule(activations.TAYLOR[2], "sum")),
+    "threshold": (Vectors(VECTOR, OFFSET), KEY_BIAS, ALL, ENTMAX),
 }  # fmt: skip
 CHECKED = [pytest.param(x, marks=[pytest.mark.slow] * (x in ("none", "sum"))) for x in FORMS]
 
 
 def operands(form: str, gradient: bool) -> dict[str, Any]:
     """The arguments of the operator flash_forward for a key of `FORMS`."""
-    vectors, extras, layout, (name, *rest) = FORMS[form]
+    vectors, terms, layout, rule = FORMS[form]
     q, k, v = qkv(gradient=gradient)
-    maps = Maps()
+    solved = Solved()
     if form == "threshold":
-        peak, tau, *found = flash_ops.flash_threshold(
-            q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, extras=extras,
-            layout=layout,
-            form=Form(FUNCTIONS + name, *rest), alpha=1.5,
+        solved = flash_ops.flash_threshold(
+            q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, terms=terms, layout=layout,
+            rule=rule,
         )  # fmt: skip
-        vectors, maps = vectors._replace(offset=tau), Maps(*found)
-    vectors, extras = (
+    vectors, terms = (
         type(group)(*(x if x is None else x.clone().requires_grad_(gradient) for x in group))
-        for group in (vectors, extras)
+        for group in (vectors, terms)
     )
-    if form == "threshold":
-        extras = extras._replace(peak=peak)
     return {
-        "q": q, "k": k, "v": v, "vectors": vectors, "extras": extras, "maps": maps,
-        "layout": layout, "form": Form(FUNCTIONS + name, *rest), "want_lse": form == "online",
+        "q": q, "k": k, "v": v, "vectors": vectors, "terms": terms, "solved": solved,
+        "layout": layout, "rule": rule, "want_lse": form == "online",
     }  # fmt: skip
 
 
@@ -80,11 +78,11 @@ def test_opcheck_statistics() -> None:
 
 @pytest.mark.parametrize("shape", [None, 1 + VECTOR.clamp(0.1, 1)], ids=["entmax15", "q_exp"])
 def test_opcheck_threshold(shape: Tensor | None) -> None:
-    name, alpha = ("entmax15", 1.5) if shape is None else ("q_exp", None)
+    rule = ENTMAX if shape is None else Rule(activations.Q_EXP, "threshold")
     q, k, v = qkv()
     opcheck(
-        flash_ops.flash_threshold, q=q, k=k, v=v, vectors=Vectors(gain=VECTOR, shape=shape),
-        extras=EXTRAS, layout=ALL, form=Form(FUNCTIONS + name, 1.0, True, "threshold"), alpha=alpha,
+        flash_ops.flash_threshold, q=q, k=k, v=v, vectors=Vectors(VECTOR, OFFSET, shape),
+        terms=KEY_BIAS, layout=ALL, rule=rule,
     )  # fmt: skip
 
 
@@ -98,9 +96,8 @@ def test_opcheck_backward(form: str) -> None:
     given = operands(form, gradient=False)
     found = flash_ops.flash_forward(**given)
     dlse = torch.ones_like(found.lse) if given.pop("want_lse") else None
-    groups = (given["vectors"], given["extras"])
+    groups = (given["vectors"], given["terms"])
     vectors = (n for group in groups for n, x in group._asdict().items() if x is not None)
-    vectors = (n for n in vectors if n != "peak")  # a constant, as τ is
     wanted = ["q", "k", "v", *vectors, *(["alibi"] if given["layout"] is ALL else [])]
     opcheck(
         flash_ops.flash_backward, **given, **found._asdict(), dout=torch.ones_like(found.out),

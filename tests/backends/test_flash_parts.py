@@ -14,13 +14,14 @@ import torch
 from test_flash import factors
 
 import attnzoo
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import launch as common
 from attnzoo.backends.triton.common import prepared
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
+from attnzoo.backends.triton.common.kernel_operands import Solved
 from attnzoo.backends.triton.flash import launch as flash
 from attnzoo.backends.triton.flash import parts as flash_parts
 from attnzoo.backends.triton.flash.launch_backward import describe_backward
+from attnzoo.core import activations
 from helpers.agreement import by_backend, disagreements, make
 from helpers.cases import CAUSAL_ONLY, NO_LSE, VARIANTS, rand
 from helpers.coverage_table import FLASH
@@ -29,7 +30,7 @@ from helpers.kernel_paths import code_of, quick_variants
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 slow = pytest.mark.slow
 
-EXP = Form("attnzoo.backends.triton.common.activations:exp", 1.4426950408889634, True, "online")
+SOFTMAX = Rule(activations.EXP, "sum")
 Parts = Callable[[int], dict[str, int]]
 
 
@@ -156,8 +157,8 @@ def dkdv(batch: int, heads: tuple[int, int], queries: int, keys: int) -> common.
     stat = q.new_empty(q.shape[:3], dtype=torch.float32)
     layout = Layout(0.1, None, 0, None, None, None, None)
     launches, _ = describe_backward(
-        q, None, q, k, k, q, stat, None, layout, EXP, Vectors(), Extras(), Maps(), [], 90,
-        132,
+        q, None, q, k, k, q, stat, None, layout, SOFTMAX, Vectors(), Terms(), Solved(), [],
+        90, 132,
     )  # fmt: skip
     return launches[-1]
 
@@ -280,9 +281,8 @@ def forward(
     q = torch.empty(batch, heads[0], queries, 128, dtype=torch.bfloat16, device="meta")
     k = q.new_empty(batch, heads[1], keys, 128)
     layout = Layout(0.1, window, 0, None, None, None, None)
-    return flash.describe_forward(q, k, k, layout, EXP, Vectors(), Extras(), Maps(), True, 90, 132)[
-        0
-    ]
+    call = layout, SOFTMAX, Vectors(), Terms(), Solved()
+    return flash.describe_forward(q, k, k, *call, True, 90, 132)[0]
 
 
 def test_chunks_of_queries_use_all_processors() -> None:

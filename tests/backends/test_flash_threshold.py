@@ -8,25 +8,26 @@ from test_threshold import bisected
 from torch import Tensor
 
 import attnzoo
-from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.triton.common.kernel_operands import Solved
 from attnzoo.backends.triton.flash import operators as flash_ops
+from attnzoo.core import activations
 from helpers.cases import rand
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
-FUNCTIONS = "attnzoo.backends.triton.common.activations:"
+ACTIVATIONS = {"sparsemax": activations.SPARSEMAX, "entmax15": activations.ENTMAX15}
 ALPHA = {"sparsemax": 2.0, "entmax15": 1.5}
 TILE = 64, 32  # queries and keys per tile of the block map: fp32, D = 16
 
 
 def solve(
     q: Tensor, k: Tensor, gain: Tensor | None, right: int | None, name: str, scale: float = 0.5
-) -> flash_ops.Threshold:
+) -> Solved:
     layout = Layout(scale, None, right, None, None, None, None)
     return flash_ops.flash_threshold(
-        q=q, k=k, v=k, vectors=Vectors(gain=gain), extras=Extras(), layout=layout,
-        form=Form(FUNCTIONS + name, 1.0, True, "threshold"), alpha=ALPHA[name],
+        q=q, k=k, v=k, vectors=Vectors(gain=gain), terms=Terms(), layout=layout,
+        rule=Rule(ACTIVATIONS[name], "threshold"),
     )  # fmt: skip
 
 

@@ -102,13 +102,13 @@ for tensors in ((x, x, x),) * 3 + (three,) * 3:
     assert [y[0] for y in launches[-1][:3]] == [t.data_ptr() for t in tensors] or any(
         isinstance(y, tuple) and y[0] == "descriptor" for y in launches[-1])
 
-# A base that is not aligned is a different launch.
-flat = torch.randn(1 * 2 * 40 * 32 + 1).bfloat16()
-off = flat[1:].view(1, 2, 40, 32)
+# A tensor that is not aligned is copied.
+off = torch.randn(1 * 2 * 40 * 32 + 1).bfloat16()[1:].view(1, 2, 40, 32)
 for tensors in ((three[0],) + tuple(three[1:]), (off,) + tuple(three[1:])) * 2:
     launches.clear()
     run("softmax", False, {}, tensors)
-    assert launches[-1][0][0] == tensors[0].data_ptr()
+    address = launches[-1][0][0]
+    assert address == tensors[0].data_ptr() if tensors[0] is not off else address % 16 == 0
 
 # Float masks have two statistics per query, and so have shifted activations.
 mask = torch.zeros(50, 60)

@@ -8,20 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Layout, Terms, Vectors
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.tiled import operators as tiled_ops
 from attnzoo.backends.tiled import statistics
 from attnzoo.core import activations
+from attnzoo.core.distance import LOGARITHMIC
 from helpers.cases import rand
 from helpers.operators import opcheck
 
-# normalize -> activation, names of the per-query vectors, further operands.
-FORMS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "none": ("sigmoid", ("gain", "offset", "factor"), {}),
-    "sum": ("exp", ("gain", "sink", "decay"), {"want_lse": True, "distance": "logarithmic"}),
-    "threshold": ("q_exp", ("shape",), {"dropout_p": 0.5}),
-    "select": ("exp", (), {"keep": 2, "want_lse": True}),
-}
+# rule, names of the per-query vectors, further operands
+FORMS: dict[str, tuple[Rule, tuple[str, ...], dict[str, Any]]] = {
+    "none": (Rule(activations.SIGMOID, "none"), ("gain", "offset", "factor"), {}),
+    "sum": (
+        Rule(activations.EXP, "sum", distance=LOGARITHMIC), ("gain", "sink", "decay"),
+        {"want_lse": True},
+    ),
+    "threshold": (Rule(activations.Q_EXP, "threshold"), ("shape",), {"dropout_p": 0.5}),
+    "select": (Rule(activations.EXP, "select", keep=2), (), {"want_lse": True}),
+}  # fmt: skip
 
 
 def operands(gradient: bool) -> tuple[list[Tensor], Layout]:
@@ -40,7 +44,7 @@ def operands(gradient: bool) -> tuple[list[Tensor], Layout]:
 )
 @pytest.mark.parametrize("normalize", FORMS)
 def test_opcheck_forward_and_backward(normalize: str, gradient: bool) -> None:
-    activation, names, options = FORMS[normalize]
+    rule, names, options = FORMS[normalize]
     (q, k, v), layout = operands(gradient)
     layout = layout._replace(softcap=2.0 if normalize == "threshold" else None)
     vectors = {
@@ -54,14 +58,10 @@ def test_opcheck_forward_and_backward(normalize: str, gradient: bool) -> None:
         for i, name in enumerate(Terms._fields)
         if name in (*names, "key_bias")
     }
-    plain = {
-        "dropout_p": 0.0, "want_lse": False, "keep": None, "activation": activation, "eps": 0.0,
-        "distance": None,
-    }  # fmt: skip
     opcheck(
         tiled_ops.tiled_forward, q=q, k=k, v=v, layout=layout, origin=2, seed=seed,
-        vectors=Vectors(**vectors), terms=Terms(**terms),
-        **{**plain, "normalize": normalize, **options},
+        vectors=Vectors(**vectors), terms=Terms(**terms), rule=rule,
+        **{"dropout_p": 0.0, "want_lse": False, **options},
     )  # fmt: skip
 
 

@@ -12,28 +12,28 @@ import pytest
 import torch
 
 from attnzoo import __main__ as command
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import measured, tiles
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
-from attnzoo.backends.triton.common.launch import align_of, is_safe
-from attnzoo.backends.triton.flash.launch import config_of, describe_forward
+from attnzoo.backends.triton.common.launch import is_safe
+from attnzoo.backends.triton.flash.launch import config_of
+from attnzoo.core import activations
 
 GPU = "NVIDIA H100 80GB HBM3"
 CONFIG = tiles.Config(64, 32, 4, 3)
 LAYOUT = Layout(0.25, None, 0, None, None, None, None)
-EXP = Form("attnzoo.backends.triton.common.activations:exp", 1.0, True, "online")
+SOFTMAX = Rule(activations.EXP, "sum")
 
 
 # ---- plain and safe calls -----------------------------------------------------------------------
 
 
 def safe(
-    layout: Layout = LAYOUT, form: Form = EXP, vectors: Vectors = Vectors(),  # noqa: B008
-    extras: Extras = Extras(), q: torch.Tensor | None = None, kernel: str = "dq",  # noqa: B008
+    layout: Layout = LAYOUT, rule: Rule = SOFTMAX, vectors: Vectors = Vectors(),  # noqa: B008
+    terms: Terms = Terms(), q: torch.Tensor | None = None, kernel: str = "dq",  # noqa: B008
 ) -> bool:  # fmt: skip
     if q is None:
         q = torch.empty(1, 2, 64, 32, dtype=torch.float16)
-    return is_safe(kernel, q, align_of(q), layout, form, vectors, extras)
+    return is_safe(kernel, q, layout, rule, vectors, terms)
 
 
 VECTOR = torch.ones(1, 2, 64)
@@ -52,7 +52,7 @@ def test_calls_with_at_most_one_term_are_plain_and_dkdv_has_none(term: dict[str,
     for left in (None, 8):
         layout = LAYOUT._replace(**term, left=left)
         assert not safe(layout)
-        assert safe(layout, extras=Extras(key_bias=VECTOR))
+        assert safe(layout, terms=Terms(key_bias=VECTOR))
         assert safe(layout, kernel="dkdv")
         assert not safe(LAYOUT._replace(left=left), kernel="dkdv")
 
@@ -60,34 +60,16 @@ def test_calls_with_at_most_one_term_are_plain_and_dkdv_has_none(term: dict[str,
 def test_other_calls_are_safe() -> None:
     assert not safe(vectors=Vectors(gain=VECTOR, offset=VECTOR, sink=VECTOR))
     assert safe(LAYOUT._replace(mask=torch.ones(1, 1, 64, 64, dtype=torch.uint8)))
-    assert safe(extras=Extras(decay=VECTOR[..., 0]))
-    assert safe(extras=Extras(factor=VECTOR))
+    assert safe(terms=Terms(decay=VECTOR[..., 0]))
+    assert safe(terms=Terms(factor=VECTOR))
     assert safe(vectors=Vectors(shape=VECTOR))
-    assert safe(form=EXP._replace(normalizer=True))
+    assert safe(rule=Rule(activations.SOFTPICK, "sum"))
     for normalize, dtype in product(("none", "sum", "threshold"), (torch.float16, torch.bfloat16)):
         q = torch.empty(1, 2, 64, 32, dtype=dtype)
-        form = EXP._replace(normalize=normalize)
-        assert safe(form=form, q=q) == (dtype == torch.float16)
+        rule = Rule(activations.SPARSEMAX, normalize)
+        assert safe(rule=rule, q=q) == (dtype == torch.float16)
         mapped = normalize == "threshold"
-        assert safe(form=form, q=q, kernel="dkdv") == (mapped or dtype == torch.float16)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_calls_with_unaligned_operands_are_safe(dtype: torch.dtype) -> None:
-    wide = torch.empty(1, 2, 64, 48, dtype=dtype)
-    assert not safe(q=wide[..., 8:40])
-    assert safe(q=wide[..., 1:33]), "address"
-    assert safe(q=torch.empty(1, 2, 64, 33, dtype=dtype)[..., :32]), "strides"
-
-
-def test_a_call_whose_result_is_unaligned_is_safe() -> None:
-    wide = torch.empty(1, 2, 256, 64, dtype=torch.bfloat16)
-    q = wide[..., :60]  # strides of 64, and those of the output are 60
-    assert align_of(q) == 8
-    call = LAYOUT, EXP, Vectors(), Extras(), Maps(), False, 90, 132
-    tile = describe_forward(q, q, q, *call)[0][-1].config
-    assert tile == tiles.tile_of_table("forward", 90, 16, 60, True)
-    assert tile != tiles.tile_of_table("forward", 90, 16, 60, False)
+        assert safe(rule=rule, q=q, kernel="dkdv") == (mapped or dtype == torch.float16)
 
 
 # ---- the tables ---------------------------------------------------------------------------------
@@ -185,7 +167,7 @@ def test_measured_tiles_are_not_used_with_a_block_map(folder: Path) -> None:
     """Blocks of the map may be larger than those that were measured, and not fit in memory."""
     measured.write(measured.user_file(GPU), GPU, {("dq", 16, 128): CONFIG, ("dq", 16, 64): CONFIG})
     q = torch.empty(1, 2, 64, 96, dtype=torch.bfloat16, device="meta")
-    call = q, q, 8, LAYOUT, EXP._replace(normalize="threshold"), Vectors(), Extras()
+    call = q, q, LAYOUT, Rule(activations.SPARSEMAX, "threshold"), Vectors(), Terms()
     table = tiles.tile_of_table("dq", 90, 16, 96, False)
     assert config_of("dq", 90, *call, (128, 64)).stages == table.stages != CONFIG.stages
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attnzoo.backends.triton.common.kernel_operands import Form
+from attnzoo.backends.triton.common.launch import function
 from attnzoo.core import activations
 from attnzoo.core.activations import Activation
 
@@ -44,7 +44,7 @@ def test_triton_implementations_agree_with_their_activations(
     s = torch.cat([torch.linspace(-12, 12, 255), torch.tensor([float("-inf")])])
     phi, slope = torch.empty_like(s), torch.empty_like(s)
     shape = None if alpha is None else torch.full_like(s, alpha)
-    act = Form(activation.triton, activation.unit, activation.vanishes, "sum").act
+    act = function("triton", activation.triton)
     evaluate[(1,)](s * activation.unit, shape, phi, slope, ACT=act, BLOCK=256)
     exact = s.double() if shape is None else (s.double(), shape.double())
     s64, shape64 = exact if isinstance(exact, tuple) else (exact, None)
@@ -75,8 +75,8 @@ def test_the_slope_of_alpha_agrees_with_its_formula(alpha: float) -> None:
     """∂φ/∂α = φ · (y/u − log u) / a² with a = α − 1, y = ax and u = 1 + y; 0 if u ≤ 0."""
     s = torch.cat([torch.linspace(-12, 12, 511), torch.tensor([float("-inf")])])
     shape, slope = torch.full_like(s, alpha), torch.empty_like(s)
-    form = Form("", 1.0, True, "threshold", activations.Q_EXP.triton_shape_slope)
-    evaluate_shape_slope[(1,)](s, shape, slope, SHAPE_SLOPE=form.shape_act, BLOCK=512)
+    act = function("triton_shape_slope", activations.Q_EXP.triton_shape_slope)
+    evaluate_shape_slope[(1,)](s, shape, slope, SHAPE_SLOPE=act, BLOCK=512)
     a = shape.double() - 1
     y = a * s.double()
     inside = y > -1
@@ -97,7 +97,7 @@ def test_the_slope_of_alpha_agrees_with_its_formula(alpha: float) -> None:
 def test_sigmoid_of_large_scores_is_exactly_0_or_1_and_keeps_nan() -> None:
     x = torch.tensor([-1e30, -300.0, 300.0, 1e30, float("inf"), float("-inf"), float("nan"), 0.0])
     phi, slope = torch.empty_like(x), torch.empty_like(x)
-    act = Form(str(activations.SIGMOID.triton), 1.0, True, "none").act
+    act = function("triton", activations.SIGMOID.triton)
     evaluate[(1,)](x, None, phi, slope, ACT=act, BLOCK=8)
     assert phi.tolist()[:6] == [0, 0, 1, 1, 1, 0]
     assert phi[7] == 0.5

@@ -10,4 +10,4 @@ from attnzoo.backends.operator import Operator
 
 
 def opcheck(operator: Operator, **operands: Any) -> None:
-    torch.library.opcheck(operator.overload, tuple(operator.flat(**operands)))
+    torch.library.opcheck(operator.overload, tuple(operator.keyed(operator.flat(**operands))))

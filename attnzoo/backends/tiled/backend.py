@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends import eager
 from attnzoo.backends.base import Backend
-from attnzoo.backends.shared_operands import Terms, Vectors
+from attnzoo.backends.shared_operands import Terms, Vectors, rule_of
 from attnzoo.backends.tiled import operators as ops
 from attnzoo.backends.tiled.blocks import Block, blocks, layout_of
 from attnzoo.backends.tiled.dropout import new_seed
@@ -75,11 +75,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     reject_transforms("tiled", q, k, v, call.mask, call.alibi, *vectors, *terms)
     result = ops.tiled_forward(
         q=q, k=k, v=v, layout=layout_of(call), origin=call.query_origin - call.key_origin,
-        vectors=vectors, terms=terms, eps=float(form.eps),
-        distance=None if form.distance is None else form.distance.key,
+        vectors=vectors, terms=terms, rule=rule_of(form),
         seed=new_seed(call) if call.dropout_p else None, dropout_p=call.dropout_p,
-        want_lse=call.return_lse, activation=form.activation.key,
-        normalize=form.normalize, keep=form.keep,
+        want_lse=call.return_lse,
     )  # fmt: skip
     return result.out, result.lse
 

@@ -1,24 +1,22 @@
 """`tiled.walk` as PyTorch operators, with fake functions and first derivatives.
 
 torch.compile traces into an autograd function but not into an operator. Without operators it would
-unroll the loop over blocks and recompile for each length. Operators take no Python objects, so an
-activation is passed by its key, a string.
+unroll the loop over blocks and recompile for each length.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
-from attnzoo.backends.shared_operands import Layout, Terms, Vectors
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.tiled.blocks import call_of
-from attnzoo.backends.tiled.walk import Normalizer, PairwiseCall, TiledSaved, gradients, outputs
+from attnzoo.backends.tiled.walk import PairwiseCall, TiledSaved, gradients, outputs
 from attnzoo.core.call import in_full_precision, score_dtype
-from attnzoo.core.function_keys import ACTIVATIONS, DISTANCES
 
 
 class TiledResult(NamedTuple):
@@ -33,26 +31,12 @@ class TiledResult(NamedTuple):
 @operator
 def tiled_forward(
     *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, origin: int, vectors: Vectors,
-    terms: Terms, seed: Tensor | None, dropout_p: float, want_lse: bool, activation: str,
-    normalize: str, keep: int | None, eps: float, distance: str | None,
+    terms: Terms, rule: Rule, seed: Tensor | None, dropout_p: float, want_lse: bool,
 ) -> TiledResult:  # fmt: skip
     call = call_of(q, k, layout, origin, v.shape[3], dropout_p, want_lse)
-    how = _normalizer(activation, normalize, keep, eps, distance)
     with in_full_precision(q.device):
-        saved = outputs(PairwiseCall(call, how, vectors, terms, seed), q, k, v)
+        saved = outputs(PairwiseCall(call, rule, vectors, terms, seed), q, k, v)
     return TiledResult(saved.out, saved.lse, saved.tau, saved.z)
-
-
-def _normalizer(
-    activation: str, normalize: str, keep: int | None, eps: float, distance: str | None
-) -> Normalizer:
-    away = None if distance is None else DISTANCES[distance]
-    return Normalizer(ACTIVATIONS[activation], normalize, keep, eps, away)
-
-
-def _keep_alive(operands: dict[str, Any]) -> object:
-    distance = operands["distance"]
-    return ACTIVATIONS[operands["activation"]], None if distance is None else DISTANCES[distance]
 
 
 @tiled_forward.fake
@@ -69,20 +53,18 @@ def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> int:
 
 @tiled_forward.backward(
     "q", "k", "v", "mask", "alibi", "gain", "offset", "shape", "sink", "key_bias", "decay",
-    "factor", keep_alive=_keep_alive,
+    "factor",
 )  # fmt: skip
 def tiled_backward(
     *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, origin: int, vectors: Vectors,
-    terms: Terms, seed: Tensor | None, dropout_p: float, activation: str, normalize: str,
-    keep: int | None, eps: float, distance: str | None, out: Tensor,
+    terms: Terms, rule: Rule, seed: Tensor | None, dropout_p: float, out: Tensor,
     lse: Tensor | None, tau: Tensor, z: Tensor, dout: Tensor, dlse: Tensor | None,
     wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     call = call_of(q, k, layout, origin, v.shape[3], dropout_p, dlse is not None)
-    how = _normalizer(activation, normalize, keep, eps, distance)
     saved = TiledSaved(out, lse, tau, z)
     with in_full_precision(q.device):
-        formed = PairwiseCall(call, how, vectors, terms, seed)
+        formed = PairwiseCall(call, rule, vectors, terms, seed)
         return gradients(formed, q, k, v, saved, dout, dlse, wanted)
 
 

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.backends.shared_operands import Rule
 from attnzoo.backends.tiled.blocks import Block, blocks, flat_keys
 from attnzoo.backends.tiled.dropout import keep_mask
 from attnzoo.backends.tiled.scores import hide
-from attnzoo.backends.tiled.walk import NEG_INF, Normalizer, PairwiseCall, Partial
+from attnzoo.backends.tiled.walk import NEG_INF, PairwiseCall, Partial
 from attnzoo.core.visibility import cut
 
 
@@ -39,16 +40,16 @@ def among(formed: PairwiseCall, keys: slice) -> PairwiseCall:
 
 def nothing(formed: PairwiseCall) -> Partial:
     """The `Partial` of no keys."""
-    call, how = formed.call, formed.how
+    call, rule = formed.call, formed.rule
     rows = (call.batch, call.heads, call.queries)
     out = torch.zeros(*rows, call.value_dim, dtype=call.dtype, device=call.device)
-    tau = out.new_full(rows, NEG_INF) if how.online else out.new_zeros(rows)
+    tau = out.new_full(rows, NEG_INF) if rule.online else out.new_zeros(rows)
     return Partial(out, out.new_zeros(rows), tau)
 
 
-def merge(how: Normalizer, a: Partial, b: Partial) -> Partial:
+def merge(rule: Rule, a: Partial, b: Partial) -> Partial:
     """The sums over the keys of two partials, which are overwritten."""
-    if not how.online and not how.activation.shifted:
+    if not rule.online and not rule.activation.shifted:
         return Partial(a.out.add_(b.out), a.z.add_(b.z), a.tau)
     tau = torch.maximum(a.tau, b.tau)
     anchor = tau.masked_fill(tau == NEG_INF, 0.0)
@@ -127,7 +128,7 @@ def _weigh(
     formed: PairwiseCall, block: Block, s: Tensor, peak: Tensor, tau: Tensor
 ) -> tuple[Tensor, Tensor]:
     """φ and φ' at s − peak − τ; s is overwritten."""
-    shape, activation = formed.vectors.shape, formed.how.activation
+    shape, activation = formed.vectors.shape, formed.rule.activation
     wide = None if shape is None else block.of(shape)[..., None]
     s.sub_(block.of(peak)[..., None]).sub_(block.of(tau)[..., None])
     # φ and φ' of a threshold vanish at −∞, so hidden keys need no mask.

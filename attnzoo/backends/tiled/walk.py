@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Terms, Vectors
+from attnzoo.backends.shared_operands import Rule, Terms, Vectors
 from attnzoo.backends.tiled.blocks import (
     Block,
     Hidden,
@@ -31,45 +31,25 @@ from attnzoo.backends.tiled.blocks import (
 from attnzoo.backends.tiled.dropout import keep_mask
 from attnzoo.backends.tiled.scores import ScoreGradients, Scores, hide
 from attnzoo.backends.tiled.threshold import solve_threshold
-from attnzoo.core.activations import Activation
 from attnzoo.core.call import Call
-from attnzoo.core.distance import Distance
 
 NEG_INF = float("-inf")
-
-
-class Normalizer(NamedTuple):
-    """A pairwise form without its per-query vectors."""
-
-    activation: Activation
-    normalize: str
-    keep: int | None
-    eps: float = 0.0
-    distance: Distance | None = None
-
-    @property
-    def online(self) -> bool:
-        """Whether τ is the maximum of the scores: a normalized exp."""
-        return self.normalize in ("sum", "select") and self.activation.exponential
-
-    def scores(self, call: Call, k: Tensor, vectors: Vectors, terms: Terms) -> Scores:
-        return Scores(
-            call, k, gain=vectors.gain, offset=vectors.offset, terms=terms,
-            distance=self.distance, vanishes=self.activation.vanishes,
-        )  # fmt: skip
 
 
 class PairwiseCall(NamedTuple):
     """A call with a pairwise form. ``seed`` is that of dropout; None without dropout."""
 
     call: Call
-    how: Normalizer
+    rule: Rule
     vectors: Vectors
     terms: Terms
     seed: Tensor | None = None
 
     def scores(self, k: Tensor) -> Scores:
-        return self.how.scores(self.call, k, self.vectors, self.terms)
+        return Scores(
+            self.call, k, gain=self.vectors.gain, offset=self.vectors.offset, terms=self.terms,
+            distance=self.rule.distance, vanishes=self.rule.activation.vanishes,
+        )  # fmt: skip
 
 
 class Partial(NamedTuple):
@@ -112,15 +92,15 @@ def outputs(formed: PairwiseCall, q: Tensor, k: Tensor, v: Tensor) -> TiledSaved
 
 def partial(formed: PairwiseCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     """The sums over the keys of the call. A threshold is solved for these keys alone."""
-    call, how, vectors, terms, seed = formed
+    call, rule, vectors, terms, seed = formed
     scores, values = formed.scores(k), flat_keys(v, call)
     full = (call.batch, call.heads, call.queries)
     out = torch.zeros(*full, v.shape[-1], dtype=call.dtype, device=q.device)
     z = out.new_zeros(full)
-    tau = out.new_full(full, NEG_INF) if how.online else out.new_zeros(full)
+    tau = out.new_full(full, NEG_INF) if rule.online else out.new_zeros(full)
     for block in blocks(call):
         scored = scores.of(block, scores.queries(block, q))
-        phi, block_tau, total = _weigh(how, block, scored.s, scored.hidden, vectors.shape)
+        phi, block_tau, total = _weigh(rule, block, scored.s, scored.hidden, vectors.shape)
         if seed is not None:
             phi.mul_(keep_mask(block, call, seed))
         o = torch.bmm(block.flat(phi), values[block.kv, block.keys]).view(*block.shape, v.shape[-1])
@@ -137,11 +117,11 @@ def partial(formed: PairwiseCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
 def divided(formed: PairwiseCall, sums: Partial) -> TiledSaved:
     """The outputs from the sums over all keys. The sums are overwritten."""
     out, z, tau = sums
-    how, sink, shape = formed.how, formed.vectors.sink, formed.vectors.shape
-    if how.normalize == "none":
+    rule, sink, shape = formed.rule, formed.vectors.sink, formed.vectors.shape
+    if rule.normalize == "none":
         return TiledSaved(out, None, tau, z.fill_(1.0))
     lse = None
-    if how.online:
+    if rule.online:
         if formed.call.return_lse:
             lse = tau + z.log()
         if sink is not None:
@@ -155,9 +135,9 @@ def divided(formed: PairwiseCall, sums: Partial) -> TiledSaved:
         return TiledSaved(out if sink is not None else out.div_(z[..., None]), lse, tau, z)
     if sink is not None:
         at = sink.expand(z.shape).clone()
-        z = z + (how.activation.normalizer or how.activation.value)(at, shape)
-    if how.eps:
-        z = z + (how.eps * (-tau).exp() if how.activation.shifted else how.eps)
+        z = z + (rule.activation.normalizer or rule.activation.value)(at, shape)
+    if rule.eps:
+        z = z + (rule.eps * (-tau).exp() if rule.activation.shifted else rule.eps)
     z = z.masked_fill(z == 0, 1.0)
     return TiledSaved(out.div_(z[..., None]), lse, tau, z)
 
@@ -173,7 +153,7 @@ def gradients(
     wanted: Collection[str],
 ) -> dict[str, Tensor]:
     """Return the gradients of q, k, v and of the operands in ``wanted``, by operand name."""
-    call, how, vectors, terms, seed = formed
+    call, rule, vectors, terms, seed = formed
     out, lse, tau, z, peak, mean = saved
     shape, sink, factor = vectors.shape, vectors.sink, terms.factor
     scores, z_with_sink = formed.scores(k), weight_sum(formed, tau, z)
@@ -189,12 +169,12 @@ def gradients(
         scored = scores.of(block, queries)
         s, hidden = scored.s, scored.hidden
         wide = None if shape is None else block.of(shape)[..., None]
-        if how.activation.shifted:
+        if rule.activation.shifted:
             wide = block.of(tau)[..., None]
-        phi, slope, other_slope = _recompute_weights(how, s, hidden, block, tau, wide, peak)
+        phi, slope, other_slope = _recompute_weights(rule, s, hidden, block, tau, wide, peak)
         # Dividing dO by Z divides both dV and dP.
         do_z = do[block.part].to(call.dtype)
-        if how.normalize != "none":
+        if rule.normalize != "none":
             do_z = do_z / block.of(z_with_sink)[..., None]
         flat_do = block.flat(do_z)
         dp = product(flat_do, values[block.kv, block.keys], second).view(s.shape)
@@ -209,13 +189,13 @@ def gradients(
             if "factor" in made:
                 made["factor"][block.part] = torch.linalg.vecdot(phi, dp)
             dp.mul_(block.of(factor)[..., None])
-        mean_of = mean if how.normalize == "threshold" else out
-        c = _mean_gradient(how, block, do_z, mean_of, dp, slope)
+        mean_of = mean if rule.normalize == "threshold" else out
+        c = _mean_gradient(rule, block, do_z, mean_of, dp, slope)
         if "sink" in made:
             assert c is not None
             assert sink is not None
             shapes = None if wide is None else wide[..., 0]
-            made["sink"][block.part] = sink_gradient(how, c, block.of(sink), block.of(tau), shapes)
+            made["sink"][block.part] = sink_gradient(rule, c, block.of(sink), block.of(tau), shapes)
         if call.return_lse:
             assert c is not None
             assert lse is not None
@@ -225,8 +205,8 @@ def gradients(
         if c is not None and other_slope is None:
             dp.sub_(c[..., None])
         if "shape" in made:
-            assert how.activation.shape_slope is not None
-            shape_slope = how.activation.shape_slope(s, phi, wide)
+            assert rule.activation.shape_slope is not None
+            shape_slope = rule.activation.shape_slope(s, phi, wide)
             hide(shape_slope, hidden, 0.0)
             made["shape"][block.part] = (shape_slope * dp).sum(-1)
         ds = dp.mul_(slope)
@@ -242,7 +222,7 @@ def gradients(
 def weight_sum(formed: PairwiseCall, tau: Tensor, z: Tensor) -> Tensor:
     """Z of the weights, from the saved τ and Z."""
     sink = formed.vectors.sink
-    return z + _relative(sink, tau).exp() if formed.how.online and sink is not None else z
+    return z + _relative(sink, tau).exp() if formed.rule.online and sink is not None else z
 
 
 def _relative(sink: Tensor, tau: Tensor) -> Tensor:
@@ -270,7 +250,7 @@ def _peak(s: Tensor) -> Tensor:
 
 
 def _weigh(
-    how: Normalizer,
+    rule: Rule,
     block: Block,
     s: Tensor,
     hidden: Hidden,
@@ -281,30 +261,30 @@ def _weigh(
     s [b, h, rows, keys] are the scores minus the offset, and are overwritten. τ = 0 and an unused Z
     are returned as None.
     """
-    value = how.activation.value
+    value = rule.activation.value
     wide = None if shape is None else block.of(shape)[..., None]
-    if how.normalize == "select":
-        s.masked_fill_(~top_k_mask(s, how.keep), NEG_INF)
-    if how.normalize == "none":
+    if rule.normalize == "select":
+        s.masked_fill_(~top_k_mask(s, rule.keep), NEG_INF)
+    if rule.normalize == "none":
         phi = value(s, wide)
         hide(phi, hidden, 0.0)
         return phi, None, None
-    if how.normalize == "threshold":
+    if rule.normalize == "threshold":
         s.sub_(_peak(s))
-        tau = solve_threshold(s, None if wide is None else wide[..., 0], how.activation)
+        tau = solve_threshold(s, None if wide is None else wide[..., 0], rule.activation)
         phi = value(s.sub_(tau[..., None]), wide)
         # Z is not exactly 1, because τ is rounded. With many equal scores the fp32 error adds up.
         return phi, tau, phi.sum(-1)
-    if how.online:
+    if rule.online:
         m = s.amax(-1)
         phi = value(s.sub_(m.masked_fill(m == NEG_INF, 0.0)[..., None]), None)
         return phi, m, phi.sum(-1)
     tau = None
-    if how.activation.shifted:
+    if rule.activation.shifted:
         hide(s, hidden, NEG_INF)
         tau = s.amax(-1).clamp_(min=0)
         wide = tau[..., None]
-    normalizer = how.activation.normalizer
+    normalizer = rule.activation.normalizer
     mu = None if normalizer is None else normalizer(s, wide)
     phi = value(s, wide)
     hide(phi, hidden, 0.0)
@@ -314,7 +294,7 @@ def _weigh(
 
 
 def _recompute_weights(
-    how: Normalizer,
+    rule: Rule,
     s: Tensor,
     hidden: Hidden,
     block: Block,
@@ -326,33 +306,33 @@ def _recompute_weights(
 
     s becomes x, or φ(x) for φ = exp. μ' is None if μ = φ.
     """
-    if how.normalize == "select":
-        s.masked_fill_(~top_k_mask(s, how.keep), NEG_INF)
-    if how.normalize == "threshold":
+    if rule.normalize == "select":
+        s.masked_fill_(~top_k_mask(s, rule.keep), NEG_INF)
+    if rule.normalize == "threshold":
         s.sub_(_peak(s) if peak is None else block.of(peak)[..., None])
-    if how.normalize == "threshold" or how.activation.exponential:
+    if rule.normalize == "threshold" or rule.activation.exponential:
         s.sub_(block.of(tau)[..., None])
     other_slope = None
-    if how.activation.normalizer is not None and how.activation.normalizer_slope is not None:
-        mu = how.activation.normalizer(s, wide)
-        other_slope = how.activation.normalizer_slope(s, mu, wide)
+    if rule.activation.normalizer is not None and rule.activation.normalizer_slope is not None:
+        mu = rule.activation.normalizer(s, wide)
+        other_slope = rule.activation.normalizer_slope(s, mu, wide)
         hide(other_slope, hidden, 0.0)
-    phi = how.activation.value(s, wide)
+    phi = rule.activation.value(s, wide)
     hide(phi, hidden, 0.0)
-    slope = how.activation.slope(s, phi, wide)
+    slope = rule.activation.slope(s, phi, wide)
     if slope is not phi:
         hide(slope, hidden, 0.0)
     return phi, slope, other_slope
 
 
 def _mean_gradient(
-    how: Normalizer, block: Block, do_z: Tensor, mean: Tensor | None, dp: Tensor, slope: Tensor
+    rule: Rule, block: Block, do_z: Tensor, mean: Tensor | None, dp: Tensor, slope: Tensor
 ) -> Tensor | None:
     """Return c/Z [b, h, rows] (c: see the module docstring), or None if c = 0.
 
     ``mean``: r with c = dO·r. None for a threshold whose keys are all here.
     """
-    if how.normalize == "none":
+    if rule.normalize == "none":
         return None
     if mean is None:
         slope_sum = slope.sum(-1)
@@ -360,12 +340,10 @@ def _mean_gradient(
     return (do_z * mean[block.part]).sum(-1)
 
 
-def sink_gradient(
-    how: Normalizer, c: Tensor, sink: Tensor, tau: Tensor, shape: Tensor | None
-) -> Tensor:
+def sink_gradient(rule: Rule, c: Tensor, sink: Tensor, tau: Tensor, shape: Tensor | None) -> Tensor:
     """The gradient of the sink, −c/Z · μ'(sink − τ), from the result c/Z of `_mean_gradient`."""
-    at = _relative(sink, tau) if how.activation.exponential else sink
-    phi = how.activation
+    at = _relative(sink, tau) if rule.activation.exponential else sink
+    phi = rule.activation
     if phi.normalizer is not None and phi.normalizer_slope is not None:
         return -c * phi.normalizer_slope(at, phi.normalizer(at, shape), shape)
     return -c * phi.slope(at, phi.value(at.clone(), shape), shape)

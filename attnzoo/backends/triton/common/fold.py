@@ -107,7 +107,7 @@ def walk(
         else:
             # [BM, BN]
             s, seen = scores(product, i, j[None, :], scoring, rule, EDGE, HIDES)
-            s -= scoring.vectors.tau
+            s -= scoring.loaded.tau
             if rule.SHIFTED:
                 m_new = tl.maximum(m, tl.max(s, 1))
                 p, _, mu, _ = activate(s, m_new[:, None], seen, rule, HIDES)
@@ -116,7 +116,7 @@ def walk(
                 acc *= decay[:, None]
                 m = m_new
             else:
-                p, _, mu, _ = activate(s, scoring.vectors.shape, seen, rule, HIDES)
+                p, _, mu, _ = activate(s, scoring.loaded.shape, seen, rule, HIDES)
                 if rule.SUM:
                     z += tl.sum(mu, 1)
             if rule.PEAKED:
@@ -166,7 +166,7 @@ def finish(acc, m, z, at, index, queries, loaded, vectors, terms, saved, eps, ru
             tl.store(saved.weight_sum + at + index, z, mask=inside)
         elif saved.stat is not None:
             tl.store(saved.stat + at + index, z, mask=inside)
-        if vectors.offset is not None:
+        if terms.tau is not None:
             threshold = loaded.tau + loaded.threshold  # one of them is 0
             acc += threshold - threshold  # Set NaN if τ is NaN: tl.maximum in φ removes NaN.
     elif terms.factor is not None:

@@ -1,8 +1,8 @@
 """The groups of operands and constants of kernels, and those that a kernel gives its helpers.
 
 A group is a NamedTuple, whose fields are read by name in kernels too. A tensor that a call does not
-have is None, and what it would add is not compiled. Beside these groups, kernels take `Vectors` and
-`Maps` as the operators do.
+have is None, and what it would add is not compiled. Beside these groups, kernels take `Vectors` as
+the operators do.
 
 Integers that change from call to call, such as lengths and strides, are not in the groups that
 kernels take: Triton would compile a kernel anew for some values. In kernels, a helper must not
@@ -46,10 +46,10 @@ class ScoreTerms(NamedTuple):
     inner: float | None = None  # scale / softcap
     alibi: Tensor | None = None  # [B, H, Nq], slopes
     key_bias: Tensor | None = None  # [B, H, Nk]
-    base: Tensor | None = None  # [B, H, Nq], subtracted from the scores; see `vectors_of`
     decay: Tensor | None = None  # [B, H], of DISTANCE
-    peak: Tensor | None = None  # [B, H, Nq]; see `flash.threshold`
     factor: Tensor | None = None  # [B, H, Nq], of the weights
+    tau: Tensor | None = None  # [B, H, Nq], in the unit: a solved τ, or a softmax's saved stat
+    peak: Tensor | None = None  # [B, H, Nq]: what a solved τ is relative to
 
 
 class Visible(NamedTuple):
@@ -59,6 +59,14 @@ class Visible(NamedTuple):
     q_segments: Tensor | None  # int64 [B, Nq]
     k_segments: Tensor | None  # int64 [B, Nk]
     ranges: Tensor | None = None  # int32 [B, tiles, 2]; see `flash.segments`
+
+
+class Maps(NamedTuple):
+    """Lists of blocks, and which are in them: those of `Solved`, or of `flash.query_lists`."""
+
+    blocks: Tensor | None = None
+    counts: Tensor | None = None
+    live: Tensor | None = None
 
 
 class Saved(NamedTuple):
@@ -97,7 +105,7 @@ class Gradients(NamedTuple):
     """The gradients of vectors that a backward kernel writes, each shaped as its vector."""
 
     gain: Tensor | None = None
-    offset: Tensor | None = None  # of the offset or of base
+    offset: Tensor | None = None
     shape: Tensor | None = None
     sink: Tensor | None = None
     alibi: Tensor | None = None
@@ -106,8 +114,8 @@ class Gradients(NamedTuple):
     key_bias: Tensor | None = None  # [2, B, H, Nk], initially 0; the caller takes the sum
 
 
-class Rule(NamedTuple):
-    """How weights follow from scores. Constants, of which a kernel reads some."""
+class RuleConstants(NamedTuple):
+    """How weights follow from scores, see `Rule`. Constants, of which a kernel reads some."""
 
     UNIT: float  # factor of the scores that the activation expects
     ACT: Any = None  # function (x, shape) -> φ, φ', and with NORMALIZER also μ, μ'
@@ -119,7 +127,6 @@ class Rule(NamedTuple):
     SUM: bool | None = None  # the weights are divided by their sum
     DISTANCE: Any = None  # function (t, decay) -> gain and bias of the scores by distance
     LATE: str | None = None  # see `fold.factor_out`
-    TAU_UNIT: float | None = None  # factor of the offset; None: UNIT
     SHAPE_SLOPE: Any = None  # function (x, shape) -> ∂φ/∂shape
     DISTANCE_SLOPE: Any = None  # function (t, decay) -> the slopes of DISTANCE in decay
     MEAN: str | None = None  # how δ is computed, see `flash.backward_q`
@@ -206,7 +213,7 @@ class QueryVectors(NamedTuple):
     tau: Any  # subtracted from the scores by φ, in their unit
     shape: Any
     slope: Any  # of ALiBi, · UNIT
-    base: Any
+    offset: Any
     peak: Any
     threshold: Any  # τ relative to the peak
 
@@ -234,8 +241,9 @@ class MaskStrides(NamedTuple):
 class Scoring(NamedTuple):
     """What turns products q·k of a tile into scores."""
 
-    vectors: Any  # `QueryVectors`
+    loaded: Any  # `QueryVectors`
     head: Any
+    vectors: Any
     terms: Any  # `ScoreTerms`
     visible: Any
     strides: Any  # `MaskStrides`

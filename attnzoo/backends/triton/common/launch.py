@@ -6,6 +6,7 @@ a GPU. To do so, pass tensors on the device "meta" to the ``describe`` functions
 
 from __future__ import annotations
 
+import importlib
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,15 +16,28 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.groups import Rule, ScoreTerms, Tile, Visible, constants
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, is_peaked
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.triton.common.groups import (
+    RuleConstants,
+    ScoreTerms,
+    Tile,
+    Visible,
+    constants,
+)
+from attnzoo.backends.triton.common.kernel_operands import (
+    UNSOLVED,
+    Solved,
+    has_aligned_rows,
+    is_peaked,
+    unit_of,
+)
 from attnzoo.backends.triton.common.tile import load_tile
 from attnzoo.backends.triton.common.tiles import ALL, Config
 
 # Programs per multiprocessor, where a kernel's work can be split.
 PER_PROCESSOR = 2
 PARTIALS = 32  # partial results per iteration of `merge_splits`
+NOT_SOLVED = Solved()  # of a form without a threshold
 
 
 class Launch(NamedTuple):
@@ -89,21 +103,6 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def stride_align(*tensors: Tensor) -> int:
-    """Return the number of elements in 16 bytes if it divides all strides, else 1."""
-    widest = 16 // tensors[0].element_size()
-    steps = (s for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n > 1)
-    return 1 if any(s % widest for s in steps) else widest
-
-
-def align_of(*tensors: Tensor) -> int:
-    """As `stride_align`, but 1 also if a tensor does not start at a multiple of 16 bytes.
-
-    A slice of packed projections may start anywhere. Meta tensors have no address.
-    """
-    return stride_align(*tensors) if all(x.data_ptr() % 16 == 0 for x in tensors) else 1
-
-
 # Architectures, divided by 10, whose kernels load tiles by TMA. 0 is the interpreter.
 TMA = (0, 9, 10)
 
@@ -128,10 +127,8 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor | str:
 
 
 def fits_tma(x: Tensor) -> bool:
-    """True if x has 16 bits per element, and a shape, strides and an address that TMA can use."""
-    size = x.element_size()
-    fits = x.stride(3) == 1 and all(s > 0 and s * size % 16 == 0 for s in _steps(x))
-    return size == 2 and fits and x.numel() > 0 and x.data_ptr() % 16 == 0
+    """True if x has 16 bits per element, and a shape and strides that TMA can use."""
+    return x.element_size() == 2 and x.numel() > 0 and all(s > 0 for s in _steps(x))
 
 
 def _steps(x: Tensor) -> list[int]:
@@ -139,32 +136,27 @@ def _steps(x: Tensor) -> list[int]:
     return [s if n > 1 else padded(x.shape[3]) for n, s in zip(x.shape[:3], x.stride())]
 
 
-def readable(do: Tensor, out: Tensor) -> bool:
-    """True if the kernels can read dO without a copy, in loads as wide as those of the output."""
-    if do.stride() == out.stride() and (do.data_ptr() - out.data_ptr()) % 16 == 0:
-        return True
-    rows = do.stride(-1) == 1 or do.shape[-1] == 1
-    return rows and align_of(do) >= align_of(out)
-
-
-def strides(align: int, **tensors: Tensor) -> dict[str, int]:
-    return {
-        f"{name}_{axis}": x.stride(n) // align
+def strides(unit: int, **tensors: Tensor) -> dict[str, int]:
+    """The strides of (B, H, N), in units of elements; 0 where a step is never taken."""
+    steps = {
+        f"{name}_{axis}": x.stride(n) if x.shape[n] > 1 and x.numel() else 0
         for name, x in tensors.items()
         for n, axis in enumerate("bhn")
     }
+    assert not any(step % unit for step in steps.values()), f"strides must be aligned, got {steps}"
+    return {name: step // unit for name, step in steps.items()}
 
 
 def mask_align(mask: Tensor | None) -> int:
     """Return the number of entries in 16 bytes if the mask's strides allow wide loads, else 1."""
-    if mask is None or mask.stride(3) != 1:
+    if mask is None or mask.stride(3) != 1 or not has_aligned_rows(mask):
         return 1
-    return stride_align(mask)
+    return unit_of(mask)
 
 
 def arguments_of(
-    q: Tensor, k: Tensor, layout: Layout, extras: Extras, vectors: Vectors,
-    ranges: Tensor | None, mask_unit: int | None = None,
+    q: Tensor, k: Tensor, layout: Layout, vectors: Vectors, terms: Terms, ranges: Tensor | None,
+    solved: Solved = UNSOLVED, mask_unit: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments shared by all kernels that read q and k.
 
@@ -178,13 +170,15 @@ def arguments_of(
         b, h, m = (s // unit if size > 1 else 0 for s, size in zip((b, h, m), mask.shape))
         m, n = None if mask.shape[2] == 1 else m, None if n == 1 else n
     inner = None if layout.softcap is None else layout.scale / layout.softcap
-    terms = ScoreTerms(outer_scale(layout), inner, alibi=layout.alibi, **extras._asdict())
+    score_terms = ScoreTerms(
+        outer_scale(layout), inner, layout.alibi, *terms, solved.tau, solved.peak
+    )
     return {
         "q": q, "k": k, "heads": heads, "group": heads // kv_heads if kv_heads else 1,
         "queries": q.shape[2], "keys": k.shape[2], "left": layout.left, "right": layout.right,
         "visible": Visible(mask, layout.q_segments, layout.k_segments, ranges),
         "mask_b": b, "mask_h": h, "mask_m": m, "mask_n": n,
-        "terms": terms, "vectors": vectors,
+        "terms": score_terms, "vectors": vectors,
     }  # fmt: skip
 
 
@@ -193,13 +187,38 @@ def outer_scale(layout: Layout) -> float:
     return layout.scale if layout.softcap is None else layout.softcap
 
 
-def rule_of(form: Form, values: Tensor, **others: Any) -> Rule:
-    """The constants of a form."""
+def constants_of(rule: Rule, values: Tensor, **others: Any) -> RuleConstants:
+    phi = rule.activation
     return constants(
-        Rule, ACT=form.act, UNIT=form.unit, VANISHES=form.vanishes, NORMALIZER=form.normalizer,
-        SHIFTED=form.shifted, PEAKED=is_peaked(form, values), ONLINE=form.normalize == "online",
-        SUM=form.normalize in ("sum", "threshold"), DISTANCE=form.distance_act, **others,
+        RuleConstants, ACT=function("Activation.triton", phi.triton), UNIT=phi.unit,
+        VANISHES=phi.vanishes, NORMALIZER=phi.normalizer is not None, SHIFTED=phi.shifted,
+        PEAKED=is_peaked(rule, values), ONLINE=rule.online,
+        SUM=rule.normalize in ("sum", "threshold") and not rule.online,
+        DISTANCE=distance_of(rule), **others,
     )  # fmt: skip
+
+
+def alpha_of(rule: Rule) -> float | None:
+    """Return α as a number, or None if the per-query vector ``shape`` holds α."""
+    alpha = rule.activation.alpha
+    return None if isinstance(alpha, str) else alpha
+
+
+def distance_of(rule: Rule) -> Any:
+    return rule.distance and function("Distance.triton", rule.distance.triton)
+
+
+def function(field: str, path: str | None) -> Any:
+    """The Triton function at ``path``, "module:name", which the ``field`` of a class holds."""
+    if path is None:
+        return None
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{field} must name a function as 'module:name', got {path!r}: {error}"
+        ) from error
 
 
 def tile_of(config: Config, q: Tensor, v: Tensor | None = None, **others: Any) -> Tile:
@@ -208,28 +227,27 @@ def tile_of(config: Config, q: Tensor, v: Tensor | None = None, **others: Any) -
     # For fp32: a tf32 product has 11 bits, and "ieee" uses no tensor cores. "tf32x3" adds three
     # products of the high and low parts of both operands, which keeps fp32 accuracy.
     return constants(
-        Tile, D=q.shape[3], BLOCK_D=padded(q.shape[3]), BLOCK_M=config.block_m,
+        Tile, D=q.shape[3], BLOCK_D=padded(q.shape[3]), ALIGN=unit_of(q), BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, PART=config.part,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", **sizes, **others,
     )  # fmt: skip
 
 
 def is_safe(
-    kernel: str, v: Tensor, align: int, layout: Layout, form: Form | None, vectors: Vectors,
-    extras: Extras,
-) -> bool:  # fmt: skip
+    kernel: str, v: Tensor, layout: Layout, rule: Rule | None, vectors: Vectors, terms: Terms
+) -> bool:
     """Whether a kernel may need many registers, and so has the tile of the table SAFE.
 
-    ``align``: 1 if an operand or a result allows no wide loads, see `align_of`. A window needs few
-    registers. dK/dV accumulates two gradients, and has registers for no other term.
+    A window needs few registers. dK/dV accumulates two gradients, and has registers for no other
+    term.
     """
-    terms = layout.alibi, layout.k_segments, layout.mask, layout.softcap, extras.key_bias
-    number = sum(x is not None for x in terms)
-    if kernel == "dkdv" and form is not None and (number or form.normalize == "threshold"):
+    added = layout.alibi, layout.k_segments, layout.mask, layout.softcap, terms.key_bias
+    number = sum(x is not None for x in added)
+    if kernel == "dkdv" and rule is not None and (number or rule.normalize == "threshold"):
         return True
     # An activation that varies with the query, or has several results per score
-    varies = vectors.shape is not None or extras.factor is not None
-    many_results = form is not None and (form.normalizer or is_peaked(form, v))
+    varies = vectors.shape is not None or terms.factor is not None
+    normalizer = rule is not None and rule.activation.normalizer is not None
+    many_results = normalizer or (rule is not None and is_peaked(rule, v))
     dense_mask = layout.mask is not None and layout.mask.shape[2] > 1
-    many_terms = number > 1 or dense_mask or extras.decay is not None
-    return many_terms or align == 1 or varies or many_results
+    return number > 1 or dense_mask or terms.decay is not None or varies or many_results

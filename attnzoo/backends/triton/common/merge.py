@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.backends.triton.common.fold import finish
-from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, ScoreTerms, Tile
+from attnzoo.backends.triton.common.groups import Partials, RuleConstants, Saved, ScoreTerms, Tile
 from attnzoo.backends.triton.common.launch import PARTIALS, Launch, row_launch, strides
 from attnzoo.backends.triton.common.scores import load_vectors
 from attnzoo.backends.triton.common.tile import load_tile, store_tile
@@ -103,9 +103,9 @@ def split_keys(launch: Launch, q: Tensor, v: Tensor, splits: int, groups: int) -
     names = "ACT UNIT ONLINE SUM NORMALIZER SHIFTED".split()
     merge = {
         **args, **strides(1, o=args["o"]), "partials": partials,
-        "group": q.shape[1] // max(1, groups), "vectors": vectors._replace(gain=None),
-        "terms": ScoreTerms(1.0, factor=terms.factor),
-        "rule": Rule(**{name: getattr(rule, name) for name in names}),
+        "group": q.shape[1] // max(1, groups), "vectors": vectors._replace(gain=None, offset=None),
+        "terms": ScoreTerms(1.0, factor=terms.factor, tau=terms.tau),
+        "rule": RuleConstants(**{name: getattr(rule, name) for name in names}),
         "tile": Tile(DV=tile.DV, BLOCK_DV=tile.BLOCK_DV), "CHUNK": PARTIALS,
     }  # fmt: skip
     return [launch._replace(args=walk), row_launch(merge_splits, merge, q)]

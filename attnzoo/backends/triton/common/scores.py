@@ -20,36 +20,32 @@ def load_vector(vector, at, i, count, other, EDGE: tl.constexpr):
 
 
 @triton.jit
-def load_vectors(
-    i, at, count, vectors, terms, rule, EDGE: tl.constexpr = True, HIDES: tl.constexpr = True
-):
+def load_vectors(i, at, count, vectors, terms, rule, EDGE: tl.constexpr = True):
     """Return the `QueryVectors` of the queries at + i, shaped as i.
 
-    With HIDES, keys may be hidden. The compiler removes what the kernel does not use.
+    The compiler removes what the kernel does not use.
     """
     gain = tl.full(i.shape, 1.0, tl.float32)
     factor, tau = gain * (terms.scale * rule.UNIT), tl.zeros(i.shape, tl.float32)
-    shape, slope, base, peak, threshold = tau, tau, tau, tau, tau
+    shape, slope, offset, peak, threshold = tau, tau, tau, tau, tau
     if vectors.gain is not None:
         gain = load_vector(vectors.gain, at, i, count, 0.0, EDGE)
         factor *= gain
     if vectors.offset is not None:
-        tau = load_vector(vectors.offset, at, i, count, 0.0, EDGE)
-        if HIDES:
-            # An offset may be log 0 = −∞. Hidden scores (−∞) minus this τ would be NaN.
-            tau = tl.where(tau == float("-inf"), 0.0, tau)
-        tau *= rule.UNIT if rule.TAU_UNIT is None else rule.TAU_UNIT
+        offset = load_vector(vectors.offset, at, i, count, 0.0, EDGE)
+        # An offset may be log 0 = −∞ for a query that sees no key.
+        offset = tl.where(offset == float("-inf"), 0.0, offset)
     if vectors.shape is not None:
         # With 1.5, every φ is finite for the queries that do not exist.
         shape = load_vector(vectors.shape, at, i, count, 1.5, EDGE)
     if terms.alibi is not None:
         slope = load_vector(terms.alibi, at, i, count, 0.0, EDGE) * rule.UNIT
-    if terms.base is not None:
-        base = load_vector(terms.base, at, i, count, 0.0, EDGE)
+    if terms.tau is not None:
+        tau = load_vector(terms.tau, at, i, count, 0.0, EDGE)
     if terms.peak is not None:
         peak = load_vector(terms.peak, at, i, count, 0.0, EDGE)
         threshold, tau = tau, threshold
-    return QueryVectors(gain, factor, tau, shape, slope, base, peak, threshold)
+    return QueryVectors(gain, factor, tau, shape, slope, offset, peak, threshold)
 
 
 @triton.jit
@@ -115,35 +111,35 @@ def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr
     the threshold. Where nothing is added to the products, the peak is a product: fewer instructions
     then give exactly 0 for the largest score.
     """
-    vectors, terms, size = scoring.vectors, scoring.terms, scoring.size
-    s, seen = product * vectors.factor, j < size.keys  # [BM, BN], [1, BN]
+    loaded, vectors, terms, size = scoring.loaded, scoring.vectors, scoring.terms, scoring.size
+    s, seen = product * loaded.factor, j < size.keys  # [BM, BN], [1, BN]
     MULTIPLE: tl.constexpr = (
         scoring.visible.mask is None and terms.alibi is None and rule.DISTANCE is None
     )
-    PLAIN: tl.constexpr = MULTIPLE and terms.key_bias is None and terms.base is None
+    PLAIN: tl.constexpr = MULTIPLE and terms.key_bias is None and vectors.offset is None
     if terms.peak is not None and PLAIN:
-        s = (product - vectors.peak) * vectors.factor - vectors.threshold
+        s = (product - loaded.peak) * loaded.factor - loaded.threshold
     elif terms.peak is not None:
         # Rounded here, as the peak was. Fused with the subtraction of the peak, it would not give 0
         # for the largest score.
-        s = tl.fma(product, vectors.factor, 0.0)
+        s = tl.fma(product, loaded.factor, 0.0)
     if rule.DISTANCE is not None:
         a, m = by_distance(rule.DISTANCE, i, j, size, scoring.head.decay)
         s = s * a + m * rule.UNIT
     if terms.alibi is not None:
-        s -= vectors.slope * tl.abs(i + (size.keys - size.queries) - j)
+        s -= loaded.slope * tl.abs(i + (size.keys - size.queries) - j)
     if terms.key_bias is not None:
         # Both may be much larger than their difference, which is therefore formed first.
         added = tl.load(terms.key_bias + scoring.head.key_bias + j, mask=seen, other=0.0)
-        if terms.base is not None:
-            added = added - vectors.base
+        if vectors.offset is not None:
+            added = added - loaded.offset
         s += added * rule.UNIT
-    elif terms.base is not None:
-        s -= vectors.base * rule.UNIT
+    elif vectors.offset is not None:
+        s -= loaded.offset * rule.UNIT
     if HIDES:
         s, seen = hide(s, i, j, scoring, rule.UNIT, EDGE)
     if terms.peak is not None and not PLAIN:
-        s = (s - vectors.peak) - vectors.threshold
+        s = (s - loaded.peak) - loaded.threshold
     return s, seen
 
 

@@ -45,52 +45,52 @@ Row = dict[int, Config]
 SMALL, SMALLEST = full(16, 32, 8, 1, 32), full(16, 16, 8, 1, 16)
 PLAIN: dict[tuple[str, int], Row] = {
     ("forward", 16): {128: Config(128, 128, 8, 2), 256: Config(128, 64, 8, 2)},
-    ("dq", 16): {128: Config(128, 64, 8, 2), 256: Config(128, 32, 8, 1)},
+    ("dq", 16): {128: full(128, 64, 8, 2), 256: Config(128, 32, 8, 1)},
     ("dkdv", 16): {128: Config(64, 64, 4, 2), 256: transposed(128, 32, 8, 1)},
     ("stats", 16): {128: Config(128, 128, 8, 2), 256: Config(64, 64, 8, 2)},
     ("threshold", 16): {128: full(128, 64, 8, 1), 256: full(128, 32, 8, 1)},
     ("decode", 16): {64: full(16, 128, 8, 3), 128: Config(16, 64, 4, 3), 256: Config(16, 32, 4, 3)},
     ("forward", 32): {64: Config(64, 32, 8, 2), 256: Config(32, 32, 8, 1, 32)},
-    ("dq", 32): {256: SMALL},
+    ("dq", 32): {128: SMALL, 256: SMALLEST},
     ("dkdv", 32): {128: Config(32, 32, 8, 1, 32), 256: SMALLEST},
     ("stats", 32): {256: full(64, 32, 8, 1, 32)},
-    ("threshold", 32): {64: full(64, 32, 8, 1), 128: full(32, 32, 8, 1, 32), 256: SMALL},
+    ("threshold", 32): {64: full(64, 32, 8, 1), 256: SMALL},
     ("decode", 32): {128: Config(16, 32, 4, 2), 256: SMALLEST},
 }
-# A kernel without a row has its tiles of PLAIN.
+# Where there is no tile, that of PLAIN is used.
 SAFE: dict[tuple[str, int], Row] = {
-    ("forward", 16): {128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
-    ("dq", 16): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: full(64, 16, 8, 2)},
+    ("forward", 16): {128: Config(64, 64, 4, 2), 256: full(64, 32, 8, 1, 64)},
+    ("dq", 16): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: full(64, 16, 8, 2, 64)},
     ("dkdv", 16): {128: Config(32, 64, 4, 2), 256: full(64, 16, 8, 2)},
-    ("stats", 16): {64: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
+    ("stats", 16): {256: full(64, 32, 8, 1, 64)},
     ("threshold", 16): {128: full(128, 64, 8, 1, 64), 256: full(128, 32, 8, 1, 64)},
     ("decode", 16): {128: full(64, 16, 8, 2), 256: full(64, 16, 8, 1, 32)},
     ("forward", 32): {256: SMALL},
-    ("dq", 32): {128: SMALL, 256: SMALLEST},
-    ("dkdv", 32): {128: SMALL, 256: SMALLEST},
-    ("decode", 32): {64: SMALL, 256: SMALLEST},
+    ("dkdv", 32): {128: SMALL},
+    ("decode", 32): {128: SMALL},
 }
 # Tiles for 16 bits in which an architecture differs from sm_90, by table and kernel. Classes that
 # are left out here have the tile of the tables above.
 OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
     80: {
-        ("plain", "forward"): {128: Config(128, 64, 8, 2), 256: Config(64, 64, 8, 1)},
-        ("plain", "dq"): {128: full(32, 64, 8, 1), 256: Config(32, 64, 8, 1)},
+        ("plain", "forward"): {
+            **dict.fromkeys((64, 128), Config(128, 64, 8, 2)), 256: Config(64, 64, 8, 1),
+        },
+        ("plain", "dq"): {128: full(32, 64, 8, 1), 256: full(32, 32, 8, 2)},
         ("plain", "dkdv"): {
             64: full(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: full(64, 16, 8, 2),
         },
-        ("safe", "forward"): {128: full(64, 32, 8, 2), 256: Config(32, 32, 4, 1)},
+        ("safe", "forward"): dict.fromkeys((64, 128), full(64, 32, 8, 2)),
         ("safe", "dkdv"): {64: Config(32, 64, 4, 1), 128: Config(64, 32, 8, 2)},
-        ("safe", "dq"): {
-            64: full(32, 64, 4, 2), 128: full(16, 64, 8, 1), 256: Config(16, 32, 4, 1),
-        },
+        ("safe", "dq"): {64: full(32, 64, 4, 2), 128: full(16, 64, 8, 1)},
     },
     100: {
         ("plain", "forward"): {64: full(128, 64, 8, 2), 256: Config(64, 64, 4, 2)},
-        ("plain", "dq"): {128: full(128, 64, 8, 2), 256: Config(64, 64, 8, 1)},
+        ("plain", "dq"): {256: Config(64, 64, 8, 1)},
         ("plain", "dkdv"): {
             **dict.fromkeys((64, 128), full(64, 128, 8, 2)), 256: Config(64, 64, 8, 1),
         },
+        ("safe", "dq"): {128: full(64, 32, 8, 2)},
     },
 }  # fmt: skip
 
@@ -119,14 +119,20 @@ def tile_of_table(kernel: str, arch: int, bits: int, head_dim: int, safe: bool) 
         is_transposed = kernel == "dkdv" and bits == 32
         config = TALL if is_transposed or kernel in ("forward", "decode") else WIDE
         return config._replace(part=part, transposed=is_transposed)
-    table = "safe" if safe and (kernel, bits) in SAFE else "plain"
-    row = (SAFE if table == "safe" else PLAIN)[kernel, bits]
-    override = OVERRIDES.get(known(arch), {}).get((table, kernel), {}) if bits == 16 else {}
-    return override.get(limit) or of_class(row, limit)
+    overrides = OVERRIDES.get(known(arch), {}) if bits == 16 else {}
+    config = None
+    if safe:
+        row = SAFE.get((kernel, bits), {})
+        config = overrides.get(("safe", kernel), {}).get(limit) or of_class(row, limit)
+    if config is None:
+        row = PLAIN[kernel, bits]
+        config = overrides.get(("plain", kernel), {}).get(limit) or of_class(row, limit)
+    assert config is not None
+    return config
 
 
-def of_class(row: Row, limit: int) -> Config:
-    return next(row[n] for n in LIMITS if n >= limit and n in row)
+def of_class(row: Row, limit: int) -> Config | None:
+    return next((row[n] for n in LIMITS if n >= limit and n in row), None)
 
 
 class MapTile(NamedTuple):
@@ -143,6 +149,7 @@ def map_tile(head_dim: int, bits: int) -> MapTile:
     size of the map, so it must not depend on the device.
     """
     config = of_class(PLAIN["threshold", bits], limit_of(head_dim))
+    assert config is not None
     return MapTile(config.block_m, config.block_n)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnzoo.backends.base import Backend
+from attnzoo.backends.shared_operands import rule_of
 from attnzoo.backends.transforms import reject_transforms, uses_transforms
-from attnzoo.backends.triton.common.kernel_operands import layout_of, vectors_of
+from attnzoo.backends.triton.common.kernel_operands import layout_of, operands_of, pad_columns
 from attnzoo.backends.triton.decode import operators as ops
 from attnzoo.backends.triton.flash import backend as flash
 from attnzoo.core.call import Call
@@ -36,16 +37,17 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
     reject_transforms("decode", q, k, v)
-    q, k, v = flash.readable(q, k, v)
+    q, k, v = pad_columns(q), pad_columns(k), pad_columns(v)
     layout, gain, products = layout_of(call), form.gain, None
     if isinstance(gain, FromStatistics):
         products, *statistics = ops.decode_statistics(q=q, k=k, layout=layout)
         gain = gain.of(Statistics(*statistics))
-    layout, vectors, extras = vectors_of(form, gain, layout, call)
-    return ops.decode_forward(
-        q=q, k=k, v=v, products=products, vectors=vectors, extras=extras, layout=layout,
-        form=flash.form_of(form), alpha=flash.alpha_of(form), want_lse=call.return_lse,
+    layout, vectors, terms = operands_of(form, gain, call, layout)
+    attended = ops.decode_forward(
+        q=q, k=k, v=v, products=products, vectors=vectors, terms=terms, layout=layout,
+        rule=rule_of(form), want_lse=call.return_lse,
     )  # fmt: skip
+    return flash.without_padding(attended.out, call), attended.lse
 
 
 BACKEND = Backend("decode", ("pairwise",), unsupported, run, walks_segments=True)

@@ -84,7 +84,7 @@ def decode_products(
     b, hk, i, exists = rows.batch, rows.kv_head, rows.query, rows.lane < rows.count
     loaded = load_vectors(rows.row, rows.at, rows.count, vectors, terms, rule)
     head = load_head(b, rows.head, i, heads, terms, visible, strides, size)
-    scoring = Scoring(loaded, head, terms, visible, strides, size)
+    scoring = Scoring(loaded, head, vectors, terms, visible, strides, size)
     d, local = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_N)
     q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)  # rows of one entry
     q_tile = load_block(q_matrix, b * 0, rows.entry, d, tile.D, False)  # [BM, D]
@@ -132,7 +132,7 @@ def decode(
     b, hk, i, lane = rows.batch, rows.kv_head, rows.query, rows.lane
     loaded = load_vectors(rows.row, rows.at, rows.count, vectors, terms, rule)
     head = load_head(b, rows.head, i, heads, terms, visible, strides, size)
-    scoring = Scoring(loaded, head, terms, visible, strides, size)
+    scoring = Scoring(loaded, head, vectors, terms, visible, strides, size)
     d, dv = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_DV)
     v_matrix = Matrix(v + (b * v_b + hk * v_h) * tile.ALIGN, v_n * tile.ALIGN, keys, None, b, hk)
     if k is None:
@@ -179,7 +179,7 @@ def decode_stats(partials, lse, entropy, group, queries, splits):
 
 @triton.jit(do_not_specialize=RUNTIME)
 def decode_threshold(
-    products, partials, candidates, peak, tau,  # candidates: fp32, shaped as products
+    products, partials, candidates, solved,  # candidates: fp32, shaped as products
     vectors, terms, visible, mask_b, mask_h, mask_m, mask_n,
     heads, group, queries, keys, left, right, first, splits, width, rule, tile, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -195,9 +195,9 @@ def decode_threshold(
     size, strides = Size(queries, keys, left, right), MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
     loaded = load_vectors(zero, row, 1, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
-    scoring = Scoring(loaded, head, terms, visible, strides, size)
+    scoring = Scoring(loaded, head, vectors, terms, visible, strides, size)
     MULTIPLE: tl.constexpr = visible.mask is None and terms.alibi is None and rule.DISTANCE is None
-    PLAIN: tl.constexpr = MULTIPLE and terms.key_bias is None and terms.base is None
+    PLAIN: tl.constexpr = MULTIPLE and terms.key_bias is None and vectors.offset is None
     a = loaded.shape - 1.0  # α − 1, [1, 1]
     if rule.ALPHA is not None:
         a = tl.full([1, 1], rule.ALPHA - 1.0, tl.float32)
@@ -241,4 +241,4 @@ def decode_threshold(
         largest = tl.where(largest == float("-inf"), 0.0, largest)
         peak_score = tl.where(tl.reshape(loaded.factor, [1]) < 0.0, -largest, largest)
     at = row + tl.arange(0, 1)
-    store_threshold(peak, tau, at, peak_score, base, t, tl.arange(0, 1) == 0)
+    store_threshold(solved.peak, solved.tau, at, peak_score, base, t, tl.arange(0, 1) == 0)

@@ -13,11 +13,17 @@ import torch
 import triton
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import launch, measured, prepared
 from attnzoo.backends.triton.common.activations import LN2
-from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, Tile, constants
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, like, new_vector
+from attnzoo.backends.triton.common.groups import Partials, RuleConstants, Saved, Tile, constants
+from attnzoo.backends.triton.common.kernel_operands import (
+    UNSOLVED,
+    Solved,
+    like,
+    new_vector,
+    unit_of,
+)
 from attnzoo.backends.triton.common.launch import Launch
 from attnzoo.backends.triton.common.merge import MOST_SPLITS, new_partial, split_keys
 from attnzoo.backends.triton.decode import kernels
@@ -66,20 +72,22 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, block_n: int, processors: int)
 
 
 def _walk(
-    kernel: Any, q: Tensor, k: Tensor, layout: Layout, form: Form | None, extras: Extras,
-    arch: int, processors: int, *, vectors: Vectors, **operands: Any,
+    kernel: Any, q: Tensor, k: Tensor, layout: Layout, rule: Rule | None, vectors: Vectors,
+    terms: Terms, rule_constants: RuleConstants, arch: int, processors: int,
+    solved: Solved = UNSOLVED, **operands: Any,
 ) -> list[Launch]:  # fmt: skip
     """Return launches of which the last is that of a kernel with a loop over keys.
 
     ``operands``: the other arguments of the kernel, with v and o if it reads values.
     """
     tensors = {"q": q, "k": k, **{name: operands[name] for name in "vo" if name in operands}}
-    align, v = launch.align_of(*tensors.values()), operands.get("v")
+    v = operands.get("v")
     # One tile holds all queries.
     ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
     args = {
-        **launch.arguments_of(q, k, layout, extras, vectors, ranges, 1),
-        **launch.strides(align, **tensors), "partials": Partials(), **operands,
+        **launch.arguments_of(q, k, layout, vectors, terms, ranges, solved, 1),
+        **launch.strides(unit_of(q), **tensors), "partials": Partials(),
+        "rule": rule_constants, **operands,
     }  # fmt: skip
     block_m = max(16, triton.next_power_of_2(args["group"] * args["queries"]))
     shared_mask = layout.mask is None or layout.mask.shape[1] == 1
@@ -87,12 +95,12 @@ def _walk(
         args["mask_h"] = None
     values = k if v is None else v
     safe = not shared_mask or block_m * q.element_size() > 64
-    safe |= launch.is_safe("decode", values, align, layout, form, vectors, extras)
+    safe |= launch.is_safe("decode", values, layout, rule, vectors, terms)
     dim, bits = max(q.shape[3], values.shape[3]), 8 * q.element_size()
     config = measured.tile_of_kernel("decode", arch, bits, dim, safe, q.device)
     config = config._replace(block_m=block_m)
     args.update(_splits(q, k, layout, config.block_n, processors))
-    args["tile"] = launch.tile_of(config, q, v, ALIGN=align)
+    args["tile"] = launch.tile_of(config, q, v)
     programs = q.shape[0] * k.shape[1] * args["splits"] if q.numel() else 0
     # Products of keys in other segments are not computed, and stay 0.
     zeroed = (args["products"],) if before and v is None else ()
@@ -104,9 +112,10 @@ def describe_statistics(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """Return the launches and their results: products, lse and entropy of the logits."""
     products, lse, entropy = new_products(q, k, layout), new_vector(q), new_vector(q)
+    rule = constants(RuleConstants, UNIT=1 / LN2.value)
     launches = _walk(
-        kernels.decode_products, q, k, layout, None, Extras(), arch, processors, vectors=Vectors(),
-        rule=constants(Rule, UNIT=1 / LN2.value), products=products, lse=lse, entropy=entropy,
+        kernels.decode_products, q, k, layout, None, Vectors(), Terms(), rule, arch, processors,
+        products=products, lse=lse, entropy=entropy,
     )  # fmt: skip
     args = launches[-1].args
     if (splits := args["splits"]) > 1:
@@ -118,47 +127,47 @@ def describe_statistics(
 
 
 def _describe_threshold(
-    q: Tensor, k: Tensor, layout: Layout, form: Form, alpha: float | None, vectors: Vectors,
-    extras: Extras, arch: int, processors: int,
-) -> tuple[list[Launch], Tensor, Vectors, Extras]:  # fmt: skip
-    """Return the launches, the products, and vectors and extras with τ and its peak."""
-    products, tau, peak = new_products(q, k, layout), new_vector(q), new_vector(q)
-    terms = extras._replace(factor=None, peak=None)
-    scores = {"UNIT": 1.0, "DISTANCE": form.distance_act}
+    q: Tensor, k: Tensor, layout: Layout, rule: Rule, vectors: Vectors, terms: Terms, arch: int,
+    processors: int,
+) -> tuple[list[Launch], Tensor, Solved]:  # fmt: skip
+    """Return the launches, the products, and τ with its peak."""
+    products, solved = new_products(q, k, layout), Solved(new_vector(q), new_vector(q))
+    scores = {"UNIT": 1.0, "DISTANCE": launch.distance_of(rule)}
+    scored = vectors._replace(shape=None)  # by which scores do not change
     launches = _walk(
-        kernels.decode_products, q, k, layout, None, terms, arch, processors,
-        vectors=Vectors(vectors.gain), rule=constants(Rule, **scores), products=products, lse=None,
+        kernels.decode_products, q, k, layout, None, scored, terms,
+        constants(RuleConstants, **scores), arch, processors, products=products, lse=None,
         entropy=None,
     )  # fmt: skip
     args = launches[-1].args
     args["partials"] = Partials(m=new_partial(q, k.shape[1], args["splits"]))
+    act = launch.function("Activation.triton", rule.activation.triton)
     solver = {
-        **args, "candidates": torch.empty_like(products), "peak": peak, "tau": tau,
-        "vectors": Vectors(vectors.gain, shape=vectors.shape),
-        "rule": constants(Rule, ACT=form.act, ALPHA=alpha, **scores),
+        **args, "candidates": torch.empty_like(products), "solved": solved, "vectors": vectors,
+        "rule": constants(RuleConstants, ACT=act, ALPHA=launch.alpha_of(rule), **scores),
         "tile": Tile(BLOCK_N=args["tile"].BLOCK_N, PRECISION=args["tile"].PRECISION),
         "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
     launches.append(launch.row_launch(kernels.decode_threshold, solver, q))
-    return launches, products, vectors._replace(offset=tau), extras._replace(peak=peak)
+    return launches, products, solved
 
 
 def describe_decode(
-    q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, layout: Layout, form: Form,
-    alpha: float | None, vectors: Vectors, extras: Extras, want_lse: bool, arch: int,
-    processors: int,
+    q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, layout: Layout, rule: Rule,
+    vectors: Vectors, terms: Terms, want_lse: bool, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out and lse."""
     launches: list[Launch] = []
-    if form.normalize == "threshold":
-        launches, products, vectors, extras = _describe_threshold(
-            q, k, layout, form, alpha, vectors, extras, arch, processors
+    solved = UNSOLVED
+    if rule.normalize == "threshold":
+        launches, products, solved = _describe_threshold(
+            q, k, layout, rule, vectors, terms, arch, processors
         )
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
     *before, walk = _walk(
-        kernels.decode, q, k, layout, form, extras, arch, processors, vectors=vectors, v=v, o=out,
-        products=products, saved=Saved(lse=lse), eps=form.eps or None,
-        rule=launch.rule_of(form, v),
+        kernels.decode, q, k, layout, rule, vectors, terms, launch.constants_of(rule, v), arch,
+        processors, solved, v=v, o=out, products=products, saved=Saved(lse=lse),
+        eps=rule.eps or None,
     )  # fmt: skip
     if products is not None:
         walk.args.update(q=None, k=None)

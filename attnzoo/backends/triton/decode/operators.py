@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
-from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, like, new_vector
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.triton.common.kernel_operands import aligned, like, new_vector
 
 
 def _launches() -> Any:
@@ -32,7 +32,7 @@ class ProductStatistics(NamedTuple):
 @operator
 def decode_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> ProductStatistics:
     launches = _launches()
-    return ProductStatistics(*launches.run(launches.describe_statistics, q, k, layout))
+    return ProductStatistics(*launches.run(launches.describe_statistics, *aligned(q, k), layout))
 
 
 @decode_statistics.fake
@@ -52,8 +52,8 @@ class DecodeResult(NamedTuple):
 
 @operator
 def decode_forward(
-    *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, vectors: Vectors, extras: Extras,
-    layout: Layout, form: Form, alpha: float | None, want_lse: bool,
+    *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, vectors: Vectors, terms: Terms,
+    layout: Layout, rule: Rule, want_lse: bool,
 ) -> DecodeResult:  # fmt: skip
     """Compute out and lse, and before them the threshold of a form that has one.
 
@@ -61,8 +61,8 @@ def decode_forward(
     for a threshold, which is solved from new products.
     """
     launches = _launches()
-    operands = products, layout, form, alpha, vectors, extras, want_lse
-    return DecodeResult(*launches.run(launches.describe_decode, q, k, v, *operands))
+    operands = products, layout, rule, vectors, terms, want_lse
+    return DecodeResult(*launches.run(launches.describe_decode, *aligned(q, k, v), *operands))
 
 
 @decode_forward.fake

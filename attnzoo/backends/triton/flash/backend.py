@@ -17,8 +17,15 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.base import Backend, unsupported_extras
+from attnzoo.backends.shared_operands import rule_of
 from attnzoo.backends.transforms import reject_transforms
-from attnzoo.backends.triton.common.kernel_operands import Maps, layout_of, vectors_of
+from attnzoo.backends.triton.common.kernel_operands import (
+    UNSOLVED,
+    layout_of,
+    operands_of,
+    pad_columns,
+    with_aligned_mask,
+)
 from attnzoo.backends.triton.flash import operators as ops
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
@@ -110,60 +117,24 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
     reject_transforms("flash", q, k, v)
-    q, k, v = readable(q, k, v)
-    layout, gain = layout_of(call), form.gain
+    q, k, v = pad_columns(q), pad_columns(k), pad_columns(v)
+    layout, gain = with_aligned_mask(layout_of(call)), form.gain
+    solved, rule = UNSOLVED, rule_of(form)
     if isinstance(gain, FromStatistics):
         with torch.no_grad():
             statistics = ops.flash_statistics(q=q.detach(), k=k.detach(), layout=layout)
         gain = gain.of(statistics)
-    layout, vectors, extras = vectors_of(form, gain, layout, call)
-    maps, kernel_form = Maps(), form_of(form)
+    layout, vectors, terms = operands_of(form, gain, call, layout)
+    operands = {"vectors": vectors, "terms": terms, "layout": layout, "rule": rule}
     if form.normalize == "threshold":
         with torch.no_grad():
-            peak, tau, *maps = ops.flash_threshold(
-                q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, extras=extras,
-                layout=layout, form=kernel_form, alpha=alpha_of(form),
-            )  # fmt: skip
-        vectors, extras = vectors._replace(offset=tau), extras._replace(peak=peak)
-        maps = Maps(*maps)
-    attended = ops.flash_forward(
-        q=q, k=k, v=v, vectors=vectors, extras=extras, maps=maps, layout=layout,
-        form=kernel_form, want_lse=call.return_lse,
-    )  # fmt: skip
-    return attended.out, attended.lse
+            solved = ops.flash_threshold(q=q.detach(), k=k.detach(), v=v.detach(), **operands)
+    attended = ops.flash_forward(q=q, k=k, v=v, solved=solved, want_lse=call.return_lse, **operands)
+    return without_padding(attended.out, call), attended.lse
 
 
-def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copy each tensor whose last dimension is not contiguous. The kernels cannot read those."""
-    for x in tensors:
-        if x.stride(-1) != 1:
-            break
-    else:
-        return tensors
-    return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
-
-
-def normalize(form: Pairwise) -> str:
-    """Return the kernels' name for the normalization: "online" for softmax (running maximum)."""
-    return "online" if form.softmax else form.normalize
-
-
-def alpha_of(form: Pairwise) -> float | None:
-    """Return α as a number, or None if the per-query vector ``shape`` holds α."""
-    alpha = form.activation.alpha
-    return None if isinstance(alpha, str) else alpha
-
-
-def form_of(form: Pairwise) -> ops.Form:
-    """Convert the form to `kernel_operands.Form`."""
-    activation, distance = form.activation, form.distance
-    assert activation.triton is not None
-    return ops.Form(
-        activation.triton, activation.unit, activation.vanishes, normalize(form),
-        activation.triton_shape_slope, activation.normalizer is not None, activation.shifted,
-        float(form.eps), None if distance is None else distance.triton,
-        None if distance is None else distance.triton_slope,
-    )  # fmt: skip
+def without_padding(out: Tensor, call: Call) -> Tensor:
+    return out if out.shape[3] == call.value_dim else out[..., : call.value_dim]
 
 
 BACKEND = Backend("flash", ("pairwise",), unsupported, run, walks_segments=True)

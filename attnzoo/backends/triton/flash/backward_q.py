@@ -91,7 +91,7 @@ def flash_dq(
     do_side = Side(do_tile, do_matrix, block.first, block.local)
     loaded = load_vectors(i, block.at, queries, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
-    scoring = Scoring(loaded, head, terms, visible, strides, size)
+    scoring = Scoring(loaded, head, vectors, terms, visible, strides, size)
     k_matrix = Matrix(k, k_n * tile.ALIGN, keys, k_descriptor, b, hk)
     v_matrix = Matrix(v, v_n * tile.ALIGN, keys, v_descriptor, b, hk)
     sides = KeySides(k_matrix, v_matrix, d, dv)
@@ -167,7 +167,7 @@ def _load_normalizers(i, at, count, tau, vectors, normalizers, terms, rule):
     per_z = tl.full(i.shape, 1.0, tl.float32)
     sink, dlse, sink_per_z = per_z, per_z, per_z
     # The saved maximum and sum of a softmax do not include the sink.
-    ADDS_SINK: tl.constexpr = vectors.sink is not None and vectors.offset is not None
+    ADDS_SINK: tl.constexpr = vectors.sink is not None and rule.ONLINE
     if vectors.sink is not None:
         sink = tl.load(vectors.sink + at + i, mask=i < count, other=0.0) * rule.UNIT - tau
         if ADDS_SINK:
@@ -261,8 +261,8 @@ def _weights(
     product = times(q_side, Side(k_tile, sides.k, first, local), tile.D, tile)
     product = capped(product, scoring.terms.inner, tile.PRECISION)
     s, seen = scores(product, i, j, scoring, rule, EDGE, HIDES)
-    x = s - scoring.vectors.tau
-    phi, slope, _, mu_slope = activate(x, scoring.vectors.shape, seen, rule, HIDES)
+    x = s - scoring.loaded.tau
+    phi, slope, _, mu_slope = activate(x, scoring.loaded.shape, seen, rule, HIDES)
     dp = times(do_side, Side(v_tile, sides.v, first, local), tile.DV, tile)
     return j, k_tile, product, x, seen, phi, slope, mu_slope, dp
 
@@ -285,7 +285,7 @@ def _mean_over_keys(low, high, q_side, do_side, i, sides, scoring, blocks, per_z
         change += tl.sum((slope if SLOPES else phi) * dp, 1)
         slope_sum += tl.sum(slope, 1)
         if SLOPES and rule.SHAPE_SLOPE is not None:
-            shape_slope = rule.SHAPE_SLOPE(x, scoring.vectors.shape)
+            shape_slope = rule.SHAPE_SLOPE(x, scoring.loaded.shape)
             shape_change += tl.sum(shape_slope * dp, 1)
             shape_sum += tl.sum(shape_slope, 1)
     if SLOPES:
@@ -319,7 +319,7 @@ def _sum_over_keys(
             weight_sum += tl.sum(phi * dp, 1)
         dp *= row.per_z
         if rule.SHAPE_SLOPE is not None and rule.MEAN != "slopes":
-            shape_slope = rule.SHAPE_SLOPE(x, scoring.vectors.shape)
+            shape_slope = rule.SHAPE_SLOPE(x, scoring.loaded.shape)
             if HIDES and not rule.VANISHES:
                 shape_slope = tl.where(seen, shape_slope, 0.0)
             shape_sum += tl.sum(shape_slope * (dp - mean), 1)
@@ -330,7 +330,7 @@ def _sum_over_keys(
             distance_sum += tl.sum(ds * tl.abs(i + (size.keys - size.queries) - j), 1)
         if rule.DISTANCE_SLOPE is not None:
             da, dm = by_distance(rule.DISTANCE_SLOPE, i, j, size, decay)
-            logit = product * (scoring.vectors.factor * (1.0 / rule.UNIT))
+            logit = product * (scoring.loaded.factor * (1.0 / rule.UNIT))
             decay_sum += tl.sum(ds * (da * logit + dm), 1)
         if rule.DISTANCE is not None:
             a, _ = by_distance(rule.DISTANCE, i, j, size, decay)

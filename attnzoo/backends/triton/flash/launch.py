@@ -7,12 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import kernel_operands, launch, measured, tiles
 from attnzoo.backends.triton.common.activations import LN2
-from attnzoo.backends.triton.common.groups import Partials, Rule, Saved, Tile, constants
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps, like, new_vector
-from attnzoo.backends.triton.common.launch import Launch, align_of, descriptors, strides
+from attnzoo.backends.triton.common.groups import (
+    Maps,
+    Partials,
+    RuleConstants,
+    Saved,
+    Tile,
+    constants,
+)
+from attnzoo.backends.triton.common.kernel_operands import Solved, like, new_vector, unit_of
+from attnzoo.backends.triton.common.launch import Launch, descriptors, strides
 from attnzoo.backends.triton.common.merge import split_keys
 from attnzoo.backends.triton.flash.forward import flash_forward
 from attnzoo.backends.triton.flash.parts import programs_of, splits_of_keys
@@ -23,12 +30,12 @@ from attnzoo.core.forms import Statistics
 
 
 def config_of(
-    kernel: str, arch: int, q: Tensor, v: Tensor, align: int, layout: Layout, form: Form | None,
-    vectors: Vectors, extras: Extras, map_size: tuple[int, int] | None,
+    kernel: str, arch: int, q: Tensor, v: Tensor, layout: Layout, rule: Rule | None,
+    vectors: Vectors, terms: Terms, map_size: tuple[int, int] | None,
 ) -> tiles.Config:  # fmt: skip
     """Return the tile of a kernel. With a block map, blocks divide the tiles of the map."""
     dim, bits = max(q.shape[3], v.shape[3]), 8 * q.element_size()
-    safe = launch.is_safe(kernel, v, align, layout, form, vectors, extras)
+    safe = launch.is_safe(kernel, v, layout, rule, vectors, terms)
     if map_size is None:
         return measured.tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
     map_m, map_n = map_size
@@ -42,13 +49,13 @@ def config_of(
     return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
 
 
-def constants_of(
-    config: tiles.Config, q: Tensor, v: Tensor | None, layout: Layout, align: int, **others: Any
+def tile_constants(
+    config: tiles.Config, q: Tensor, v: Tensor | None, layout: Layout, **others: Any
 ) -> Tile:
-    # Few blocks are full in a window or a segment. Loads without wide copies need many registers.
-    split = layout.left is None and layout.k_segments is None and align > 1
+    # Few blocks are full in a window or a segment.
+    split = layout.left is None and layout.k_segments is None
     unit = launch.mask_align(layout.mask)
-    return launch.tile_of(config, q, v, SPLIT=split, ALIGN=align, MASK_ALIGN=unit, **others)
+    return launch.tile_of(config, q, v, SPLIT=split, MASK_ALIGN=unit, **others)
 
 
 def map_size_of(q: Tensor, v: Tensor) -> tiles.MapTile:
@@ -56,45 +63,44 @@ def map_size_of(q: Tensor, v: Tensor) -> tiles.MapTile:
 
 
 def factor_after_maximum(
-    q: Tensor, layout: Layout, gain: Tensor | None, extras: Extras, arch: int
+    q: Tensor, layout: Layout, vectors: Vectors, terms: Terms, arch: int
 ) -> str | None:
     """How a softmax applies the factor of q kᵀ after the maximum; None: before. See `factor_out`.
 
     Possible only if scores are multiples of the products. A wide q in fp32 is read in parts from
     memory, where its sign cannot be changed, and a changed q costs many registers.
     """
-    if kernel_operands.adds_terms(layout, extras):
+    if kernel_operands.adds_terms(layout, vectors, terms):
         return None
-    if gain is None and launch.outer_scale(layout) >= 0:
+    if vectors.gain is None and launch.outer_scale(layout) >= 0:
         return "keep"
     widest = 64 if arch // 10 == 10 else 128
     return "flip" if q.element_size() == 2 and q.shape[3] <= widest else None
 
 
 def describe_forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
-    maps: Maps, want_lse: bool, arch: int, processors: int,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, rule: Rule, vectors: Vectors, terms: Terms,
+    solved: Solved, want_lse: bool, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out, stat, weight_sum and lse, see `flash_forward`."""
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
-    stat = None if form.normalize == "none" else new_vector(q)
-    two = kernel_operands.saves_weight_sum(form, layout, vectors, extras, want_lse)
+    stat = None if rule.normalize == "none" else new_vector(q)
+    two = kernel_operands.saves_weight_sum(rule, layout, vectors, terms, want_lse)
     weight_sum = new_vector(q) if two else None
-    align = align_of(q, k, v, out)
-    size = None if maps.blocks is None else map_size_of(q, v)
-    config = config_of("forward", arch, q, v, align, layout, form, vectors, extras, size)
+    size = None if solved.blocks is None else map_size_of(q, v)
+    config = config_of("forward", arch, q, v, layout, rule, vectors, terms, size)
     after = None
-    if form.normalize == "online":
-        after = factor_after_maximum(q, layout, vectors.gain, extras, arch)
+    if rule.online:
+        after = factor_after_maximum(q, layout, vectors, terms, arch)
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
     args = {
-        **launch.arguments_of(q, k, layout, extras, vectors, ranges),
-        **strides(align, q=q, k=k, v=v, o=out), "v": v, "o": out,
+        **launch.arguments_of(q, k, layout, vectors, terms, ranges, solved),
+        **strides(unit_of(q), q=q, k=k, v=v, o=out), "v": v, "o": out,
         **descriptors(config, arch, config.block_n, k=k, v=v),
-        "maps": maps._replace(live=None), "saved": Saved(stat, weight_sum, lse),
-        "partials": Partials(), "eps": form.eps or None, "splits": None,
-        "rule": launch.rule_of(form, v, LATE=after),
-        "tile": constants_of(config, q, v, layout, align, MAP_M=size and size.queries),
+        "maps": Maps(solved.blocks, solved.counts), "saved": Saved(stat, weight_sum, lse),
+        "partials": Partials(), "eps": rule.eps or None, "splits": None,
+        "rule": launch.constants_of(rule, v, LATE=after),
+        "tile": tile_constants(config, q, v, layout, MAP_M=size and size.queries),
     }  # fmt: skip
     forward = Launch(flash_forward, programs_of(q, config.block_m), args, config)
     # With a block map, most of the time is spent on the threshold, which is not split.
@@ -109,54 +115,52 @@ def describe_forward(
 def describe_stats(
     q: Tensor, k: Tensor, layout: Layout, arch: int
 ) -> tuple[list[Launch], Statistics]:
-    align = align_of(q, k)
-    config = config_of("stats", arch, q, q, align, layout, None, Vectors(), Extras(), None)
+    config = config_of("stats", arch, q, q, layout, None, Vectors(), Terms(), None)
     lse, entropy = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)
-    after = factor_after_maximum(q, layout, None, Extras(), arch)
+    after = factor_after_maximum(q, layout, Vectors(), Terms(), arch)
     args = {
-        **launch.arguments_of(q, k, layout, Extras(), Vectors(), ranges),
-        **strides(align, q=q, k=k), **descriptors(config, arch, config.block_n, k=k),
+        **launch.arguments_of(q, k, layout, Vectors(), Terms(), ranges),
+        **strides(unit_of(q), q=q, k=k), **descriptors(config, arch, config.block_n, k=k),
         "lse": lse, "entropy": entropy,
-        "rule": constants(Rule, UNIT=1.0 / LN2.value, LATE=after),
-        "tile": constants_of(config, q, None, layout, align),
+        "rule": constants(RuleConstants, UNIT=1.0 / LN2.value, LATE=after),
+        "tile": tile_constants(config, q, None, layout),
     }  # fmt: skip
     stats = Launch(row_stats, programs_of(q, config.block_m), args, config)
     return [*before, stats], Statistics(lse, entropy)
 
 
-def empty_maps(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return new, uninitialized tensors for the fields of `Maps`."""
+def new_solved(q: Tensor, k: Tensor, v: Tensor) -> Solved:
+    """Return new, uninitialized tensors."""
     heads, (map_m, map_n) = q.shape[0] * q.shape[1], map_size_of(q, v)
     # Not `triton.cdiv`: lengths may have no values, and fake functions run without Triton.
     rows, columns = (q.shape[2] + map_m - 1) // map_m, (k.shape[2] + map_n - 1) // map_n
     blocks = q.new_empty(heads, rows, columns, dtype=torch.int32)
     counts = q.new_empty(heads, rows, dtype=torch.int32)
-    return blocks, counts, q.new_empty(heads, rows, columns, dtype=torch.uint8)
+    live = q.new_empty(heads, rows, columns, dtype=torch.uint8)
+    return Solved(new_vector(q), new_vector(q), blocks, counts, live)
 
 
 def describe_threshold(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
-    alpha: float | None, arch: int,
-) -> tuple[list[Launch], tuple[Tensor, ...]]:  # fmt: skip
-    """Return the launches, the peak, τ and the block map.
-
-    Only gain and shape of ``vectors`` are read.
-    """
-    align = align_of(q, k)
-    call = layout, form, vectors, extras
-    config = config_of("threshold", arch, q, v, align, *call, map_size_of(q, v))
-    maps = empty_maps(q, k, v)
-    peak, tau = new_vector(q), new_vector(q)
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, rule: Rule, vectors: Vectors, terms: Terms,
+    arch: int,
+) -> tuple[list[Launch], Solved]:  # fmt: skip
+    """Return the launches and their result."""
+    phi, solved = rule.activation, new_solved(q, k, v)
+    size = map_size_of(q, v)
+    config = config_of("threshold", arch, q, v, layout, rule, vectors, terms, size)
     ranges, before = ranges_of(layout, config.block_m, arch)
-    vectors = Vectors(vectors.gain, shape=vectors.shape)
-    extras = extras._replace(factor=None, peak=None)
     args = {
-        **launch.arguments_of(q, k, layout, extras, vectors, ranges),
-        **strides(align, q=q, k=k), "peak": peak, "tau": tau, "maps": Maps(*maps),
-        "rule": constants(Rule, ACT=form.act, UNIT=1.0, ALPHA=alpha, DISTANCE=form.distance_act),
-        "tile": constants_of(config, q, None, layout, align),
+        **launch.arguments_of(q, k, layout, vectors, terms, ranges),
+        **strides(unit_of(q), q=q, k=k), "solved": solved,
+        "rule": constants(
+            RuleConstants, ACT=launch.function("Activation.triton", phi.triton), UNIT=1.0,
+            ALPHA=launch.alpha_of(rule), DISTANCE=launch.distance_of(rule),
+        ),
+        "tile": tile_constants(config, q, None, layout),
         "FLIPS": vectors.gain is not None or launch.outer_scale(layout) < 0.0,
     }  # fmt: skip
-    solver = Launch(threshold, programs_of(q, config.block_m), args, config, zeroed=maps[2:])
-    return [*before, solver], (peak, tau, *maps)
+    assert solved.live is not None
+    programs = programs_of(q, config.block_m)
+    solver = Launch(threshold, programs, args, config, zeroed=(solved.live,))
+    return [*before, solver], solved

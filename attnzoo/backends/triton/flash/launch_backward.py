@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import launch
-from attnzoo.backends.triton.common.groups import Gradients, Normalizers
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps, like, new_vector
-from attnzoo.backends.triton.common.launch import Launch, align_of, descriptors, strides
+from attnzoo.backends.triton.common.groups import Gradients, Maps, Normalizers
+from attnzoo.backends.triton.common.kernel_operands import Solved, like, new_vector, unit_of
+from attnzoo.backends.triton.common.launch import Launch, descriptors, strides
 from attnzoo.backends.triton.common.tiles import Config
 from attnzoo.backends.triton.flash import launch as flash
 from attnzoo.backends.triton.flash.backward_kv import flash_dkdv
@@ -24,8 +24,8 @@ from attnzoo.backends.triton.flash.segments import ranges_of
 
 def describe_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    stat: Tensor | None, weight_sum: Tensor | None, layout: Layout, form: Form, vectors: Vectors,
-    extras: Extras, maps: Maps, wanted: Collection[str], arch: int, processors: int,
+    stat: Tensor | None, weight_sum: Tensor | None, layout: Layout, rule: Rule, vectors: Vectors,
+    terms: Terms, solved: Solved, wanted: Collection[str], arch: int, processors: int,
 ) -> tuple[list[Launch], dict[str, Tensor]]:  # fmt: skip
     """Return the launches, and the gradients of q, k, v and the wanted vectors by name.
 
@@ -37,41 +37,35 @@ def describe_backward(
     if "key_bias" in wanted:
         b, h, n = q.shape[0], q.shape[1], k.shape[2]
         grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
-    align = align_of(q, k, v, out, do, *(grads[x] for x in "qkv"))
-    size = None if maps.blocks is None else flash.map_size_of(q, v)
+    unit, size = unit_of(q), None if solved.blocks is None else flash.map_size_of(q, v)
     of_dq, of_dkdv = (
-        flash.config_of(kernel, arch, q, v, align, layout, form, vectors, extras, size)
+        flash.config_of(kernel, arch, q, v, layout, rule, vectors, terms, size)
         for kernel in ("dq", "dkdv")
     )
     z = stat
-    if form.normalize == "online":
-        vectors, z = vectors._replace(offset=stat), weight_sum
-    elif form.shifted:
+    if rule.online:
+        solved, z = solved._replace(tau=stat), weight_sum
+    elif rule.activation.shifted:
         vectors, z = vectors._replace(shape=stat), weight_sum
     normalizers = Normalizers(
         z, per_z=None if z is None else new_vector(q),
-        delta=None if form.normalize == "none" else new_vector(q), dlse=dlse,
+        delta=None if rule.normalize == "none" else new_vector(q), dlse=dlse,
     )  # fmt: skip
-    # The saved stat of a softmax is already multiplied by the unit.
-    tau_unit = 1.0 if form.normalize == "online" else form.unit
     gradients = Gradients(
-        grads.get("gain"), grads.get("offset", grads.get("base")),
-        *(grads.get(name) for name in "shape sink alibi factor decay".split()),
+        *(grads.get(name) for name in "gain offset shape sink alibi factor decay".split())
     )  # fmt: skip
     ranges, before_dq = (None, []) if size else ranges_of(layout, of_dq.block_m, arch)
     args = {
-        **launch.arguments_of(q, k, layout, extras, vectors, ranges),
+        **launch.arguments_of(q, k, layout, vectors, terms, ranges, solved),
         **descriptors(of_dq, arch, of_dq.block_n, k=k, v=v),
-        **strides(align, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]),
-        "v": v, "do": do, "o": out, "dq": grads["q"], "maps": maps._replace(live=None),
+        **strides(unit, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]),
+        "v": v, "do": do, "o": out, "dq": grads["q"], "maps": Maps(solved.blocks, solved.counts),
         "normalizers": normalizers, "gradients": gradients,
-        "rule": launch.rule_of(
-            form, v, TAU_UNIT=tau_unit,
-            SHAPE_SLOPE=form.shape_act if "shape" in grads else None,
-            DISTANCE_SLOPE=form.distance_slope_act if "decay" in grads else None,
-            MEAN=_mean_source(form, q), PLAIN_DELTA="key_bias" in grads,
+        "rule": launch.constants_of(
+            rule, v, **_slopes(rule, grads), MEAN=_mean_source(rule, q),
+            PLAIN_DELTA="key_bias" in grads,
         ),
-        "tile": flash.constants_of(of_dq, q, v, layout, align, MAP_M=size and size.queries),
+        "tile": flash.tile_constants(of_dq, q, v, layout, MAP_M=size and size.queries),
     }  # fmt: skip
     dq = Launch(flash_dq, programs_of(q, of_dq.block_m), args, of_dq)
 
@@ -84,50 +78,61 @@ def describe_backward(
         for name, x in (("k", k), ("v", v)):
             b, h, n, dim = x.shape
             grads[name] = x.new_empty(b, h * parts, n, dim, dtype=torch.float32)
-        align = min(align, align_of(q, grads["k"], grads["v"]))
     normalizers = normalizers._replace(z=None, dlse=None)  # δ contains dlse
-    if extras.factor is not None:
-        normalizers = normalizers._replace(per_z=extras.factor)
-    vectors, extras = vectors._replace(sink=None), extras._replace(factor=None)
+    if terms.factor is not None:
+        normalizers = normalizers._replace(per_z=terms.factor)
+    vectors, terms = vectors._replace(sink=None), terms._replace(factor=None)
     args = {
-        **launch.arguments_of(q, k, layout, extras, vectors, ranges),
+        **launch.arguments_of(q, k, layout, vectors, terms, ranges, solved),
         **descriptors(of_dkdv, arch, of_dkdv.block_m, q=q, do=do),
-        **strides(align, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
+        **strides(unit, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
         "v": v, "do": do, "dk": grads["k"], "dv": grads["v"], "normalizers": normalizers,
         "gradients": Gradients(key_bias=grads.get("key_bias")),
-        "rule": launch.rule_of(form, v, TAU_UNIT=tau_unit),
-        "tile": flash.constants_of(
-            of_dkdv, q, v, layout, align, MAP_M=size and size.queries, MAP_N=size and size.keys,
+        "rule": launch.constants_of(rule, v),
+        "tile": flash.tile_constants(
+            of_dkdv, q, v, layout, MAP_M=size and size.queries, MAP_N=size and size.keys,
             TRANSPOSED=of_dkdv.transposed,
         ),
         "parts": parts if parts > 1 else None,
     }  # fmt: skip
     args["group"] //= parts
-    args["maps"], lists = _describe_lists(maps, args)
+    args["maps"], lists = _describe_lists(solved.live, args)
     zeroed = (grads["key_bias"],) if "key_bias" in grads else ()
     dkdv = Launch(flash_dkdv, programs_of(k, of_dkdv.block_n) * parts, args, of_dkdv, zeroed)
     return [*before_dq, dq, *before_dkdv, *lists, dkdv], grads
 
 
-def _mean_source(form: Form, q: Tensor) -> str | None:
+def _slopes(rule: Rule, grads: Collection[str]) -> dict[str, Any]:
+    """The functions for the slopes that the wanted gradients need."""
+    slopes: dict[str, Any] = {}
+    if "shape" in grads:
+        path = rule.activation.triton_shape_slope
+        slopes["SHAPE_SLOPE"] = launch.function("Activation.triton_shape_slope", path)
+    if "decay" in grads and rule.distance is not None:
+        path = rule.distance.triton_slope
+        slopes["DISTANCE_SLOPE"] = launch.function("Distance.triton_slope", path)
+    return slopes
+
+
+def _mean_source(rule: Rule, q: Tensor) -> str | None:
     """How the kernel computes δ, see `backward_q`."""
-    if form.normalize == "threshold":
+    if rule.normalize == "threshold":
         return "slopes"
     # The forward rounds φ to 16 bits for φ·v. dO·o then has an error of 2⁻⁹ dO·v, and dS divides it
     # by Z. That is as small as φ is, except in a softmax, where the largest φ is 1.
-    if form.normalize == "sum" and q.element_size() == 2:
+    if rule.normalize == "sum" and not rule.online and q.element_size() == 2:
         return "weights"
-    return None if form.normalize == "none" else "output"
+    return None if rule.normalize == "none" else "output"
 
 
-def _describe_lists(maps: Maps, dkdv: dict[str, Any]) -> tuple[Maps, list[Launch]]:
+def _describe_lists(live: Tensor | None, dkdv: dict[str, Any]) -> tuple[Maps, list[Launch]]:
     """Return the block map per tile of keys, and a list with the launch that fills the map.
 
     The list is empty if there is no map. ``dkdv``: the arguments of `flash_dkdv`.
     """
-    live, tile = maps.live, dkdv["tile"]
     if live is None:
-        return maps, []
+        return Maps(), []
+    tile = dkdv["tile"]
     heads, tiles_m, tiles_n = live.shape
     group = dkdv["group"]
     blocks = live.new_empty(heads // group, tiles_n, group * tiles_m, dtype=torch.int32)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import kernel_operands
-from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps, like, new_vector
+from attnzoo.backends.triton.common.kernel_operands import Solved, aligned, like, new_vector
 from attnzoo.core.forms import Statistics
 
 
@@ -31,7 +31,8 @@ def _modules() -> tuple[Any, ...]:
 @operator
 def flash_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
     launch, prepared, forward, _ = _modules()
-    return prepared.launch(forward.describe_stats, q, k, layout, launch.architecture(q.device))
+    operands = *aligned(q, k), layout, launch.architecture(q.device)
+    return prepared.launch(forward.describe_stats, *operands)
 
 
 @flash_statistics.fake
@@ -44,31 +45,20 @@ def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
     return 2 * flops.pairs(q, k, layout) * q.shape[3]
 
 
-class Threshold(NamedTuple):
-    """The largest score of each query, τ relative to it, and the fields of `Maps`."""
-
-    peak: Tensor
-    tau: Tensor
-    blocks: Tensor
-    counts: Tensor
-    live: Tensor
-
-
 @operator
 def flash_threshold(
-    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, layout: Layout,
-    form: Form, alpha: float | None,
-) -> Threshold:  # fmt: skip
+    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, terms: Terms, layout: Layout, rule: Rule
+) -> Solved:
     """Solve for τ and make the block map, whose tile size depends on v's head dimension."""
     launch, prepared, forward, _ = _modules()
-    operands = q, k, v, layout, form, vectors, extras, alpha, launch.architecture(q.device)
-    return Threshold(*prepared.launch(forward.describe_threshold, *operands))
+    operands = *aligned(q, k), v, layout, rule, vectors, terms, launch.architecture(q.device)
+    return prepared.launch(forward.describe_threshold, *operands)
 
 
 @flash_threshold.fake
-def _(*, q: Tensor, k: Tensor, v: Tensor) -> Threshold:
+def _(*, q: Tensor, k: Tensor, v: Tensor) -> Solved:
     _, _, forward, _ = _modules()
-    return Threshold(new_vector(q), new_vector(q), *forward.empty_maps(q, k, v))
+    return forward.new_solved(q, k, v)
 
 
 @flash_threshold.flops
@@ -91,22 +81,22 @@ class FlashResult(NamedTuple):
 
 @operator
 def flash_forward(
-    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, maps: Maps,
-    layout: Layout, form: Form, want_lse: bool,
+    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, terms: Terms, solved: Solved,
+    layout: Layout, rule: Rule, want_lse: bool,
 ) -> FlashResult:  # fmt: skip
     launch, prepared, forward, _ = _modules()
     machine = launch.architecture(q.device), launch.processors(q.device)
-    operands = q, k, v, layout, form, vectors, extras, maps, want_lse, *machine
+    operands = *aligned(q, k, v), layout, rule, vectors, terms, solved, want_lse, *machine
     return FlashResult(*prepared.launch(forward.describe_forward, *operands))
 
 
 @flash_forward.fake
 def _(
-    *, q: Tensor, v: Tensor, vectors: Vectors, extras: Extras, layout: Layout, form: Form,
+    *, q: Tensor, v: Tensor, vectors: Vectors, terms: Terms, layout: Layout, rule: Rule,
     want_lse: bool,
 ) -> FlashResult:  # fmt: skip
-    two = kernel_operands.saves_weight_sum(form, layout, vectors, extras, want_lse)
-    saved = form.normalize != "none", two, want_lse
+    two = kernel_operands.saves_weight_sum(rule, layout, vectors, terms, want_lse)
+    saved = rule.normalize != "none", two, want_lse
     return FlashResult(like(q, v.shape[3]), *(new_vector(q) if each else None for each in saved))
 
 
@@ -116,25 +106,23 @@ def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> int:
 
 
 @flash_forward.backward(
-    "q", "k", "v", "gain", "offset", "shape", "sink", "alibi", "key_bias", "base", "factor",
-    "decay",
+    "q", "k", "v", "gain", "offset", "shape", "sink", "alibi", "key_bias", "factor", "decay",
     like=lambda x: like(x, x.shape[3]) if x.dim() == 4 else x.new_empty(x.shape),
 )  # fmt: skip
 def flash_backward(
-    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, maps: Maps,
-    layout: Layout, form: Form, out: Tensor, stat: Tensor | None, weight_sum: Tensor | None,
+    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, terms: Terms, solved: Solved,
+    layout: Layout, rule: Rule, out: Tensor, stat: Tensor | None, weight_sum: Tensor | None,
     lse: Tensor | None, dout: Tensor, dlse: Tensor | None, wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     launch, prepared, _, backward = _modules()
-    # A gradient may be expanded, or have strides that allow only narrower loads than the output's.
-    dout = dout if launch.readable(dout, out) else dout.contiguous()
+    dout, q, k, v, out = aligned(dout, q, k, v, out)
     if dlse is not None and lse is not None:
         # For a query without keys lse is the constant −∞, so its dlse has no effect. The kernels
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
     grads = prepared.launch(
-        backward.describe_backward, dout, dlse, q, k, v, out, stat, weight_sum, layout, form,
-        vectors, extras, maps, wanted, launch.architecture(q.device), launch.processors(q.device),
+        backward.describe_backward, dout, dlse, q, k, v, out, stat, weight_sum, layout, rule,
+        vectors, terms, solved, wanted, launch.architecture(q.device), launch.processors(q.device),
     )  # fmt: skip
     grads |= {name: _joined(grads[name], x) for name, x in (("k", k), ("v", v))}
     if "key_bias" in wanted:

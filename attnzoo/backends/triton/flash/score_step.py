@@ -82,16 +82,16 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
     HIDES: tl.constexpr = EDGE or MASKED
     ADDED: tl.constexpr = (
         visible.mask is not None or terms.key_bias is not None or terms.alibi is not None
-        or terms.base is not None or rule.DISTANCE is not None
+        or group.vectors.offset is not None or rule.DISTANCE is not None
     )  # fmt: skip
     WINDOW: tl.constexpr = size.left is not None or size.right is not None
     # ``row``: offset of the block in vectors [B, H, Nq]. ``count``: number of queries from it on.
     row, count = group.at + member.to(tl.int64) * size.queries + begin, size.queries - begin
     product = capped(product, terms.inner, tile.PRECISION)
-    loaded = load_vectors(i, row, count, group.vectors, terms, rule, EDGE, HIDES)
+    loaded = load_vectors(i, row, count, group.vectors, terms, rule, EDGE)
     head = _head_now(group, member, begin, i, count)
     size_now = Size(count, size.keys, None, None)
-    scoring = Scoring(loaded, head, terms, visible, group.strides, size_now)
+    scoring = Scoring(loaded, head, group.vectors, terms, visible, group.strides, size_now)
     s, seen = scores(product, i, j, scoring, rule, EDGE, MASKED)
     if EDGE:
         # Queries that do not exist are loaded as 0. Added terms may make φ of their scores ∞, and

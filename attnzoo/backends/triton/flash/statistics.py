@@ -36,7 +36,7 @@ def row_stats(
     strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, tile.MASK_ALIGN)
     loaded = load_vectors(i, block.at, queries, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
-    scoring = Scoring(loaded, head, terms, visible, strides, size)
+    scoring = Scoring(loaded, head, vectors, terms, visible, strides, size)
     k_matrix = Matrix(k, k_n * tile.ALIGN, keys, k_descriptor, b, hk)
     factor = None
     if rule.LATE is not None:

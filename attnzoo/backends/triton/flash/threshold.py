@@ -45,7 +45,7 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def threshold(
-    q, k, peak, tau, maps, vectors, terms, visible,
+    q, k, solved, vectors, terms, visible,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     heads, group, queries, keys, left, right, rule, tile,
     FLIPS: tl.constexpr,  # factors may be negative
@@ -57,8 +57,8 @@ def threshold(
     k += (b * k_b + hk * k_h) * tile.ALIGN
     strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, tile.MASK_ALIGN)
     map_row = (b * heads + h) * tl.cdiv(queries, tile.BLOCK_M) + block.first // tile.BLOCK_M
-    blocks = maps.blocks + map_row * tl.cdiv(keys, tile.BLOCK_N)
-    live = maps.live + map_row * tl.cdiv(keys, tile.BLOCK_N)
+    blocks = solved.blocks + map_row * tl.cdiv(keys, tile.BLOCK_N)
+    live = solved.live + map_row * tl.cdiv(keys, tile.BLOCK_N)
     k_matrix = Matrix(k, k_n * tile.ALIGN, keys, None, b, hk)
     q_matrix = Matrix(q, q_n * tile.ALIGN, queries, None, b, h)
     loaded = load_vectors(i, block.at, queries, vectors, terms, rule)
@@ -76,7 +76,7 @@ def threshold(
     late = tl.full([tile.BLOCK_M, 1], 1.0, tl.float32)
     factor, sign = loaded.factor, late
     MULTIPLE: tl.constexpr = visible.mask is None and terms.alibi is None and rule.DISTANCE is None
-    PLAIN: tl.constexpr = MULTIPLE and terms.key_bias is None and terms.base is None
+    PLAIN: tl.constexpr = MULTIPLE and terms.key_bias is None and vectors.offset is None
     if PLAIN:
         # late is not 0, because 0 times the −∞ of hidden keys is NaN. A NaN must stay.
         late = tl.maximum(tl.abs(factor), 1e-37, propagate_nan=tl.PropagateNan.ALL)
@@ -86,11 +86,11 @@ def threshold(
                 q_tile = (q_tile.to(tl.float32) * sign).to(q.dtype.element_ty)
                 sign = tl.full([tile.BLOCK_M, 1], 1.0, tl.float32)
         loaded = QueryVectors(
-            loaded.gain, sign, loaded.tau, loaded.shape, loaded.slope, loaded.base, loaded.peak,
+            loaded.gain, sign, loaded.tau, loaded.shape, loaded.slope, loaded.offset, loaded.peak,
             loaded.threshold,
         )  # fmt: skip
     q_side = Side(q_tile, q_matrix, block.first, block.local)
-    scoring = Scoring(loaded, head, terms, visible, strides, size)
+    scoring = Scoring(loaded, head, vectors, terms, visible, strides, size)
 
     low, full, high = blocks_of_keys(block, visible.ranges, size, tile)
     if not tile.SPLIT:
@@ -136,8 +136,8 @@ def threshold(
     base = tl.where(m == float("-inf"), 0.0, m * tl.reshape(late, [tile.BLOCK_M]))
     if PLAIN:
         first = tl.where(tl.reshape(factor, [tile.BLOCK_M]) < 0.0, -first, first)
-    store_threshold(peak, tau, block.at + index, first, base, t, index < queries)
-    tl.store(maps.counts + map_row, length)
+    store_threshold(solved.peak, solved.tau, block.at + index, first, base, t, index < queries)
+    tl.store(solved.counts + map_row, length)
     tl.debug_barrier()  # as above, for the last list
     for n in range(length):
         tl.store(live + tl.load(blocks + n), 1)
@@ -185,7 +185,7 @@ def add_weights(
         block = tl.load(blocks + n)
         r = block_scores(block, q_side, i, k_matrix, scoring, rule, tile, EDGE)  # [BM, BN]
         # [BM, BN]
-        phi, slope = rule.ACT((r - top[:, None]) * late - t[:, None], scoring.vectors.shape)
+        phi, slope = rule.ACT((r - top[:, None]) * late - t[:, None], scoring.loaded.shape)
         part = tl.sum(phi, 1)
         z += part
         slopes += tl.sum(slope, 1)
