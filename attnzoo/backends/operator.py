@@ -168,8 +168,13 @@ class Operator(Generic[P, R]):
         """Undo `keyed`."""
         operands = list(values)
         for n, known in self._by_key.items():
-            if isinstance(operands[n], str):
-                operands[n] = known[operands[n]]
+            if isinstance(key := operands[n], str):
+                if key not in known:
+                    raise ValueError(
+                        f"{self.name}: there is no activation or distance {key!r}; create it, or "
+                        "load the plugin that does, before this program runs"
+                    )
+                operands[n] = known[key]
         return operands
 
     def fake(self, function: Callable[..., R]) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import e, factorial, log2
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from attnzoo.core.checks import shown
 from attnzoo.core.function_keys import ACTIVATIONS, Keyed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Activation(Keyed):
     """An elementwise function φ of the scores with its derivative φ', for pairwise forms.
 
@@ -145,6 +146,14 @@ class Activation(Keyed):
                 why = "log2(e) if exponential or shifted is True"
             raise ValueError(f"{what}: unit must be {why}, got {shown(self.unit)}")
         self._register(ACTIVATIONS)
+
+    @cached_property
+    def of_kernels(self) -> tuple[Any, ...]:
+        """The properties for which Triton kernels are compiled."""
+        return (
+            self.triton, self.triton_shape_slope, self.unit, self.vanishes, self.exponential,
+            self.alpha, self.shifted, self.normalizer is not None,
+        )  # fmt: skip
 
     @property
     def solvable(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from attnzoo.core.checks import shown
 from attnzoo.core.function_keys import DISTANCES, Keyed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Distance(Keyed):
     """The functions a and m in s_ij = gain_i · a(t) · z_ij + m(t) + …, with t = |p_i − p_j|.
 
@@ -79,6 +81,11 @@ class Distance(Keyed):
         if self.triton is None and self.triton_slope is not None:
             raise ValueError(f"distance {self.name!r}: triton_slope must be None without triton")
         self._register(DISTANCES)
+
+    @cached_property
+    def of_kernels(self) -> tuple[Any, ...]:
+        """The properties for which Triton kernels are compiled."""
+        return self.triton, self.triton_slope
 
     def check_slopes(self) -> None:
         """Raise ValueError if a function lacks the slope that a gradient of ``decay`` needs."""

@@ -19,6 +19,7 @@ class Keyed:
     """Base of the dataclasses of activations and distances."""
 
     name: str
+    of_kernels: Any
     _key: str | None = None
 
     @property

@@ -40,7 +40,7 @@ class _Linear(NamedTuple):
 @rule
 def form_loss(z: Tensor, tokens: Tokens, wanted: list[str], options: Options) -> dict[str, Tensor]:
     """The rule of the losses above."""
-    form, softcap = options.form, options.softcap
+    form_rule, softcap = options.form_rule, options.softcap
     if tokens.hidden is not None:  # the logits of hidden classes may be NaN
         z.masked_fill_(tokens.hidden, 0.0)
     cap_slope = None
@@ -57,19 +57,19 @@ def form_loss(z: Tensor, tokens: Tokens, wanted: list[str], options: Options) ->
         z.masked_fill_(tokens.hidden, NEG_INF)
     scores = tokens.shard.at(z, tokens.column)  # of the targets, [n, 1]
     a = _target(tokens, options.label_smoothing, z)
-    peak = peaks(z, form, tokens)
+    peak = peaks(z, form_rule, tokens)
     relative = scores if peak is None else scores - peak[:, None]
     if peak is not None:
         z.sub_(peak[:, None])
-    linear = _of_log_values if form.normalize == "sum" and peak is None else _of_scores
-    ell = linear(z, relative, a, form.activation, tokens)
-    result = potential(z, form, tokens, peak, "shape" in wanted)
+    linear = _of_log_values if form_rule.normalize == "sum" and peak is None else _of_scores
+    ell = linear(z, relative, a, form_rule.activation, tokens)
+    result = potential(z, form_rule, tokens, peak, "shape" in wanted)
     loss = a.total[:, 0] * result.value - ell.value
     by_vector = {name: a.total[:, 0] * x for name, x in result.by_vector.items()}
     for name, x in ell.by_vector.items():
         by_vector[name] = by_vector.get(name, 0) - x
-    if form.normalize == "threshold" and a.spread is not None:
-        constant, by_shape = _omega(a, tokens, form.activation)
+    if form_rule.normalize == "threshold" and a.spread is not None:
+        constant, by_shape = _omega(a, tokens, form_rule.activation)
         loss = loss + constant
         if by_shape is not None and "shape" in by_vector:
             by_vector["shape"] = by_vector["shape"] + by_shape

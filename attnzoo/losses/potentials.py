@@ -53,19 +53,21 @@ class Potential(NamedTuple):
     support: Tensor | None = None  # number of nonzero weights, if slope has other zeros than w
 
 
-def peaks(s: Tensor, form: Rule, tokens: Tokens) -> Tensor | None:
+def peaks(s: Tensor, form_rule: Rule, tokens: Tokens) -> Tensor | None:
     """The largest score of each row, (rows,); None if A(s) is computed from s itself.
 
     The sink if all scores are −∞.
     """
-    if form.normalize == "none" or (form.normalize == "sum" and not form.activation.exponential):
+    if form_rule.normalize == "none" or (
+        form_rule.normalize == "sum" and not form_rule.activation.exponential
+    ):
         return None
     peak, sink = tokens.shard.max(s.amax(-1)), tokens.vectors.sink
     return peak if sink is None else torch.where(peak == NEG_INF, sink, peak)
 
 
 def potential(
-    s: Tensor, form: Rule, tokens: Tokens, peak: Tensor | None, by_shape: bool
+    s: Tensor, form_rule: Rule, tokens: Tokens, peak: Tensor | None, by_shape: bool
 ) -> Potential:
     """A of rows of scores s − peak, which are −∞ where hidden. Overwrites s.
 
@@ -75,12 +77,12 @@ def potential(
     by_shape: whether a threshold's derivative by ``shape`` is wanted. It takes many passes.
     """
     if peak is None:
-        evaluate = _elementwise if form.normalize == "none" else _sum
-        return evaluate(s, form.activation, tokens)
-    if form.normalize == "threshold":
-        result = _threshold(s, form.activation, tokens, by_shape)
-    elif form.normalize == "select":
-        result = _selected(s, form.keep, tokens)
+        evaluate = _elementwise if form_rule.normalize == "none" else _sum
+        return evaluate(s, form_rule.activation, tokens)
+    if form_rule.normalize == "threshold":
+        result = _threshold(s, form_rule.activation, tokens, by_shape)
+    elif form_rule.normalize == "select":
+        result = _selected(s, form_rule.keep, tokens)
     else:
         sink = tokens.vectors.sink
         result = _exponential(s, None if sink is None else sink - peak, tokens.shard)

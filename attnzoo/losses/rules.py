@@ -151,7 +151,7 @@ class Options(NamedTuple):
     deviation: float = 1.0  # of the noise
 
     @property
-    def form(self) -> Rule:
+    def form_rule(self) -> Rule:
         return Rule(ACTIVATIONS[self.activation], self.normalize, self.keep)
 
     @property

@@ -36,15 +36,15 @@ class VariantForm(NamedTuple):
         factor per query. "shifted": φ is relative to the maximum. "vanishing-sum": φ(−∞) = 0, so
         that φ is not masked.
         """
-        how = "online" if self.form.softmax else self.form.normalize
+        normalize = "online" if self.form.softmax else self.form.normalize
         family = self.form.shape is not None
         if self.form.factor is not None:
             return "factor-family" if family else "factor"
         if self.form.activation.shifted:
             return "shifted"
-        if how == "sum" and self.form.activation.vanishes:
+        if normalize == "sum" and self.form.activation.vanishes:
             return "vanishing-sum"
-        return "family" if family else how
+        return "family" if family else normalize
 
     @property
     def plain(self) -> bool:

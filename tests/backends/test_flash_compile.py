@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import attnzoo
 from attnzoo.nn import Attention
 from helpers.cases import CASES, learned, params_of, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS
@@ -46,3 +47,24 @@ def test_compiles_without_graph_breaks_and_agrees_at_every_length(variant: str) 
     for n in (9, 12, 40):
         pairs = zip(results(compiled, attend, n), results(attend, attend, n), strict=True)
         assert all(torch.equal(have, want) for have, want in pairs)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("dim", [16, pytest.param(20, marks=pytest.mark.slow)])
+def test_exports_a_dense_mask_of_any_length(dim: int) -> None:
+    """The copy of a mask depends on its length, and must not be a guard of the graph."""
+
+    class Masked(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            return attnzoo.attention(q, k, v, attn_mask=mask, backend="flash")
+
+    def inputs(n: int) -> tuple[Tensor, ...]:
+        qkv = (rand(1, 2, n, dim, seed=i).float() for i in range(3))
+        return *qkv, rand(1, 1, n, n, seed=3) > -0.5
+
+    n = torch.export.Dim("n", min=2, max=64)
+    shapes = ({2: n}, {2: n}, {2: n}, {2: n, 3: n})
+    program = torch.export.export(Masked(), inputs(17), dynamic_shapes=shapes).module()
+    for length in (9, 16, 40):
+        want = attnzoo.attention(*inputs(length)[:3], attn_mask=inputs(length)[3], backend="eager")
+        assert torch.allclose(program(*inputs(length)), want, atol=1e-5)

@@ -324,7 +324,7 @@ def test_gradient_of_lse_agrees_with_a_large_sink(computed: str, b: float) -> No
 
 
 def test_unaligned_strides_do_not_matter() -> None:
-    """The inputs are slices of rows of 37 numbers, so vector loads are not aligned."""
+    """The inputs are slices of rows of 37 numbers, so they are copied to aligned rows."""
     wide = [rand(1, 2, 70, 37, seed=i).float() for i in range(4)]
     for variant in ("entmax", "sink"):
         found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -151,29 +152,40 @@ def test_fake_results_have_the_strides_of_real_ones(backend: str, dim: int, layo
     assert torch.allclose(real.float(), want, atol=2e-2)
 
 
+# name -> view of a mask (2, 2, 40, 45), heads and queries of the mask that the kernel reads
+MASKS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
+    "rows of 45": (lambda mask: mask, 2, 40),
+    "one for all heads": (lambda mask: mask[:, :1].expand(-1, 2, -1, -1), 1, 40),
+    "one for all queries": (lambda mask: mask[:, :, :1].expand(-1, -1, 40, -1), 2, 1),
+    "rows that start anywhere": (lambda mask: torch.cat([mask, mask], -1)[..., 3:48], 2, 40),
+    "columns": (lambda mask: mask.mT.contiguous().mT, 2, 40),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("case", MASKS)
 def test_rows_of_a_dense_mask_are_read_16_bytes_at_a_time(
-    dtype: torch.dtype, heads: int, monkeypatch: pytest.MonkeyPatch
+    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mask of 45 keys is copied to wider rows, once for all heads if they share it."""
+    """Other masks are copied, without their expanded dimensions."""
     masks, run = [], launch.run
 
     def record(work: launch.Launch) -> None:
-        masks.append((work.args["visible"].mask, work.args["tile"].MASK_ALIGN.value))
+        masks.append(work.args["visible"].mask)
         run(work)
 
     monkeypatch.setattr(prepared, "run", record)
+    view, heads, queries = MASKS[case]
+    mask = rand(2, 2, 40, 45, seed=3) > 0
+    if dtype == torch.float16:
+        mask = torch.where(mask, 0.5, float("-inf")).to(dtype)
+    mask = view(mask)
     q, k, v = (rand(2, 2, n, 16, seed=n).half() for n in (40, 45, 45))
-    mask = (rand(2, heads, 40, 45, seed=3) > 0).expand(2, 2, 40, 45)
-    mask = mask if dtype == torch.bool else torch.where(mask, 0.5, float("-inf")).to(dtype)
-    mask = mask[:, :1].expand(2, 2, 40, 45) if heads == 1 else mask
     out, want = (attnzoo.attention(q, k, v, attn_mask=mask, backend=b) for b in ("flash", "eager"))
     assert torch.allclose(out.float(), want.float(), atol=2e-3)
-    ((copy, unit),) = masks
-    assert unit == 16 // mask.element_size()
-    assert copy.shape[1] == heads
-    assert copy.stride(2) % unit == 0
+    (copy,) = masks
+    assert copy.shape[1:3] == (heads, queries)
+    assert queries == 1 or copy.stride(2) % (16 // mask.element_size()) == 0
 
 
 @every_call

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnzoo
 from attnzoo.core import registry
-from attnzoo.core.activations import EXP
+from attnzoo.core.activations import EXP, RELU2
 from attnzoo.functional import call_cache
 from helpers.cases import VARIANTS, params_of, rand
 
@@ -242,3 +244,29 @@ def test_cache_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(1, 9):
         attnzoo.attention(*qkv(n), "ssmax", is_causal=True)
         assert len(call_cache._CACHE) <= 3
+
+
+@pytest.mark.parametrize("backend", ["tiled", pytest.param("flash", marks=pytest.mark.interpreter)])
+def test_activations_made_in_each_call_share_an_entry_and_are_freed(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activations = []
+
+    def forms(call: attnzoo.Call) -> tuple[attnzoo.Pairwise, ...]:
+        made = attnzoo.Activation("each call", RELU2.value, RELU2.slope, triton=RELU2.triton)
+        activations.append(weakref.ref(made))
+        return (attnzoo.Pairwise(made, "none", offset=0.1),)
+
+    def weights(q: Tensor, k: Tensor, call: attnzoo.Call) -> Tensor:
+        return call.zero_hidden((call.scores(q, k) - 0.1).relu() ** 2)
+
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+    attnzoo.register_variant(
+        attnzoo.Variant("each_call", "ReLU²", "none", weights, forms=forms, normalized=False)
+    )
+    for _ in range(5):
+        attnzoo.attention(*qkv(), "each_call", backend=backend)
+    assert len(call_cache._CACHE) == 1
+    call_cache._CACHE.clear()
+    gc.collect()
+    assert not any(activation() for activation in activations)

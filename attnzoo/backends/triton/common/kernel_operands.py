@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 
 from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.core.call import Call
-from attnzoo.core.checks import is_symbolic
 from attnzoo.core.forms import Pairwise, PerQuery
 
 
@@ -101,20 +100,6 @@ def pad_columns(x: Tensor) -> Tensor:
     return pad(x, (0, missing)) if missing else x
 
 
-def with_aligned_mask(layout: Layout) -> Layout:
-    """Copy a dense mask whose rows do not begin at multiples of 16 bytes, as torch's kernels do."""
-    mask = layout.mask
-    if mask is None or mask.shape[2] == 1 or mask.stride(3) != 1:
-        return layout
-    keys = mask.shape[3]
-    # In a graph for all lengths, every mask is copied.
-    if not is_symbolic(keys, *mask.stride()) and has_aligned_rows(mask):
-        return layout
-    # Expanded dimensions are not copied.
-    b, h = (slice(1) if step == 0 else slice(None) for step in mask.stride()[:2])
-    return layout._replace(mask=pad(mask[b, h], (0, -keys % unit_of(mask)))[..., :keys])
-
-
 def aligned(*tensors: Tensor) -> list[Tensor]:
     """Copy each tensor whose rows do not all begin at multiples of 16 bytes.
 
@@ -122,6 +107,25 @@ def aligned(*tensors: Tensor) -> list[Tensor]:
     instructions and registers.
     """
     return [x if _is_aligned(x) else like(x, x.shape[3]).copy_(x) for x in tensors]
+
+
+def aligned_layout(layout: Layout) -> Layout:
+    """Copy a dense mask of which the kernels cannot read 16 bytes at a time, as torch's kernels do.
+
+    A mask expanded over the queries becomes a key mask. One expanded over the keys is not copied.
+    """
+    mask = layout.mask
+    if mask is None or mask.shape[2] == 1 or mask.stride(3) == 0:
+        return layout
+    if mask.stride(2) == 0:
+        return layout._replace(mask=mask[:, :, :1])
+    if _is_aligned(mask):
+        return layout
+    # Expanded dimensions are not copied. The kernels broadcast those of size 1.
+    b, h = (slice(1) if step == 0 else slice(None) for step in mask.stride()[:2])
+    mask, keys = mask[b, h], mask.shape[3]
+    copy = mask.new_empty(*mask.shape[:3], keys + -keys % unit_of(mask))[..., :keys]
+    return layout._replace(mask=copy.copy_(mask))
 
 
 def _is_aligned(x: Tensor) -> bool:

@@ -37,7 +37,6 @@ from attnzoo.backends.triton.common.tiles import ALL, Config
 # Programs per multiprocessor, where a kernel's work can be split.
 PER_PROCESSOR = 2
 PARTIALS = 32  # partial results per iteration of `merge_splits`
-NOT_SOLVED = Solved()  # of a form without a threshold
 
 
 class Launch(NamedTuple):

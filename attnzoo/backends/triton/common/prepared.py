@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attnzoo.backends.triton.common.groups import mapped
 from attnzoo.backends.triton.common.launch import Launch, on_device, run
+from attnzoo.core.function_keys import Keyed
 
 MOST = 1024  # number of different calls that are remembered
 
@@ -78,6 +79,8 @@ def _read(
             )  # fmt: skip
         elif isinstance(x, (tuple, list)):
             _read(x, key, inputs, numbers)
+        elif isinstance(x, Keyed):  # whose functions may hold large objects
+            key.append(x.of_kernels)
         else:
             key.append(x)
 

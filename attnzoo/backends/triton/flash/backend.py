@@ -24,7 +24,6 @@ from attnzoo.backends.triton.common.kernel_operands import (
     layout_of,
     operands_of,
     pad_columns,
-    with_aligned_mask,
 )
 from attnzoo.backends.triton.flash import operators as ops
 from attnzoo.core.call import Call
@@ -118,7 +117,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     assert form.activation.triton is not None
     reject_transforms("flash", q, k, v)
     q, k, v = pad_columns(q), pad_columns(k), pad_columns(v)
-    layout, gain = with_aligned_mask(layout_of(call)), form.gain
+    layout, gain = layout_of(call), form.gain
     solved, rule = UNSOLVED, rule_of(form)
     if isinstance(gain, FromStatistics):
         with torch.no_grad():

@@ -14,7 +14,13 @@ from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import kernel_operands
-from attnzoo.backends.triton.common.kernel_operands import Solved, aligned, like, new_vector
+from attnzoo.backends.triton.common.kernel_operands import (
+    Solved,
+    aligned,
+    aligned_layout,
+    like,
+    new_vector,
+)
 from attnzoo.core.forms import Statistics
 
 
@@ -31,7 +37,7 @@ def _modules() -> tuple[Any, ...]:
 @operator
 def flash_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
     launch, prepared, forward, _ = _modules()
-    operands = *aligned(q, k), layout, launch.architecture(q.device)
+    operands = *aligned(q, k), aligned_layout(layout), launch.architecture(q.device)
     return prepared.launch(forward.describe_stats, *operands)
 
 
@@ -51,7 +57,8 @@ def flash_threshold(
 ) -> Solved:
     """Solve for τ and make the block map, whose tile size depends on v's head dimension."""
     launch, prepared, forward, _ = _modules()
-    operands = *aligned(q, k), v, layout, rule, vectors, terms, launch.architecture(q.device)
+    call = aligned_layout(layout), rule, vectors, terms
+    operands = *aligned(q, k), v, *call, launch.architecture(q.device)
     return prepared.launch(forward.describe_threshold, *operands)
 
 
@@ -86,7 +93,8 @@ def flash_forward(
 ) -> FlashResult:  # fmt: skip
     launch, prepared, forward, _ = _modules()
     machine = launch.architecture(q.device), launch.processors(q.device)
-    operands = *aligned(q, k, v), layout, rule, vectors, terms, solved, want_lse, *machine
+    call = aligned_layout(layout), rule, vectors, terms, solved
+    operands = *aligned(q, k, v), *call, want_lse, *machine
     return FlashResult(*prepared.launch(forward.describe_forward, *operands))
 
 
@@ -121,8 +129,9 @@ def flash_backward(
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
     grads = prepared.launch(
-        backward.describe_backward, dout, dlse, q, k, v, out, stat, weight_sum, layout, rule,
-        vectors, terms, solved, wanted, launch.architecture(q.device), launch.processors(q.device),
+        backward.describe_backward, dout, dlse, q, k, v, out, stat, weight_sum,
+        aligned_layout(layout), rule, vectors, terms, solved, wanted,
+        launch.architecture(q.device), launch.processors(q.device),
     )  # fmt: skip
     grads |= {name: _joined(grads[name], x) for name, x in (("k", k), ("v", v))}
     if "key_bias" in wanted:
