@@ -130,7 +130,7 @@ def mask_of(case: Case) -> Tensor | None:
     """A mask (1, H, Nq, Nk) or (1, 1, 1, Nk), by its kind:
 
     - "float" or "bool"; or "keys": bool, equal for all queries;
-    - ", odd": rows that are copied to aligned ones; ", transposed": contiguous columns instead of rows.
+    - ", odd": unaligned rows, which are copied; ", transposed": contiguous columns.
 
     True or NaN stands around the mask in memory. Every seventh query sees no key.
     """
