@@ -57,7 +57,7 @@ def variant_forms(variants: Iterable[str]) -> list[VariantForm]:
 
     In the form, a tensor parameter becomes a per-query vector, such as ``gain`` or ``shape``.
     """
-    found = []
+    forms = []
     x = torch.empty(1, 1, 1, 1)
     for name in variants:
         numbers = complete(VariantCall(name), LENGTH).params
@@ -75,21 +75,21 @@ def variant_forms(variants: Iterable[str]) -> list[VariantForm]:
                 if not isinstance(form, attnzoo.Pairwise) or form.normalize == "select":
                     continue
                 if form.activation.triton is not None:
-                    found.append(VariantForm(name, params, form))
-    return found
+                    forms.append(VariantForm(name, params, form))
+    return forms
 
 
 @cache
 def _by_name(variants: tuple[str, ...]) -> dict[str, VariantForm]:
-    found: dict[str, VariantForm] = {}
+    by_name: dict[str, VariantForm] = {}
     for source in sorted(variant_forms(variants), key=lambda source: not source.plain):
-        first = found.setdefault(source.name, source)
+        first = by_name.setdefault(source.name, source)
         if first.form.activation.triton != source.form.activation.triton:
             raise UsageError(
                 f"activation names must be unique, but {first.variant} and {source.variant} have "
                 f"different activations named {source.name!r}"
             )
-    return found
+    return by_name
 
 
 def activations() -> dict[str, VariantForm]:
@@ -102,18 +102,18 @@ def activations() -> dict[str, VariantForm]:
 
 def kinds() -> dict[str, str]:
     """A dict from each `VariantForm.kind` to the name of one activation of that kind."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, source in activations().items():
-        found.setdefault(source.kind, name)
-    return found
+        names.setdefault(source.kind, name)
+    return names
 
 
 @cache
 def distance() -> attnzoo.Distance:
     """The first `Distance` with Triton functions among the forms of the registered variants."""
     forms = (source.form for source in variant_forms(attnzoo.list_variants()))
-    given = (form.distance for form in forms if form.distance is not None)
-    return next(x for x in given if x.triton is not None and x.triton_slope is not None)
+    distances = (form.distance for form in forms if form.distance is not None)
+    return next(x for x in distances if x.triton is not None and x.triton_slope is not None)
 
 
 def plugin_activations(path: Path) -> list[str]:

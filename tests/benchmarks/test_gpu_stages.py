@@ -132,7 +132,9 @@ def test_items_that_all_hang_do_not_use_up_the_session(tmp_path: Path) -> None:
     assert len([line for line in lines(stage_session) if "failed" in line]) <= 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_runner_ends_its_step_and_writes_a_summary(
     number: int, tmp_path: Path
 ) -> None:

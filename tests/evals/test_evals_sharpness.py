@@ -26,6 +26,7 @@ MINILM = str(Path(str(SPEC.origin)).parent / "model")
 COMMAND = ["sharpness", "--model", MINILM, "--text", str(ROOT / "LICENSE")]
 
 
+@pytest.mark.slow
 def test_softmax_flattens_with_length_in_a_real_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,18 @@ def test_third_party_parameters_are_checked() -> None:
         linear_loss(INPUT, WEIGHT, TARGET, "strict", power=-1.0)
 
 
+def assert_equal_losses(
+    actual: Tensor, per_token: Tensor, y: Tensor, inputs: tuple[Tensor, ...], reduction: str
+) -> None:
+    """The loss and its gradients are those of ``per_token``; targets below 0 are ignored."""
+    want = torch.where(y >= 0, per_token, 0.0)
+    want = want.sum() / (y >= 0).sum() if reduction == "mean" else want
+    torch.testing.assert_close(actual, want, **CLOSE)
+    gradients = (torch.autograd.grad(value.sum(), inputs) for value in (actual, want))
+    for have, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(have, exact, **CLOSE)
+
+
 @pytest.mark.usefixtures("own_registry")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_third_party_variant_whose_activation_has_an_integral_has_a_loss(reduction: str) -> None:
@@ -92,12 +104,7 @@ def test_a_third_party_variant_whose_activation_has_an_integral_has_a_loss(reduc
     actual = linear_loss(x, e, y, "relu_squared", linear_bias=b, reduction=reduction)
     z = x @ e.mT + b - 0.3
     want = (z.relu() ** 3 / 3).sum(-1) - z.gather(1, y.clamp(min=0)[:, None])[:, 0]
-    want = torch.where(y >= 0, want, 0.0)
-    want = want.sum() / (y >= 0).sum() if reduction == "mean" else want
-    torch.testing.assert_close(actual, want, **CLOSE)
-    gradients = (torch.autograd.grad(value.sum(), (x, e, b)) for value in (actual, want))
-    for have, exact in zip(*gradients, strict=True):
-        torch.testing.assert_close(have, exact, **CLOSE)
+    assert_equal_losses(actual, want, y, (x, e, b), reduction)
 
 
 @pytest.mark.usefixtures("own_registry")
@@ -126,12 +133,7 @@ def test_a_third_party_threshold_variant_whose_activation_has_an_integral_has_a_
         low, high = torch.where(above, tau, low), torch.where(above, high, tau)
     want = tau[:, 0] + ((1 + z - tau).relu() ** 3 / 3).sum(-1) - 1 / 3
     want = want - z.gather(1, y.clamp(min=0)[:, None])[:, 0]
-    want = torch.where(y >= 0, want, 0.0)
-    want = want.sum() / (y >= 0).sum() if reduction == "mean" else want
-    torch.testing.assert_close(actual, want, **CLOSE)
-    gradients = (torch.autograd.grad(value.sum(), (x, e, b)) for value in (actual, want))
-    for have, exact in zip(*gradients, strict=True):
-        torch.testing.assert_close(have, exact, **CLOSE)
+    assert_equal_losses(actual, want, y, (x, e, b), reduction)
 
 
 @pytest.mark.usefixtures("own_registry")
