@@ -121,6 +121,7 @@ def test_a_status_that_is_not_0_is_a_problem(tmp_path: Path) -> None:
     assert command.problems(document) == ["step x: status 2"]
 
 
+@pytest.mark.slow
 def test_items_that_all_hang_do_not_use_up_the_session(tmp_path: Path) -> None:
     stage_session = session(tmp_path)
     names = ["hang"] * 9

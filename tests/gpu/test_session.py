@@ -79,7 +79,10 @@ def test_collection_imports_no_optional_package() -> None:
     assert output_of(code).splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize(("options", "runs"), [((), "skipped"), (("--rehearse",), "passed")])
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [((), "skipped"), pytest.param(("--rehearse",), "passed", marks=pytest.mark.slow)],
+)
 def test_all_errors_count_without_a_gpu_except_failed_comparisons(
     tmp_path: Path, options: tuple[str, ...], runs: str
 ) -> None:
