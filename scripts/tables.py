@@ -1,4 +1,4 @@
-"""Fills the generated tables of README.md and docs/: variants, tasks, versions, results.
+"""Fills the generated parts of README.md and docs/: variants, tasks, versions, results, a trace.
 
 A table stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`, in any page.
 """
@@ -19,6 +19,7 @@ from evals.reporting.readme_tables import overview, scores, tasks_table
 from evals.reporting.trials import documented
 from evals.tasks import EXPERIMENTS
 from scripts import variant_facts as facts
+from scripts.call_path import call_path
 from scripts.kernels_table import kernels_table
 from scripts.profile_table import profile_table
 from scripts.support_table import support_table
@@ -109,6 +110,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "forms": lambda page: forms_table(),
     "support": lambda page: support_table(),
     "versions": lambda page: versions_table(),
+    "call-path": lambda page: call_path(),
     "evals": lambda page: scores(RESULTS),
     "results": lambda page: overview(RESULTS),
     **{name: lambda page, name=name: documented(RESULTS, name) for name in EXPERIMENTS},

@@ -266,6 +266,7 @@ ABOUT_VARIANTS = {
     "evals/theory/closed_forms.py",
     "evals/theory/in_context.py",
     "scripts/arithmetic.py",
+    "scripts/call_path.py",
 }
 # Variant names that have a second meaning in the code, such as the function sigmoid.
 ALSO_WORDS = {"sink", "log_n", "sigmoid"}

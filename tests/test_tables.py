@@ -12,6 +12,7 @@ import pytest
 import attnzoo
 from commandline.errors import UsageError
 from scripts import tables, variant_facts
+from scripts.call_path import call_path
 from scripts.kernels_table import kernels_table
 from scripts.profile_table import profile_table
 from scripts.support_table import support_table
@@ -66,6 +67,15 @@ def test_a_wrong_block_is_one_line_and_no_page_is_written(
     assert error.startswith(f"python -m scripts.tables: {wrong}: each `begin` needs an `end`")
     assert error.count("\n") == 1
     assert outdated.read_text() == before
+
+
+def test_the_path_of_a_call_goes_from_attention_to_a_backend() -> None:
+    lines = [line.split() for line in call_path().splitlines()[1:-1]]
+    assert lines[0] == ["functional/attention.py", "attention"]
+    files = [first for first, *_ in lines if first.endswith(".py")]
+    assert len(files) == len(set(files))
+    steps = ("core/arguments.py", "variants/ssmax.py", "backends/sdpa.py")
+    assert sorted(steps, key=files.index) == list(steps)
 
 
 def test_docstring_examples_of_variant_facts_run() -> None:
