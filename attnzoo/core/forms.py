@@ -124,7 +124,7 @@ class Pairwise:
     key_bias: PerKey | None = None
     distance: Distance | None = None
     decay: Tensor | float | None = None
-    factor: PerQuery | None = None
+    factor: PerQuery | None = None  # not a gain, which would scale the bias too
     eps: float = 0.0
     kind = "pairwise"
 
