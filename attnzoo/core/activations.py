@@ -32,7 +32,8 @@ class Activation(Keyed):
     Attributes:
         name: Name for error messages and `explain`.
         value: ``value(s, shape) -> φ(s)``, elementwise; ``shape`` broadcasts against ``s`` and is
-            None unless this is a family. The function may overwrite ``s``.
+            None unless this is a family. The function may overwrite ``s`` if no slope reads ``s``:
+            slopes get the same tensor afterwards.
         slope: ``slope(s, φ, shape) -> φ'(s)``, elementwise.
         shape_slope: ``shape_slope(s, φ, shape) -> ∂φ/∂shape`` of a family; None otherwise.
         vanishes: Whether φ(−∞) = 0, so that masked scores may be −∞. If not, backends mask φ.

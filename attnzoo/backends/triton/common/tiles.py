@@ -6,7 +6,7 @@ GPU (see `measured`) come before those of PLAIN. Nothing is tuned at run time.
 
 ``python -m benchmarks compile`` checks all tiles, and ``python -m benchmarks tune`` tries others.
 For another architecture, add its shared memory to SHARED, its number to `known`, and the tiles in
-which it differs from sm_90 to OVERRIDES and LINEAR_OVERRIDES.
+which it differs from sm_90 to OVERRIDES and LINEAR_OVERRIDES; those of sm_80 do not carry over.
 """
 
 from __future__ import annotations
