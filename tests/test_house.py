@@ -305,7 +305,7 @@ PUBLIC_NAMES = {
 }
 # Files and folders that still have such names, or classes of equal names.
 NOT_YET = (
-    "benchmarks/kernels/", "tests/backends/",
+    "tests/backends/",
     "tests/benchmarks/test_compile_gate.py", "tests/benchmarks/test_profile.py",
     "tests/benchmarks/test_row_", "tests/benchmarks/test_tune.py",
     "tests/helpers/loss_",
