@@ -304,12 +304,7 @@ PUBLIC_NAMES = {
     ("attnzoo/nn/parameters.py", "given"),
 }
 # Files and folders that still have such names, or classes of equal names.
-NOT_YET = (
-    "tests/backends/",
-    "tests/benchmarks/test_compile_gate.py", "tests/benchmarks/test_profile.py",
-    "tests/benchmarks/test_row_", "tests/benchmarks/test_tune.py",
-    "tests/helpers/loss_",
-)  # fmt: skip
+NOT_YET = ("tests/backends/", "tests/helpers/loss_")
 
 
 def bound_name(node: ast.AST) -> str | None:
