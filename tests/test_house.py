@@ -304,7 +304,7 @@ PUBLIC_NAMES = {
     ("attnzoo/nn/parameters.py", "given"),
 }
 # Files and folders that still have such names, or classes of equal names.
-NOT_YET = ("tests/backends/", "tests/helpers/loss_")
+NOT_YET = ("tests/backends/",)
 
 
 def bound_name(node: ast.AST) -> str | None:
