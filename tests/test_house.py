@@ -303,8 +303,6 @@ PUBLIC_NAMES = {
     ("attnzoo/nn/attention.py", "given"),
     ("attnzoo/nn/parameters.py", "given"),
 }
-# Files and folders that still have such names, or classes of equal names.
-NOT_YET = ("tests/backends/",)
 
 
 def bound_name(node: ast.AST) -> str | None:
@@ -324,8 +322,6 @@ def test_names_say_what_they_hold() -> None:
     classes: dict[str, list[str]] = {"attnzoo": [], "evals": [], "benchmarks": []}
     for path in (*ALL, *sorted((ROOT / "tests").rglob("*.py"))):
         place = path.relative_to(ROOT).as_posix()
-        if place.startswith(NOT_YET):
-            continue
         for node in nodes_of(path):
             word = (bound_name(node) or "").strip("_").lower()
             if word in VAGUE and (place, word) not in PUBLIC_NAMES:
