@@ -304,13 +304,6 @@ PUBLIC_NAMES = {
     ("attnzoo/nn/attention.py", "given"),
     ("attnzoo/nn/parameters.py", "given"),
 }
-# Files and folders that still have such names, or classes of equal names.
-NOT_YET = (
-    "benchmarks/kernels/", "tests/backends/",
-    "tests/benchmarks/test_compile_gate.py", "tests/benchmarks/test_profile.py",
-    "tests/benchmarks/test_row_", "tests/benchmarks/test_tune.py",
-    "tests/helpers/loss_",
-)  # fmt: skip
 
 
 def bound_name(node: ast.AST) -> str | None:
@@ -330,8 +323,6 @@ def test_names_say_what_they_hold() -> None:
     classes: dict[str, list[str]] = {"attnzoo": [], "evals": [], "benchmarks": []}
     for path in (*ALL, *sorted((ROOT / "tests").rglob("*.py"))):
         place = path.relative_to(ROOT).as_posix()
-        if place.startswith(NOT_YET):
-            continue
         for node in nodes_of(path):
             word = (bound_name(node) or "").strip("_").lower()
             if word in VAGUE and (place, word) not in PUBLIC_NAMES:

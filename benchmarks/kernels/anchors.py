@@ -96,16 +96,16 @@ def count(task: Task) -> list[Anchor] | str:
         usage, text = sass.disassembled(done.asm["cubin"])
     except Exception as error:  # compilers raise many types
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
-    code, found = sass.instructions(text), []
+    code, anchors = sass.instructions(text), []
     for kernel in ("dkdv", "dq") if task.backward else ("forward",):
         loops = count_loops(code, kernel, task.arch, getattr(tile, kernel), warps, task.head_dim)
         # Loops of other tiles or products have another number of FLOPs.
-        own = [x for x in loops if x.tensor_factor is None or abs(x.tensor_factor - 1) < 0.01]
-        if own:
-            best = min(own, key=lambda loop: (loop.classes["mask"], loop.total))
+        matching = [x for x in loops if x.tensor_factor is None or abs(x.tensor_factor - 1) < 0.01]
+        if matching:
+            best = min(matching, key=lambda loop: (loop.classes["mask"], loop.total))
             place = (task.name, kernel, task.arch, task.head_dim)
-            found.append(Anchor(*place, *sass.resources(usage), replace(best, name="full")))
-    return found
+            anchors.append(Anchor(*place, *sass.resources(usage), replace(best, name="full")))
+    return anchors
 
 
 def compiled(function: Any, arch: int, values: Mapping[str, Any], warps: int, stages: int) -> Any:
@@ -260,11 +260,11 @@ def rendered(template: str, options: dict[str, Any], dim: int) -> str:
         return BATCH, HEADS, TOKENS, dim
 
     def stride(name: str, axis: int | None = None) -> str:
-        found, step = [], 1
+        strides, step = [], 1
         for size in reversed(sizes(name)):
-            found.insert(0, step)
+            strides.insert(0, step)
             step *= size
-        return ", ".join(map(str, found)) if axis is None else str(found[axis])
+        return ", ".join(map(str, strides)) if axis is None else str(strides[axis])
 
     def def_kernel(*names: str) -> str:
         arguments.extend(f"arg_{name}" for name in names)
@@ -295,8 +295,8 @@ def rendered(template: str, options: dict[str, Any], dim: int) -> str:
     }  # fmt: skip
 
     def except_first(text: str, levels: int) -> str:
-        first, *rest = text.splitlines()
-        return "\n".join([first.strip(), *("    " * levels + line.strip() for line in rest)])
+        first, *others = text.splitlines()
+        return "\n".join([first.strip(), *("    " * levels + line.strip() for line in others)])
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     environment.filters["indent_except_first"] = except_first

@@ -146,10 +146,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="Compile in N processes (default: one per CPU)",
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="Write results to a JSON file at the end")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=compile_selected)
 
 
-def run(args: argparse.Namespace) -> int:
+def compile_selected(args: argparse.Namespace) -> int:
     jobs = selected(args)
     require_compiler("compile")
     import triton
@@ -203,9 +203,13 @@ def selected(args: argparse.Namespace) -> list[Specialization]:
     if not all(d in range(8, 257, 8) for d in dims):
         raise UsageError(f"--head-dims must be multiples of 8 from 8 to 256, got {texts!r}")
     if args.plugin is not None:
-        own = product(archs, dims, activations.plugin_activations(args.plugin), OF_ACTIVATIONS)
+        combinations = product(
+            archs, dims, activations.plugin_activations(args.plugin), OF_ACTIVATIONS
+        )
         return [
-            Specialization(k, arch, "bf16", d, name) for arch, d, name, k in own if k in kernels
+            Specialization(k, arch, "bf16", d, name)
+            for arch, d, name, k in combinations
+            if k in kernels
         ]
     table = quick_specializations(archs) if args.quick else specializations(archs, dims)
     return [spec for spec in table if spec.family in kernels]
@@ -225,10 +229,10 @@ def common_options(args: argparse.Namespace, known: tuple[str, ...]) -> tuple[li
 
 
 def chosen(option: str, text: str, known: tuple[str, ...]) -> list[str]:
-    found = text.split(",")
-    if not set(found) <= set(known):
+    names = text.split(",")
+    if not set(names) <= set(known):
         raise UsageError(f"{option} must list some of {', '.join(known)}, got {text!r}")
-    return found
+    return names
 
 
 def require_compiler(what: str) -> None:

@@ -68,8 +68,8 @@ class LoopCount:
         record = asdict(self)
         del record["prediction"]
         record["opcodes"] = {name: n for name, n in self.opcodes.items() if n >= 0.02}
-        found = self.prediction
-        return record | {"predicted": None if found is None else found._asdict()}
+        prediction = self.prediction
+        return record | {"predicted": None if prediction is None else prediction._asdict()}
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class Profile:
     @property
     def main(self) -> LoopCount | None:
         """The loop over full blocks, of the last pass if there are several."""
-        found = [loop for loop in self.loops if loop.name.split()[-1] in ("full", "all")]
+        full = [loop for loop in self.loops if loop.name.split()[-1] in ("full", "all")]
         # Loops with a mask are all named "all" if the edge adds little. The full one is shorter.
-        last = [loop for loop in found if loop.name == found[-1].name]
+        last = [loop for loop in full if loop.name == full[-1].name]
         return min(last, key=lambda loop: loop.total, default=None)
 
     def record(self) -> dict[str, Any]:
@@ -145,12 +145,14 @@ def count_loops(
     head_dim: int,
 ) -> tuple[LoopCount, ...]:
     """The counts of all tile loops of a kernel."""
-    found = [loop for loop in sass.loops(code) if is_tile_loop(loop)]
+    tile_loops = [loop for loop in sass.loops(code) if is_tile_loop(loop)]
     each = 32 * warps / (tile[0] * tile[1])  # instructions of a warp -> per thread and element
-    passes = passes_of(found, kernel)
-    names = names_of([name for name, _ in passes], [loop.classes["mask"] * each for loop in found])
+    passes = passes_of(tile_loops, kernel)
+    names = names_of(
+        [name for name, _ in passes], [loop.classes["mask"] * each for loop in tile_loops]
+    )
     counts = []
-    for loop, name, (part, products) in zip(found, names, passes, strict=True):
+    for loop, name, (part, products) in zip(tile_loops, names, passes, strict=True):
         needed = 2 * head_dim * products
         total = len(loop.code) * each
         classes = {kind: loop.classes[kind] * each for kind in sass.KINDS}
@@ -211,10 +213,10 @@ def names_of(passes: Sequence[str], masks: Sequence[float]) -> list[str]:
     Within a pass, a loop is over full blocks if it has about as few mask instructions as any.
     """
     names = []
-    for own, mask in zip(passes, masks, strict=True):
-        peers = [m for p, m in zip(passes, masks, strict=True) if p == own]
+    for part, mask in zip(passes, masks, strict=True):
+        peers = [m for p, m in zip(passes, masks, strict=True) if p == part]
         kind = "full" if mask < min(peers) + MASK_WORK else "edge"
         if max(peers) < min(peers) + MASK_WORK:
             kind = "all"
-        names.append(f"{own} {kind}".strip())
+        names.append(f"{part} {kind}".strip())
     return names

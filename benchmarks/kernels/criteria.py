@@ -79,11 +79,11 @@ BARE = ("no gain", "full no gain")
 
 def violations(profiles: Sequence[Profile], counted: bool = True) -> list[str]:
     """What the kernels violate, as lines. Without ``counted``, limits of counts are left out."""
-    found = [line for row in profiles for line in structural(row)]
+    lines = [line for row in profiles for line in structural(row)]
     if counted:
-        found += [line for row in profiles for line in exceeded(row)]
-        found += [*steps(profiles), *slow(profiles)]
-    return found
+        lines += [line for row in profiles for line in exceeded(row)]
+        lines += [*steps(profiles), *slow(profiles)]
+    return lines
 
 
 def title(row: Profile) -> str:
@@ -158,8 +158,8 @@ def steps(profiles: Sequence[Profile]) -> Iterator[str]:
                 == (arch, activation, dim)
                 and row.spec.extra == extra
             }
-            found = [rows.get(kernel) for kernel in STEP]
-            serial = [x.prediction.serial for x in found if x is not None and x.prediction]
+            loops = [rows.get(kernel) for kernel in STEP]
+            serial = [x.prediction.serial for x in loops if x is not None and x.prediction]
             if len(serial) == len(STEP) and sum(serial) > most + ROUNDING:
                 yield (
                     f"forward, dq and dkdv together, {activation} D={dim} {extra}, {arch}: "

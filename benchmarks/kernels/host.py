@@ -33,10 +33,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_plugin(parser)
     overhead.add_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=time_host_calls)
 
 
-def run(args: argparse.Namespace) -> int:
+def time_host_calls(args: argparse.Namespace) -> int:
     require_compiler("host")
     install()
     return overhead.time_calls(args, calls())

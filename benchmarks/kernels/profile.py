@@ -71,10 +71,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="Compare with the kernels of Triton's tutorial 06 in this file")  # fmt: skip
     add("--jobs", type=int, default=os.cpu_count() or 1, metavar="N",
         help="Compile in N processes (default: one per CPU)")  # fmt: skip
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=profile_selected)
 
 
-def run(args: argparse.Namespace) -> int:
+def profile_selected(args: argparse.Namespace) -> int:
     cells = selected(args)
     require_compiler("profile")
     import triton
@@ -99,11 +99,11 @@ def run(args: argparse.Namespace) -> int:
         archs = list(dict.fromkeys(spec.arch for spec in cells))
         beside = list(tasks(args.tutorial, args.flex, archs, {spec.kernel for spec in cells}))
         others: list[Anchor] = []
-        for task, found in zip(beside, pool.map(count, beside), strict=True):
-            if isinstance(found, str):
-                print(f"{task.name}, D={task.head_dim}, {task.arch} does not compile: {found}")
+        for task, counted in zip(beside, pool.map(count, beside), strict=True):
+            if isinstance(counted, str):
+                print(f"{task.name}, D={task.head_dim}, {task.arch} does not compile: {counted}")
             else:
-                others += found
+                others += counted
     for text in comparison(rows, others):
         print(text)
     if args.json:
@@ -156,10 +156,10 @@ def cubin_name(spec: Specialization) -> str:
     """Such as forward-exp-D128-causal-bf16-sm_90.cubin."""
     extra = spec.extra
     causality = "full" if extra.startswith("full") else "causal"
-    rest = extra.removeprefix("full").strip() or ("" if spec.family == "linear" else "gain")
+    feature = extra.removeprefix("full").strip() or ("" if spec.family == "linear" else "gain")
     parts = [spec.kernel, spec.activation, f"D{spec.head_dim}", causality]
-    if rest != "no gain":
-        parts.append(rest)
+    if feature != "no gain":
+        parts.append(feature)
     text = "-".join(filter(None, [*parts, spec.dtype, spec.arch]))
     return text.replace(" ", "_") + ".cubin"
 
@@ -191,8 +191,8 @@ def cells_of(loop: LoopCount) -> tuple[str, ...]:
     factors = (loop.tensor_factor, loop.element_factor)
     speed = ("–", "–", "–")
     if loop.prediction is not None:
-        found = loop.prediction
-        speed = (found.bound, f"{found.tflops:.0f}", f"{found.tflops_overlap:.0f}")
+        prediction = loop.prediction
+        speed = (prediction.bound, f"{prediction.tflops:.0f}", f"{prediction.tflops_overlap:.0f}")
     return (
         loop.name, f"{loop.total:.2f}", *(f"{loop.classes[kind]:.2f}" for kind in kinds),
         *("–" if factor is None else f"{factor:.2f}" for factor in factors),
@@ -213,10 +213,10 @@ def comparison(rows: list[Profile], others: list[Anchor]) -> Iterator[str]:
     for other in others:
         row = known.get((other.kernel, other.arch, other.head_dim))
         if row is not None and row.main is not None:
-            ours, loop = row.main, other.loop
+            main, loop = row.main, other.loop
             yield (
-                f"{other.kernel} D={other.head_dim} {other.arch}: {figures(ours, row.stack_bytes)} "
-                f"{other.name}: {figures(loop, other.stack_bytes)}  {ours.total / loop.total:.2f}"
+                f"{other.kernel} D={other.head_dim} {other.arch}: {figures(main, row.stack_bytes)} "
+                f"{other.name}: {figures(loop, other.stack_bytes)}  {main.total / loop.total:.2f}"
             )
 
 

@@ -258,8 +258,8 @@ def two_pass(x, out):
                 m, n = split_entry(block[i])
                 rises = n > exponents[i]
                 decay = power_of_two(-abs(n - exponents[i]))
-                kept = mantissas[i] * (decay if rises else ONE)
-                mantissas[i] = kept + m * (ONE if rises else decay)
+                rescaled = mantissas[i] * (decay if rises else ONE)
+                mantissas[i] = rescaled + m * (ONE if rises else decay)
                 exponents[i] = n if rises else exponents[i]
         for i in range(LANES):
             spare[i] = exponents[i]

@@ -66,12 +66,12 @@ WIDTHS, LEFT = (25, 7, 8, 13, 6, 8, 10, 0), (0, 7)
 class Algorithm:
     """A way to compute the softmax or the k largest weights of the rows.
 
-    run: computes the weights into ``out``. accesses: entries read and written per entry of a row,
+    compute: writes the weights into ``out``. accesses: entries read and written per entry of a row,
     unknown for functions of torch. baseline: the algorithm whose time is divided by its own.
     top: whether ``out`` has the k largest weights instead of all.
     """
 
-    run: Callable[[], object]
+    compute: Callable[[], object]
     out: Tensor
     accesses: int | None
     baseline: str
@@ -128,25 +128,25 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help=f"Time at least N rounds {default('rounds')}")  # fmt: skip
     add("--seed", type=seed, default=0, help="Draw the inputs with this seed (default: 0)")
     add("--json", metavar="FILE", help="Write results to a JSON file after each table")
-    parser.set_defaults(run=run, threads=1)  # the compiled loops use one core
+    parser.set_defaults(run=compare, threads=1)  # the compiled loops use one core
 
 
-def run(args: argparse.Namespace) -> int:
+def compare(args: argparse.Namespace) -> int:
     sizes = prepare(args)
     where = environment() | machine(args.device)
     print(f"{headline(where)}\n{where['compiled']}", flush=True)
-    given = {name: value for name, value in vars(args).items() if name != "run"}
+    settings = {name: value for name, value in vars(args).items() if name != "run"}
     results: list[Result] = []
     for rows, columns in sizes:
-        found = measure(args, rows, columns)
+        measured = measure(args, rows, columns)
         print(f"\n{title(args, rows, columns, where.get('cache_bytes'))}")
         print(aligned(HEADER, WIDTHS, LEFT))
-        for result in found:
+        for result in measured:
             print(line(result), flush=True)
-        results += found
+        results += measured
         if args.json is not None:
             records = [result.record() for result in results]
-            write_json(args.json, {"settings": given, "environment": where, "rows": records})
+            write_json(args.json, {"settings": settings, "environment": where, "rows": records})
     return 1 if any(result.wrong for result in results) else 0
 
 
@@ -232,7 +232,7 @@ def measure(args: argparse.Namespace, rows: int, columns: int) -> list[Result]:
     exact = torch.softmax(x.double(), 1)
     results: dict[str, Result] = {}
     for name, algorithm in made.items():
-        algorithm.run()
+        algorithm.compute()
         k = algorithm.out.shape[1]
         error = error_of(algorithm.out, exact.topk(k, 1).values if algorithm.top else exact)
         budget = None if algorithm.accesses is None else allowed(x)
@@ -241,7 +241,7 @@ def measure(args: argparse.Namespace, rows: int, columns: int) -> list[Result]:
     seconds: dict[str, list[float]] = {}
     for baseline in (THREE, THEN_TOP):  # in rounds of their own: each call leaves data in the cache
         calls = {
-            name: made[name].run
+            name: made[name].compute
             for name, result in results.items()
             if made[name].baseline == baseline and not result.wrong
         }
@@ -249,20 +249,20 @@ def measure(args: argparse.Namespace, rows: int, columns: int) -> list[Result]:
             seconds |= timer_of(args).rounds(calls, args.rounds, MIN_SECONDS)
     for name, spent in seconds.items():
         baseline, accesses = seconds.get(made[name].baseline), made[name].accesses
-        spread, whole = Spread.of(spent), x.numel() * x.element_size()
+        spread, num_bytes = Spread.of(spent), x.numel() * x.element_size()
         results[name] = replace(
             results[name],
             seconds=spread,
             speedup=None if baseline is None else ratio(baseline, spent),
-            gigabytes_per_second=accesses and accesses * whole / spread.median / 1e9,
+            gigabytes_per_second=accesses and accesses * num_bytes / spread.median / 1e9,
         )
     return list(results.values())
 
 
-def error_of(found: Tensor, exact: Tensor) -> float:
+def error_of(weights: Tensor, exact: Tensor) -> float:
     """The largest relative error of a weight; of tiny ones, relative to the least normal number."""
-    scale = exact.clamp(min=torch.finfo(found.dtype).tiny)
-    return float(((found.double() - exact).abs() / scale).max())
+    scale = exact.clamp(min=torch.finfo(weights.dtype).tiny)
+    return float(((weights.double() - exact).abs() / scale).max())
 
 
 def allowed(x: Tensor) -> float:
@@ -323,8 +323,8 @@ def title(args: argparse.Namespace, rows: int, columns: int, cache: int | None) 
     words = f"{rows} rows × {columns} columns, {args.dtype}: {size(of_row)} per row"
     if cache is not None:
         where = ["beyond", "within"][of_row <= cache]
-        whole = ["beyond", "within"][2 * rows * of_row <= cache]
-        words += f" ({where} the largest cache), {size(2 * rows * of_row)} in and out ({whole} it)"
+        both = ["beyond", "within"][2 * rows * of_row <= cache]
+        words += f" ({where} the largest cache), {size(2 * rows * of_row)} in and out ({both} it)"
     return words if args.device == "cuda" else f"{words}; k = {args.top}"
 
 

@@ -74,8 +74,8 @@ class Instruction(NamedTuple):
         """The address that a branch jumps to."""
         if self.name != "BRA":
             return None
-        found = re.search(r"\b0x([0-9a-f]+)\s*$", self.operands)
-        return int(found[1], 16) if found else None
+        address = re.search(r"\b0x([0-9a-f]+)\s*$", self.operands)
+        return int(address[1], 16) if address else None
 
     @property
     def conditional(self) -> bool:
@@ -123,9 +123,9 @@ def disassembled(cubin: bytes) -> tuple[str, str]:
 
 def resources(usage: str) -> tuple[int, int]:
     """Registers per thread, and bytes of stack, which hold spilled registers."""
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found is not None, usage
-    return int(found[1]), int(found[2])
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert match is not None, usage
+    return int(match[1]), int(match[2])
 
 
 def tensor_core(code: str) -> str | None:
@@ -146,13 +146,13 @@ def instructions(code: str) -> list[Instruction]:
 def loops(code: Sequence[Instruction]) -> list[Loop]:
     """The innermost loops, by address. Loops that only wait for a barrier do not count as loops."""
     blocks = basic_blocks(code)
-    found = natural_loops(successors(blocks))
+    bodies = natural_loops(successors(blocks))
 
     def content(numbers: Iterable[int]) -> list[Instruction]:
         return [x for n in sorted(numbers) for x in blocks[n]]
 
-    waiting = [body for body in found if waits(content(body))]
-    working = [body for body in found if body not in waiting]
+    waiting = [body for body in bodies if waits(content(body))]
+    working = [body for body in bodies if body not in waiting]
     inner = [body for body in working if not any(other < body for other in working)]
     idle = {n for body in waiting for n in body}
     return sorted((Loop(tuple(content(body - idle))) for body in inner), key=lambda x: x.start)
@@ -177,7 +177,7 @@ def basic_blocks(code: Sequence[Instruction]) -> list[list[Instruction]]:
 
 def successors(blocks: list[list[Instruction]]) -> list[list[int]]:
     number = {block[0].address: n for n, block in enumerate(blocks)}
-    found = []
+    targets = []
     for n, block in enumerate(blocks):
         last, after = block[-1], []
         if last.target is not None:
@@ -185,8 +185,8 @@ def successors(blocks: list[list[Instruction]]) -> list[list[int]]:
         leaves = last.name in ("BRA", "EXIT", "RET") and not last.conditional
         if not leaves and n + 1 < len(blocks):
             after.append(n + 1)
-        found.append(after)
-    return found
+        targets.append(after)
+    return targets
 
 
 def natural_loops(after: list[list[int]]) -> list[frozenset[int]]:
@@ -219,16 +219,16 @@ def dominated(after: list[list[int]], before: list[list[int]]) -> dict[int, set[
             if target not in reached:
                 reached.add(target)
                 todo.append(target)
-    found = {n: set(reached) for n in reached} | {0: {0}}
+    dominators = {n: set(reached) for n in reached} | {0: {0}}
     changed = True
     while changed:
         changed = False
         for n in sorted(reached - {0}):
-            ways = [found[m] for m in before[n] if m in reached]
+            ways = [dominators[m] for m in before[n] if m in reached]
             new = set.intersection(*ways) | {n}
-            changed |= new != found[n]
-            found[n] = new
-    return found
+            changed |= new != dominators[n]
+            dominators[n] = new
+    return dominators
 
 
 # ---- tensor cores -----------------------------------------------------------------------------
@@ -273,10 +273,10 @@ def flops_of(instruction: Instruction, code: Sequence[Instruction], warps: int) 
 
 def descriptor(instruction: Instruction, code: Sequence[Instruction]) -> int | None:
     """The constant in the uniform register ``idesc`` of a tcgen05 instruction."""
-    found = re.search(r"idesc\[(UR\d+)\]", instruction.operands)
-    if found is None:
+    match = re.search(r"idesc\[(UR\d+)\]", instruction.operands)
+    if match is None:
         return None
-    register = found[1]
+    register = match[1]
     for x in reversed([x for x in code if x.address < instruction.address]):
         written = [part.strip() for part in x.operands.split(",")]
         if written[0] != register:

@@ -68,11 +68,11 @@ def numbers(least: int, powers: bool = True) -> Callable[[str], list[int]]:
     """The type of an argument that lists ints >= ``least``; only powers of two if ``powers``."""
 
     def convert(text: str) -> list[int]:
-        found = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
-        if any(n < least or (powers and n & (n - 1)) for n in found):
+        values = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+        if any(n < least or (powers and n & (n - 1)) for n in values):
             what = "powers of two" if powers else "ints"
             raise argparse.ArgumentTypeError(f"must be {what} >= {least}, got {text!r}")
-        return found
+        return values
 
     return convert
 
@@ -117,10 +117,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--output", type=Path, metavar="FILE",
         help="Write measured tiles to this file (default: the one that later processes read)",
     )  # fmt: skip
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=tune_selected)
 
 
-def run(args: argparse.Namespace) -> int:
+def tune_selected(args: argparse.Namespace) -> int:
     specs = selected(args)
     require_compiler("tune")
     if args.device == "cuda":

@@ -133,14 +133,14 @@ def test_agrees_with_the_definition(
     variant: str, case: dict[str, Any], backends: tuple[str, ...], seed: int
 ) -> None:
     inputs = make(variant, case, seed=10 * seed)
-    found = []
+    errors = []
     exact, keep = None, 1.0
     for backend in backends:
         if exact is None or case["dropout"]:  # dropout masks differ by backend
             keep = dropout_factors(variant, backend, inputs)
             exact = reference(variant, inputs, keep)
-        found += disagreements(variant, backend, inputs, exact, keep)
-    assert not found, "\n".join(found)
+        errors += disagreements(variant, backend, inputs, exact, keep)
+    assert not errors, "\n".join(errors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -151,12 +151,12 @@ def test_sdpa_does_not_change_with_a_number_added_to_a_row_of_the_mask(
     """Softmax ignores it. torch's fused kernel would lose log Z next to it in the backward."""
     leaves = [x.to(dtype).requires_grad_() for x in torch.randn(3, 1, 2, 70, 16)]
     number = torch.finfo(dtype).min if low == "lowest" else low
-    found = []
+    results = []
     for added in (0.0, number):
         mask = torch.zeros(70, 70, dtype=dtype)
         mask[:5] = added
         mask[:, 60:] = float("-inf")
         out = attnzoo.attention(*leaves, attn_mask=mask, backend="sdpa")
-        found.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
-    for have, want in zip(*found, strict=True):
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for have, want in zip(*results, strict=True):
         assert torch.equal(have, want)

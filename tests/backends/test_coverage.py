@@ -36,7 +36,7 @@ from helpers.features import feature
 LISTED = ("sdpa", "decode", "flash", "linear", "flash_linear")
 
 
-def run(arguments: dict[str, Any], variant: str, backend: str, **params: Any) -> None:
+def check_shapes(arguments: dict[str, Any], variant: str, backend: str, **params: Any) -> None:
     """Run forward and backward, and check the shapes."""
     q, v = arguments["q"], arguments["v"]
     params = {**params_of(variant), **params}
@@ -60,11 +60,11 @@ def check(
         variant=variant, backend=backend, **arguments, **{**params_of(variant), **params}
     )
     if reason is RUNS:
-        run(arguments, variant, backend, **params)
+        check_shapes(arguments, variant, backend, **params)
         assert plan.chosen == backend
         return
     with pytest.raises(ValueError, match=reason):
-        run(arguments, variant, backend, **params)
+        check_shapes(arguments, variant, backend, **params)
     assert plan.chosen is None
     assert reason in str(plan)
 
@@ -104,7 +104,7 @@ def runs() -> Iterator[Any]:
         for variant in variants:
             if backend in KERNELS and variant not in FIRST.values():
                 continue
-            found = marked(variant, backend)
+            pair = marked(variant, backend)
             quick = "softmax" if "softmax" in variants else variants[0]
             for name, reasons in FEATURE_BACKENDS.items():
                 # decode runs what flash runs, and flash_linear what linear runs.
@@ -112,7 +112,7 @@ def runs() -> Iterator[Any]:
                 known = repeats and reasons[backend] is RUNS and name not in REPEATED
                 marks = [pytest.mark.slow] if variant != quick or known else []
                 yield pytest.param(
-                    name, *found.values, marks=[*found.marks, *marks], id=f"{name}-{found.id}"
+                    name, *pair.values, marks=[*pair.marks, *marks], id=f"{name}-{pair.id}"
                 )
 
 
@@ -168,4 +168,4 @@ def test_every_feature_runs_on_the_selected_backend(variant: str) -> None:
         arguments = feature(name)
         plan = attnzoo.explain(variant=variant, **arguments, **params_of(variant))
         assert plan.chosen in BACKENDS
-        run(arguments, variant, plan.chosen)
+        check_shapes(arguments, variant, plan.chosen)

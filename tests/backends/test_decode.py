@@ -148,8 +148,8 @@ def test_queries_without_keys_give_zeros_and_splits_without_keys_are_ignored(var
     mask[0, ..., 70:75] = True
     lse = {"return_lse": True} if variant not in NO_LSE else {}
     options = {"attn_mask": mask, "enable_gqa": True, **lse, **params_of(variant)}
-    found = attnzoo.attention(q, k, v, variant, backend="decode", **options)
-    out = found[0] if lse else found
+    results = attnzoo.attention(q, k, v, variant, backend="decode", **options)
+    out = results[0] if lse else results
     visible: Any = (k[:1, :, 70:75], v[:1, :, 70:75])
     shown: dict[str, Any] = {}
     if attnzoo.get_variant(variant).by_position:  # without the hidden keys, positions would change
@@ -160,7 +160,7 @@ def test_queries_without_keys_give_zeros_and_splits_without_keys_are_ignored(var
     assert torch.allclose(out[:1], expected, atol=1e-5)
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     if lse:
-        assert bool((found[1][1] == float("-inf")).all())
+        assert bool((results[1][1] == float("-inf")).all())
 
 
 @every_variant
@@ -202,14 +202,14 @@ def test_the_number_of_splits_does_not_change_the_result(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = rand(1, 4, 2, 16).float(), *(rand(1, 2, 300, 16, seed=i).float() for i in (1, 2))
-    found = []
+    outs = []
     for processors in (1, 3, 1000):
         monkeypatch.setattr(launch, "processors", lambda device, n=processors: n)
         options: Any = {"is_causal": True, "enable_gqa": True, "backend": "decode"}
         options |= params_of(variant)
-        found.append(attnzoo.attention(q, k, v, variant, **options))
-    assert torch.allclose(found[0], found[1], atol=2e-6)
-    assert torch.allclose(found[0], found[2], atol=2e-6)
+        outs.append(attnzoo.attention(q, k, v, variant, **options))
+    assert torch.allclose(outs[0], outs[1], atol=2e-6)
+    assert torch.allclose(outs[0], outs[2], atol=2e-6)
 
 
 def test_splits_use_all_processors_and_are_not_too_small(
@@ -228,13 +228,13 @@ def test_splits_use_all_processors_and_are_not_too_small(
     assert splits(32, 2**18)["splits"] * 256 >= 264
     assert splits(1, 100)["splits"] == 1
     for keys in (1, 100, 1024, 5000, 2**20):
-        found = splits(1, keys)
-        number, span, blocks = found["splits"], found["span"], found["last"] - found["first"]
+        sizes = splits(1, keys)
+        number, span, blocks = sizes["splits"], sizes["span"], sizes["last"] - sizes["first"]
         assert number == 1 or span * 64 >= 256
         assert number <= 256
         # Each block of keys belongs to exactly one split, and no split is empty.
         assert (number - 1) * span < blocks <= number * span
-        assert found["last"] * 64 >= keys
+        assert sizes["last"] * 64 >= keys
     narrow = splits(1, 2**18, window=1000)
     assert (narrow["last"] - narrow["first"]) * 64 <= 1000 + 2 * 128
 
@@ -264,11 +264,11 @@ def test_statistics_of_one_split_need_one_launch(
 
 def launches_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that receives the name of each kernel that is launched."""
-    ran, run = [], prepared.run
+    ran, launch_kernel = [], prepared.run
 
     def record(launch: Launch) -> Any:
         ran.append(launch.kernel.__name__)
-        return run(launch)
+        return launch_kernel(launch)
 
     monkeypatch.setattr(prepared, "run", record)
     return ran
@@ -338,7 +338,7 @@ def test_decoding_with_a_cache_agrees_with_the_whole_sequence(variant: str) -> N
     q, k, v = (rand(2, 4 if i == 0 else 2, 40, 8, seed=i).float() for i in range(3))
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
     mask[1, ..., :9] = False
-    whole = attnzoo.attention(
+    expected = attnzoo.attention(
         q, k, v, variant, is_causal=True, attn_mask=mask, enable_gqa=True, **params_of(variant)
     )
     cache, outs, start = attnzoo.nn.KVCache(64), [], 0
@@ -348,4 +348,4 @@ def test_decoding_with_a_cache_agrees_with_the_whole_sequence(variant: str) -> N
         backend = "decode" if start else None
         outs.append(attnzoo.nn.attend(cache, *tokens, variant, backend=backend, **options))
         start = stop
-    assert torch.allclose(torch.cat(outs, dim=2), whole, atol=1e-5)
+    assert torch.allclose(torch.cat(outs, dim=2), expected, atol=1e-5)

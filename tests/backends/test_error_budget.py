@@ -71,10 +71,10 @@ def inject(monkeypatch: pytest.MonkeyPatch, backend: str, change: Change) -> Non
     """Patch the backend so that ``change(call, form)`` replaces the call and form of each run."""
     real = BACKENDS[backend]
 
-    def run(q: Tensor, k: Tensor, v: Tensor, call: Any, form: Any) -> Any:
+    def run_changed(q: Tensor, k: Tensor, v: Tensor, call: Any, form: Any) -> Any:
         return real.run(q, k, v, *change(call, form))
 
-    monkeypatch.setitem(BACKENDS, backend, replace(real, run=run))
+    monkeypatch.setitem(BACKENDS, backend, replace(real, run=run_changed))
 
 
 @every_case
@@ -151,8 +151,8 @@ def test_a_gain_on_sdpa_is_as_exact_as_a_scale_in_torch(dtype: torch.dtype, std:
         return [out.detach(), *torch.autograd.grad(out, leaves, do.to(out.dtype))]
 
     exact = results(gain / 8, q.double(), k.double(), v.double())
-    ours, theirs = results(None, q, k, v), results(gain / 8, q, k, v)
-    for have, torchs, want in zip(ours, theirs, exact, strict=True):
+    with_gain, with_scale = results(None, q, k, v), results(gain / 8, q, k, v)
+    for have, torchs, want in zip(with_gain, with_scale, exact, strict=True):
         assert (have - want).abs().mean() <= 1.05 * (torchs - want).abs().mean()
 
 
@@ -204,12 +204,12 @@ def test_a_half_precision_accumulator_is_caught(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variant, inputs = example(backend, torch.float32)
-    run = outputs if backend in FORWARD_ONLY else by_backend
+    compute = outputs if backend in FORWARD_ONLY else by_backend
     # The reference is computed outside this context, so its products are not rounded to fp16.
     with half_accumulators(backend, monkeypatch):
-        found = run(variant, backend, inputs)
+        results = compute(variant, backend, inputs)
     exact, allowed = reference(variant, inputs), bounds(variant, backend, inputs)
-    assert agreement.violations(backend, found, {n: exact[n] for n in found}, allowed) != []
+    assert agreement.violations(backend, results, {n: exact[n] for n in results}, allowed) != []
 
 
 def test_bounds_hold_for_sums_in_any_order() -> None:
@@ -219,10 +219,10 @@ def test_bounds_hold_for_sums_in_any_order() -> None:
     total = exact.sum(-1)
     for seed in range(20):
         order = torch.randperm(300, generator=torch.Generator().manual_seed(seed))
-        found = torch.zeros(20)
+        running = torch.zeros(20)
         for j in order.tolist():
-            found = found + terms[:, j]
-        assert bool(((found.double() - total.value).abs() <= total.error).all())
+            running = running + terms[:, j]
+        assert bool(((running.double() - total.value).abs() <= total.error).all())
     assert bool((total.error <= 300 * 2**-24 * terms.double().abs().sum(-1)).all())
 
 
@@ -234,11 +234,11 @@ def test_bounds_hold_for_arithmetic_and_functions() -> None:
     for sign_a in (-1, 1):
         for sign_b in (-1, 1):
             x, y = a.value + sign_a * a.error, b.value + sign_b * b.error
-            for found, want in (
+            for bounded, want in (
                 (a + b, x + y),
                 (a - b, x - y),
                 (a * b, x * y),
                 (a / b, x / y),
                 (a.map(torch.sigmoid, 0, a.value), x.sigmoid()),
             ):
-                assert bool(((want - found.value).abs() <= found.error * (1 + 1e-9)).all())
+                assert bool(((want - bounded.value).abs() <= bounded.error * (1 + 1e-9)).all())

@@ -123,12 +123,12 @@ def test_strides_of_inputs_and_gradients_do_not_matter() -> None:
     """q is transposed, k and v are expanded over heads, and dO is an expanded scalar."""
     q = rand(1, 2, 8, 17, seed=1).float().mT
     k, v = (rand(1, 1, 17, 8, seed=i).float().expand(1, 2, 17, 8) for i in (2, 3))
-    found = []
+    results = []
     for backend in ("flash", "eager"):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = attnzoo.attention(*leaves, "sink", backend=backend)
-        found.append([out.detach(), *torch.autograd.grad(out.sum(), leaves)])
-    for have, want in zip(*found, strict=True):
+        results.append([out.detach(), *torch.autograd.grad(out.sum(), leaves)])
+    for have, want in zip(*results, strict=True):
         assert have.shape == want.shape
         assert torch.allclose(have, want, atol=1e-5)
 
@@ -168,8 +168,8 @@ def weights(scores: Tensor, alpha: float | Tensor, backend: str) -> Tensor:
 def test_threshold_weights_agree_with_bisection_in_fp64(alpha: float, n: int, backend: str) -> None:
     alpha = float(torch.tensor(alpha))
     kinds = {name: make(n).float().double() for name, make in SCORES.items()}
-    found = weights(torch.cat(list(kinds.values())), alpha, backend).split(3)
-    for w, (name, scores) in zip(found, kinds.items(), strict=True):
+    by_kind = weights(torch.cat(list(kinds.values())), alpha, backend).split(3)
+    for w, (name, scores) in zip(by_kind, kinds.items(), strict=True):
         seen = (scores != float("-inf")).any(-1, keepdim=True)
         assert float((w.sum(-1, keepdim=True) - 1.0 * seen).abs().max()) <= 1e-5, name
         # τ is as large as the scores, so its rounding error in fp32 grows with them.
@@ -211,9 +211,9 @@ def test_blocks_without_weight_are_skipped(
     n, maps = 330, []
 
     def spy(original: Any = flash_ops.flash_threshold, **operands: Any) -> Any:
-        found = original(**operands)
-        maps.append(found.live)
-        return found
+        solved = original(**operands)
+        maps.append(solved.live)
+        return solved
 
     monkeypatch.setattr(flash_ops, "flash_threshold", spy)
     cluster = torch.arange(n) // 110
@@ -223,9 +223,9 @@ def test_blocks_without_weight_are_skipped(
     q, k, v = (rand(*shape, seed=i).float() for i, shape in enumerate(shapes))
     q[..., :3] = torch.nn.functional.one_hot(target, 3) * 20
     k[..., :3] = torch.nn.functional.one_hot(cluster, 3) * 20
-    rest = {"scale": 0.25, "enable_gqa": True, **options}
+    arguments = {"scale": 0.25, "enable_gqa": True, **options}
     do = rand(*q.shape, seed=4).float()
-    inputs = Inputs({"q": q, "k": k, "v": v}, rest, do, do[..., 0])
+    inputs = Inputs({"q": q, "k": k, "v": v}, arguments, do, do[..., 0])
     assert disagreements(variant, "flash", inputs) == []
     assert 0 < float(maps[0].float().mean()) < 0.7
 
@@ -251,7 +251,7 @@ def test_lse_gradient_of_queries_without_keys_is_ignored(backend: str) -> None:
     """Without keys, lse and the gradient of lse² are −∞. Gradients of q, k and v stay correct."""
     leaves = [rand(1, 2, n, 8, seed=n).float().requires_grad_() for n in (20, 10, 11)]
     q, k, v = leaves[0], leaves[1], leaves[2][:, :, 1:]
-    found = []
+    gradients = []
     for name in (backend, "eager"):
         out, lse = attnzoo.attention(q, k, v, backend=name, is_causal=True, return_lse=True)
         assert bool((lse[:, :, :10] == float("-inf")).all())
@@ -260,8 +260,8 @@ def test_lse_gradient_of_queries_without_keys_is_ignored(backend: str) -> None:
             if name == backend
             else out.sum() + (lse[:, :, 10:] ** 2).sum()
         )
-        found.append(torch.autograd.grad(loss, leaves))
-    for have, want in zip(*found, strict=True):
+        gradients.append(torch.autograd.grad(loss, leaves))
+    for have, want in zip(*gradients, strict=True):
         assert torch.allclose(have, want, atol=1e-4)
 
 
@@ -275,13 +275,13 @@ def test_gradients_agree_with_low_mask_entries(variant: str, low: float, backend
     q, k, v = (rand(1, 2, 70, 16, seed=i).float().requires_grad_() for i in range(3))
     mask = torch.zeros(1, 1, 70, 70)
     mask[:, :, :5] = low
-    found = []
+    gradients = []
     for name in (backend, "eager"):
         params = {"b": -1e3} if variant == "sink" else {}
         out = attnzoo.attention(q, k, v, variant, attn_mask=mask, backend=name, **params)
-        found.append(torch.autograd.grad(out[:, :, :5].sum(), (v, k)))
-    assert torch.allclose(found[0][0], found[1][0], rtol=1e-3, atol=1e-6)
-    assert torch.allclose(found[0][1], found[1][1], atol=1e-3)
+        gradients.append(torch.autograd.grad(out[:, :, :5].sum(), (v, k)))
+    assert torch.allclose(gradients[0][0], gradients[1][0], rtol=1e-3, atol=1e-6)
+    assert torch.allclose(gradients[0][1], gradients[1][1], atol=1e-3)
 
 
 @pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.float32).min])
@@ -314,12 +314,12 @@ def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
 @pytest.mark.parametrize("b", [1e4, 1e6])
 @pytest.mark.parametrize("computed", ["flash", "tiled"])
 def test_gradient_of_lse_agrees_with_a_large_sink(computed: str, b: float) -> None:
-    found = []
+    gradients = []
     for backend in (computed, "eager"):
         q, k, v = (rand(1, 2, 40, 16, seed=i).float().requires_grad_() for i in range(3))
         _, lse = attnzoo.attention(q, k, v, "sink", b=b, backend=backend, return_lse=True)
-        found.append(torch.autograd.grad(lse.sum(), (q, k)))
-    for have, want in zip(*found, strict=True):
+        gradients.append(torch.autograd.grad(lse.sum(), (q, k)))
+    for have, want in zip(*gradients, strict=True):
         assert torch.allclose(have, want, atol=1e-5)
 
 
@@ -327,11 +327,11 @@ def test_unaligned_strides_do_not_matter() -> None:
     """The inputs are slices of rows of 37 numbers, so they are copied to aligned rows."""
     wide = [rand(1, 2, 70, 37, seed=i).float() for i in range(4)]
     for variant in ("entmax", "sink"):
-        found = []
+        results = []
         for backend in ("flash", "eager"):
             leaves = [x.clone().requires_grad_() for x in wide[:3]]
             q, k, v = (x[..., :24] for x in leaves)
             out = attnzoo.attention(q, k, v, variant, is_causal=True, backend=backend)
-            found.append([out, *torch.autograd.grad(out, leaves, wide[3][..., :24])])
-        for have, want in zip(*found, strict=True):
+            results.append([out, *torch.autograd.grad(out, leaves, wide[3][..., :24])])
+        for have, want in zip(*results, strict=True):
             assert torch.allclose(have, want, atol=2e-5)

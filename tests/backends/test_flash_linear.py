@@ -109,21 +109,21 @@ def in_parts(backend: Any, variant: str, tensors: list[Tensor], cuts: list[int])
 @every_variant
 def test_parts_agree_with_linear(variant: str, cuts: list[int]) -> None:
     """flash_linear and linear give the same outputs, states and gradients."""
-    found = []
+    results = []
     for backend in (flash_linear, linear):
         leaves = qkv(70, gradient=True)
         out, sums = in_parts(backend, variant, leaves, cuts)
         do, dsums = rand(*out.shape, seed=5).float(), rand(*sums.shape, seed=6).float()
         grads = torch.autograd.grad((out * do).sum() + (sums * dsums).sum(), leaves)
-        found.append([out.detach(), sums.detach(), *grads])
-    for have, want in zip(*found, strict=True):
+        results.append([out.detach(), sums.detach(), *grads])
+    for have, want in zip(*results, strict=True):
         assert float((have - want).abs().max()) <= 2e-5 * float(want.abs().max())
 
 
 @every_variant
 def test_gradient_of_the_initial_state_agrees_with_linear(variant: str) -> None:
     """Only the state requires a gradient, not q, k and v."""
-    tensors, found = qkv(40), []
+    tensors, gradients = qkv(40), []
     for backend in (flash_linear, linear):
         arguments = {"is_causal": True, "enable_gqa": True, **PARAMS[variant]}
         ready = prepare(*tensors, variant, arguments, positions=(3, 3))
@@ -132,8 +132,8 @@ def test_gradient_of_the_initial_state_agrees_with_linear(variant: str) -> None:
         size = form.size(tensors[0].shape[-1])
         first = rand(2, 2, size, 6, seed=7).float().abs().requires_grad_()
         out, last = backend.scan(*tensors, ready.call, form, first)
-        found.append(torch.autograd.grad(out.square().sum() + last.sum(), first)[0])
-    assert torch.allclose(*found, rtol=1e-4, atol=1e-5)
+        gradients.append(torch.autograd.grad(out.square().sum() + last.sum(), first)[0])
+    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-5)
 
 
 @every_variant
@@ -218,12 +218,12 @@ def test_compiles_without_graph_breaks_and_agrees(variant: str, causal: bool) ->
         )  # fmt: skip
 
     torch.compiler.reset()
-    found = []
+    results = []
     for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
         leaves = qkv(40, gradient=True)
         out = function(*leaves)
-        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    for have, want in zip(*found, strict=True):
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for have, want in zip(*results, strict=True):
         assert torch.allclose(have, want, rtol=1e-4, atol=1e-6)
 
 
@@ -264,6 +264,6 @@ def test_a_split_state_adds_up_to_the_state() -> None:
     state = pack(rand(2, 3, 8, 5), rand(2, 3, 8, 1, seed=1), 8).float()
     parts = split(state, 5, torch.bfloat16).double()
     assert parts.shape[-1] == layout(5, 16).WIDTH
-    found = torch.cat([parts[..., :5] + parts[..., 8:13], parts[..., 16:].sum(-1, True)], dim=-1)
-    assert torch.allclose(found, torch.cat(unpack(state, 5), -1).double(), rtol=2**-16, atol=0)
+    total = torch.cat([parts[..., :5] + parts[..., 8:13], parts[..., 16:].sum(-1, True)], dim=-1)
+    assert torch.allclose(total, torch.cat(unpack(state, 5), -1).double(), rtol=2**-16, atol=0)
     assert split(state, 5, torch.float32) is state

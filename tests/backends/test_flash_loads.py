@@ -96,21 +96,21 @@ def test_tma_and_pointers_give_equal_results(
     v = v[:, :, 1:]
     if layout == "bnhd":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    found, used = [], []
-    run = launch.run
+    outs, used = [], []
+    launch_kernel = launch.run
 
     def spy(work: launch.Launch) -> None:
         used.append(work.args.get("k_descriptor") is not None)
-        run(work)
+        launch_kernel(work)
 
     monkeypatch.setattr(prepared, "run", spy)
     for archs in (launch.TMA, ()):
         monkeypatch.setattr(launch, "TMA", archs)
         out = attnzoo.attention(q, k, v, variant, is_causal=True, enable_gqa=True, backend="flash")
-        found.append(out)
+        outs.append(out)
         assert any(used) == bool(archs)
         used.clear()
-    assert torch.equal(*found)
+    assert torch.equal(*outs)
 
 
 # ---- addresses --------------------------------------------------------------------------------
@@ -168,11 +168,11 @@ def test_rows_of_a_dense_mask_are_read_16_bytes_at_a_time(
     case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other masks are copied, without their expanded dimensions."""
-    masks, run = [], launch.run
+    masks, launch_kernel = [], launch.run
 
     def record(work: launch.Launch) -> None:
         masks.append(work.args["visible"].mask)
-        run(work)
+        launch_kernel(work)
 
     monkeypatch.setattr(prepared, "run", record)
     view, heads, queries = MASKS[case]
@@ -234,17 +234,17 @@ def test_factors_of_any_sign_agree_with_the_definition(
     ones = torch.ones(1, 2, 100)
     gain = {"none": ones, "zero": 0.0 * ones, "normal": rand(1, 2, 100, seed=4).float()}[gains]
     layout = Layout(scale, None, 0, mask, None, None, None)
-    found = flash_ops.flash_forward(
+    outputs = flash_ops.flash_forward(
         q=q, k=k, v=v, vectors=Vectors(None if gains == "none" else gain), terms=Terms(),
         solved=Solved(), layout=layout, rule=SOFTMAX, want_lse=True,
     )  # fmt: skip
     out, lse = definition(q, k, v, gain, scale, visible)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
-    assert torch.allclose(found.out.double(), out, atol=tolerance)
-    assert found.lse is not None
-    assert torch.allclose(found.lse.double(), lse, atol=1e-5)
-    assert found.stat is not None
-    assert bool(found.stat.isfinite().all()), "also of queries without keys"
+    assert torch.allclose(outputs.out.double(), out, atol=tolerance)
+    assert outputs.lse is not None
+    assert torch.allclose(outputs.lse.double(), lse, atol=1e-5)
+    assert outputs.stat is not None
+    assert bool(outputs.stat.isfinite().all()), "also of queries without keys"
 
 
 def test_a_gain_of_nan_gives_nan_and_an_infinite_product_times_zero_too() -> None:
@@ -252,11 +252,11 @@ def test_a_gain_of_nan_gives_nan_and_an_infinite_product_times_zero_too() -> Non
     gain = torch.ones(1, 1, 70)
     gain[..., 5], gain[..., 40:] = float("nan"), 0.0
     q[..., 50, :], k[..., 3, :] = 1e30, 1e30
-    found = flash_ops.flash_forward(
+    outputs = flash_ops.flash_forward(
         q=q, k=k, v=v, vectors=Vectors(gain), terms=Terms(), solved=Solved(),
         layout=CAUSAL, rule=SOFTMAX, want_lse=False,
     )  # fmt: skip
-    nan = found.out[0, 0].isnan().all(-1)
+    nan = outputs.out[0, 0].isnan().all(-1)
     assert nan[5]
     assert nan[50]
     assert not nan[[0, 1, 2, 40, 60]].any()
@@ -307,9 +307,9 @@ def test_heads_of_a_mask_may_be_more_than_2_31_entries_apart() -> None:
     mask[:, 0] = True
     mask[:, 1] = rand(n, n) < -0.5
     q, k, v = (rand(1, h, n, 16, seed=h).float().requires_grad_() for h in (2, 1, 1))
-    found = []
+    gradients = []
     for backend in ("flash", "eager"):
         out = attnzoo.attention(q, k, v, attn_mask=mask, enable_gqa=True, backend=backend)
-        found.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
-    for have, want in zip(*found, strict=True):
+        gradients.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    for have, want in zip(*gradients, strict=True):
         assert torch.allclose(have, want, atol=1e-4)

@@ -93,15 +93,15 @@ def test_opcheck_forward(form: str) -> None:
 
 @pytest.mark.parametrize("form", CHECKED)
 def test_opcheck_backward(form: str) -> None:
-    given = operands(form, gradient=False)
-    found = flash_ops.flash_forward(**given)
-    dlse = torch.ones_like(found.lse) if given.pop("want_lse") else None
-    groups = (given["vectors"], given["terms"])
+    arguments = operands(form, gradient=False)
+    results = flash_ops.flash_forward(**arguments)
+    dlse = torch.ones_like(results.lse) if arguments.pop("want_lse") else None
+    groups = (arguments["vectors"], arguments["terms"])
     vectors = (n for group in groups for n, x in group._asdict().items() if x is not None)
-    wanted = ["q", "k", "v", *vectors, *(["alibi"] if given["layout"] is ALL else [])]
+    wanted = ["q", "k", "v", *vectors, *(["alibi"] if arguments["layout"] is ALL else [])]
     opcheck(
-        flash_ops.flash_backward, **given, **found._asdict(), dout=torch.ones_like(found.out),
-        dlse=dlse, wanted=wanted,
+        flash_ops.flash_backward, **arguments, **results._asdict(),
+        dout=torch.ones_like(results.out), dlse=dlse, wanted=wanted,
     )  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def relu2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_third_party_activation_runs(relu2: str) -> None:
     assert "their_kernels" not in sys.modules
-    found = []
+    results = []
     for backend in ("flash", "tiled"):
         leaves = [*qkv(70, gradient=True), torch.tensor([0.5, 2.0], requires_grad=True)]
         leaves += [torch.tensor([0.02, 0.1], requires_grad=True)]
@@ -200,8 +200,8 @@ def test_a_third_party_activation_runs(relu2: str) -> None:
             backend=backend,
         )  # fmt: skip
         do = rand(1, 2, 70, 8, seed=9).float()
-        found.append([out.detach(), *torch.autograd.grad(out, leaves, do)])
-    for have, want in zip(*found, strict=True):
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, do)])
+    for have, want in zip(*results, strict=True):
         assert float((have - want).abs().max()) <= 2e-5 * float(want.abs().max())
     del sys.modules["their_kernels"]
 
@@ -238,11 +238,11 @@ def test_a_learned_shape_needs_a_function_for_its_slope(
         with pytest.raises(ValueError, match=reason):
             call(backend="flash")
         return
-    (found,) = torch.autograd.grad(call(backend="flash").square().sum(), alpha)
-    assert torch.allclose(found, want, rtol=1e-4)
+    (gradient,) = torch.autograd.grad(call(backend="flash").square().sum(), alpha)
+    assert torch.allclose(gradient, want, rtol=1e-4)
 
 
-THEIRS = """
+POWER2 = """
 import triton
 import triton.language as tl
 
@@ -255,9 +255,9 @@ def power2(x, shape):
 
 
 @pytest.fixture
-def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def register_power2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that registers the third-party variant w = 2^z and returns its name."""
-    (tmp_path / "more_kernels.py").write_text(THEIRS)
+    (tmp_path / "more_kernels.py").write_text(POWER2)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
 
@@ -283,10 +283,10 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("more_kernels", None)
 
 
-def test_return_lse_is_supported_for_exp_only(theirs: Any) -> None:
+def test_return_lse_is_supported_for_exp_only(register_power2: Any) -> None:
     """A variant with φ = 2^x has an lse in its definition, but the kernels do not compute it."""
     scores = lambda q, k, call: math.log(2) * (call.scores(q, k) + call.bias)  # noqa: E731
-    name, options = theirs("sum", scores=scores), {"enable_gqa": True, "return_lse": True}
+    name, options = register_power2("sum", scores=scores), {"enable_gqa": True, "return_lse": True}
     with pytest.raises(ValueError, match="does not support return_lse except for a softmax"):
         attnzoo.attention(*qkv(), name, backend="flash", **options)
     (_, have), (_, want) = (
@@ -296,9 +296,11 @@ def test_return_lse_is_supported_for_exp_only(theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [2.2, 0.1])
-def test_weights_without_a_normalizer_may_be_large_in_fp16(theirs: Any, size: float) -> None:
+def test_weights_without_a_normalizer_may_be_large_in_fp16(
+    register_power2: Any, size: float
+) -> None:
     """At size 2.2 the largest weight is above 65504, the largest fp16 number. The output is not."""
-    name = theirs("none", normalized=False)
+    name = register_power2("none", normalized=False)
     q, k, v = (x.half() for x in qkv())
     q, k, v = size * q, size * k, v * 2.0**-10
     out, want = (
@@ -310,8 +312,10 @@ def test_weights_without_a_normalizer_may_be_large_in_fp16(theirs: Any, size: fl
 
 
 @pytest.mark.parametrize("triton", ["more_kernels:power3", "nowhere:power2", "power2"])
-def test_missing_triton_implementation_is_named_in_the_error(theirs: Any, triton: str) -> None:
-    name = theirs("sum", triton)
+def test_missing_triton_implementation_is_named_in_the_error(
+    register_power2: Any, triton: str
+) -> None:
+    name = register_power2("sum", triton)
     with pytest.raises(ValueError, match=f"must name a function as 'module:name', got '{triton}'"):
         attnzoo.attention(*qkv(), name, enable_gqa=True, backend="flash")
 
@@ -334,8 +338,8 @@ def test_parameters_of_a_gain_from_statistics_get_gradients(
         return call.softmax(gain(entropy[..., None], strength) * z)
 
     def forms(call: Any, strength: Any) -> tuple:
-        def vector(found: attnzoo.Statistics) -> Tensor:
-            return gain(found.entropy, call.per_query(strength))
+        def vector(statistics: attnzoo.Statistics) -> Tensor:
+            return gain(statistics.entropy, call.per_query(strength))
 
         return (attnzoo.Pairwise(activations.EXP, "sum", attnzoo.FromStatistics(vector, False)),)
 
@@ -343,13 +347,13 @@ def test_parameters_of_a_gain_from_statistics_get_gradients(
         attnzoo.Variant("warm", "softmax((1 + a·H)·z)", "-", weights, forms=forms,
                         params=(attnzoo.Param("strength", 0.0),))
     )  # fmt: skip
-    found = []
+    gradients = []
     for name in (backend, "eager"):
         strength = torch.tensor([0.3, -0.1], requires_grad=True)
         out = attnzoo.attention(*qkv(), "warm", strength=strength, enable_gqa=True, backend=name)
-        found.append(torch.autograd.grad(out.square().sum(), strength)[0])
-    assert bool((found[1] != 0).all())
-    assert torch.allclose(*found, rtol=1e-3)
+        gradients.append(torch.autograd.grad(out.square().sum(), strength)[0])
+    assert bool((gradients[1] != 0).all())
+    assert torch.allclose(*gradients, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -362,9 +366,9 @@ def test_parameters_of_a_gain_from_statistics_get_gradients(
 )
 def test_gradients_without_plain_storage(lazy: Any) -> None:
     q, k, v = (rand(1, 2, 40, 1, seed=n).float().requires_grad_() for n in range(3))
-    found = []
+    gradients = []
     for backend in ("flash", "eager"):
         out = attnzoo.attention(q, k, v, is_causal=True, backend=backend)
         out.register_hook(lazy)
-        found.append(torch.autograd.grad(out.sum(), (q, k, v)))
-    torch.testing.assert_close(*found)
+        gradients.append(torch.autograd.grad(out.sum(), (q, k, v)))
+    torch.testing.assert_close(*gradients)

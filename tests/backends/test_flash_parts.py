@@ -44,7 +44,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     def set_processors(number: int) -> dict[str, int]:
         split: dict[str, int] = {}
 
-        def run(launch: common.Launch) -> Any:
+        def record(launch: common.Launch) -> Any:
             number = launch.args.get("parts", launch.args.get("splits"))
             if number is not None:
                 split[launch.kernel.__name__] = number
@@ -53,7 +53,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
         monkeypatch.setattr(flash_parts, "LEAST_QUERIES", 1)
         monkeypatch.setattr(flash_parts, "LEAST_KEYS", 1)
         monkeypatch.setattr(common, "processors", lambda device: number)
-        monkeypatch.setattr(prepared, "run", run)
+        monkeypatch.setattr(prepared, "run", record)
         return split
 
     return set_processors

@@ -47,9 +47,9 @@ def results(
     return [out.detach(), *torch.autograd.grad(out, leaves, do)]
 
 
-def assert_close(found: list[Tensor], want: list[Tensor], tolerance: float) -> None:
+def assert_close(results: list[Tensor], want: list[Tensor], tolerance: float) -> None:
     """``tolerance`` is relative to the largest entry of each tensor."""
-    for have, exact in zip(found, want, strict=False):
+    for have, exact in zip(results, want, strict=False):
         assert bool(exact.isfinite().all())
         most = tolerance * float(exact.double().abs().max())
         assert float((have.double() - exact.double()).abs().max()) <= most

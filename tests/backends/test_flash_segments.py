@@ -71,7 +71,7 @@ def test_decode_does_not_read_other_documents(
     v[..., :160, :] = float("nan")  # blocks have 32 keys: the one from 160 on is read
     v[..., 160:180, :] = 0.0
     params = {"alpha": 1.5} if variant == "entmax" else {}
-    found = attnzoo.attention(
+    out = attnzoo.attention(
         q, k, v, variant, segment_ids=(ids[:, -2:], ids), is_causal=True, enable_gqa=True,
         backend="decode", **params,
     )  # fmt: skip
@@ -79,7 +79,7 @@ def test_decode_does_not_read_other_documents(
     want = attnzoo.attention(
         q, *alone, variant, is_causal=True, enable_gqa=True, backend="eager", **params
     )
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
 
 IDS = {
@@ -122,8 +122,8 @@ def test_ranges_reach_from_the_first_to_the_last_shared_segment(
     run(Launch(segment_ranges, 2 * tiles, args, Config(1, 1, 4, 1)))
     for b in range(2):
         for tile in range(tiles):
-            mine = segments[b, tile * block : (tile + 1) * block]
-            inside = (others[b] >= mine.min()) & (others[b] <= mine.max())
+            ids_of_tile = segments[b, tile * block : (tile + 1) * block]
+            inside = (others[b] >= ids_of_tile.min()) & (others[b] <= ids_of_tile.max())
             at = inside.nonzero()[:, 0].tolist()
             want = [at[0], at[-1] + 1] if at else [75, 0]
             assert ranges[b, tile].tolist() == want

@@ -116,14 +116,14 @@ def visible_keys(queries: int, keys: int, left: int | None, right: int | None) -
 
 def inputs(case: Case) -> list[Tensor]:
     """q, k, v and dO. NaN stands before and after them in memory, so wrong reads are found."""
-    (heads, kv_heads), found = case.heads, []
+    (heads, kv_heads), tensors = case.heads, []
     rows = ((heads, case.queries), (kv_heads, case.keys), (kv_heads, case.keys))
     for seed, (n, count) in enumerate((*rows, rows[0])):
         stored = torch.full((1, n, count + 2 * PAD, HEAD_DIM), float("nan"), dtype=case.dtype)
         x = stored[:, :, PAD : PAD + count]
         x.copy_(rand(*x.shape, seed=seed))
-        found.append(x)
-    return found
+        tensors.append(x)
+    return tensors
 
 
 def mask_of(case: Case) -> Tensor | None:
@@ -235,22 +235,22 @@ def ids(case: Case) -> str:
 
 def rows() -> list[Any]:
     """Each quick case with one form, the others with all forms."""
-    found, quick = [], cycle(FORMS)
+    cases, quick = [], cycle(FORMS)
     for case in CASES:
         chosen = next(quick) if case.quick else ""
         for form in FORMS:
             marks = [] if form == chosen else [slow]
-            found.append(pytest.param(form, case, marks=marks, id=f"{form}, {ids(case)}"))
-    return found
+            cases.append(pytest.param(form, case, marks=marks, id=f"{form}, {ids(case)}"))
+    return cases
 
 
 @pytest.mark.parametrize(("form", "case"), rows())
 def test_results_agree_with_the_definition(form: str, case: Case) -> None:
-    found, wanted = by_flash(form, case), definition(form, case)
-    assert set(found) == set(wanted)
+    results, wanted = by_flash(form, case), definition(form, case)
+    assert set(results) == set(wanted)
     tolerance = 2e-5 if case.dtype == torch.float32 else 4e-3
     for name, want in wanted.items():
-        error = (found[name].double() - want).abs().max()
+        error = (results[name].double() - want).abs().max()
         # NaN must fail too. Gradients of keys are sums over all queries.
         assert error <= tolerance * (1 + want.abs().max()), f"{name}: {error}"
 
@@ -265,13 +265,13 @@ def test_statistics_agree_with_the_definition(case: Case) -> None:
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
     layout = Layout(HEAD_DIM**-0.5, case.left, case.right, mask, None, None, None)
-    found = flash_ops.flash_statistics(q=q, k=k, layout=layout)
+    statistics = flash_ops.flash_statistics(q=q, k=k, layout=layout)
     s = scores(q.double(), k.double(), case)
     p = softmax(s, torch.empty(0))
-    assert torch.allclose(found.lse.double(), s.logsumexp(-1), atol=1e-5)
+    assert torch.allclose(statistics.lse.double(), s.logsumexp(-1), atol=1e-5)
     seen = (s > float("-inf")).any(-1)
     entropy = -torch.xlogy(p, p).sum(-1)
-    assert torch.allclose(found.entropy.double()[..., seen], entropy[..., seen], atol=1e-5)
+    assert torch.allclose(statistics.entropy.double()[..., seen], entropy[..., seen], atol=1e-5)
 
 
 # ---- entries of a mask ------------------------------------------------------------------------
@@ -283,9 +283,9 @@ class Reads:
     def __init__(self, memory: Any) -> None:
         self.memory, self.addresses = memory, set[int]()
 
-    def load(self, pointers: Any, mask: Any, *rest: Any) -> Any:
+    def load(self, pointers: Any, mask: Any, *options: Any) -> Any:
         self.addresses |= set(pointers[mask].tolist())
-        return self.memory.load(pointers, mask, *rest)
+        return self.memory.load(pointers, mask, *options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.memory, name)
@@ -307,11 +307,11 @@ def test_no_entry_outside_of_a_mask_is_read(
     by_flash(form, case)
     stored = mask.untyped_storage()
     near = {x - stored.data_ptr() for x in reads.addresses} & set(range(stored.nbytes()))
-    places = torch.arange(stored.nbytes()).as_strided(
+    offsets = torch.arange(stored.nbytes()).as_strided(
         mask.shape, mask.stride(), mask.storage_offset()
     )
     assert near
-    assert near <= set(places.flatten().tolist())
+    assert near <= set(offsets.flatten().tolist())
 
 
 # ---- ranges of blocks -------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def touched(seen: Tensor, block: int) -> list[int]:
     return sorted(set((columns // block).tolist()))
 
 
-def whole(seen: Tensor, block: int) -> list[int]:
+def fully_visible(seen: Tensor, block: int) -> list[int]:
     """The blocks whose columns all exist and are all visible to all rows."""
     number = seen.shape[1] // block
     return [n for n in range(number) if bool(seen[:, n * block : (n + 1) * block].all())]
@@ -364,11 +364,16 @@ def test_ranges_of_blocks_are_exact(
     (left, right), (block_m, block_n) = window, blocks
     sizes = [(m, n, start) for m in LENGTHS for n in LENGTHS for start in range(0, max(m, n), 2)
              if start % block_m == 0 or start % block_n == 0]  # fmt: skip
-    found = torch.zeros(len(sizes), 7, dtype=torch.int32)
+    bounds = torch.zeros(len(sizes), 7, dtype=torch.int32)
     ranges[(len(sizes),)](
-        found, torch.tensor(sizes, dtype=torch.int32), left, right, BLOCK_M=block_m, BLOCK_N=block_n
+        bounds,
+        torch.tensor(sizes, dtype=torch.int32),
+        left,
+        right,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
     )
-    for (queries, keys, start), row in zip(sizes, found.tolist(), strict=True):
+    for (queries, keys, start), row in zip(sizes, bounds.tolist(), strict=True):
         seen, where = visible_keys(queries, keys, left, right), f"{queries} x {keys} at {start}"
         if start % block_m == 0 and start < queries:
             check_keys(seen[start : start + block_m], block_n, row[:3], left is None, where)
@@ -376,15 +381,15 @@ def test_ranges_of_blocks_are_exact(
             check_queries(seen[:, start : start + block_n].T, block_m, row[3:], where)
 
 
-def check_keys(seen: Tensor, block: int, found: list[int], splits: bool, where: str) -> None:
-    low, full, high = found
+def check_keys(seen: Tensor, block: int, bounds: list[int], splits: bool, where: str) -> None:
+    low, full, high = bounds
     assert list(range(low, high)) == touched(seen, block), where
     if splits:  # a loop with a window on the left has edges only
-        assert list(range(low, full)) == whole(seen, block), where
+        assert list(range(low, full)) == fully_visible(seen, block), where
 
 
-def check_queries(seen: Tensor, block: int, found: list[int], where: str) -> None:
-    low, first, last, high = found
+def check_queries(seen: Tensor, block: int, bounds: list[int], where: str) -> None:
+    low, first, last, high = bounds
     assert list(range(low, high)) == touched(seen, block), where
     assert low <= first <= last <= high, where
-    assert list(range(first, last)) == whole(seen, block), where
+    assert list(range(first, last)) == fully_visible(seen, block), where

@@ -40,20 +40,20 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory"
 HEADS, KV_HEADS, DIM = 4, 2, 16
 QUERIES, KEYS = 37, 45
 
-OWN = "helpers.own_kernels:"  # functions of a plugin
+PLUGIN = "helpers.own_kernels:"  # functions of a plugin
 NEAR = attnzoo.Distance(
     "near",
     gain=lambda t, decay: 1 / (1 + decay * t),
     gain_slope=lambda t, decay: -t / (1 + decay * t) ** 2,
-    triton=OWN + "near",
-    triton_slope=OWN + "near_slope",
+    triton=PLUGIN + "near",
+    triton_slope=PLUGIN + "near_slope",
 )
 ROOT = attnzoo.Distance(
     "root",
     bias=lambda t, decay: -decay * t.sqrt(),
     bias_slope=lambda t, decay: -t.sqrt(),
-    triton=OWN + "root",
-    triton_slope=OWN + "root_slope",
+    triton=PLUGIN + "root",
+    triton_slope=PLUGIN + "root_slope",
 )
 
 # Name -> the activation, the normalization, and the fields of a form. A pair is the mean and the
@@ -126,13 +126,13 @@ CALLS: dict[str, dict[str, Any]] = {
 
 def cases() -> list[Any]:
     """Each form with each call. One call per form is quick."""
-    found = []
+    cases = []
     for n, form in enumerate(FORMS):
         for m, call in enumerate(CALLS):
             marks = [] if m == n % len(CALLS) else [pytest.mark.slow]
             dtype = (torch.float32, torch.bfloat16)[(n + m) % 2]
-            found.append(pytest.param(form, call, dtype, marks=marks, id=f"{form}-{call}"))
-    return found
+            cases.append(pytest.param(form, call, dtype, marks=marks, id=f"{form}-{call}"))
+    return cases
 
 
 def inputs(dtype: torch.dtype, batch: int, queries: int) -> dict[str, Tensor]:
@@ -145,29 +145,32 @@ def inputs(dtype: torch.dtype, batch: int, queries: int) -> dict[str, Tensor]:
 
 def vectors_of(form: str, batch: int, queries: int) -> dict[str, Tensor]:
     """The vectors of `FORMS`, (B, H, Nq), (B, H, Nk) or (B, H, 1) in fp32."""
-    found = {}
-    given = {name: x for name, x in FORMS[form][2].items() if isinstance(x, tuple)}
-    for seed, (name, (mean, deviation)) in enumerate(given.items(), 21):
+    vectors = {}
+    distributions = {name: x for name, x in FORMS[form][2].items() if isinstance(x, tuple)}
+    for seed, (name, (mean, deviation)) in enumerate(distributions.items(), 21):
         size = {"key_bias": KEYS, "decay": 1}.get(name, queries)
-        found[name] = (mean + deviation * rand(batch, HEADS, size, seed=seed)).float()
-    return found
+        vectors[name] = (mean + deviation * rand(batch, HEADS, size, seed=seed)).float()
+    return vectors
 
 
 def fixed_of(form: str) -> dict[str, Any]:
     return {name: x for name, x in FORMS[form][2].items() if not isinstance(x, tuple)}
 
 
-def exact(form: str, tensors: list[Tensor], call: Call, own: dict[str, Tensor]) -> Tensor:
+def exact(form: str, tensors: list[Tensor], call: Call, vectors: dict[str, Tensor]) -> Tensor:
     activation, normalize, _ = FORMS[form]
-    made = attnzoo.Pairwise(activation, normalize, **own, **fixed_of(form))
+    made = attnzoo.Pairwise(activation, normalize, **vectors, **fixed_of(form))
     if normalize == "threshold":  # the solver of `tiled`, which `test_tiled` checks
         return BACKENDS["tiled"].run(*tensors, call, made)[0]
     return dense_output(*tensors, call, made)
 
 
 def differentiated(out: Tensor, leaves: dict[str, Tensor], do: Tensor) -> dict[str, Tensor]:
-    found = torch.autograd.grad(out, list(leaves.values()), do.to(out.dtype))
-    return {"out": out.detach(), **dict(zip([f"d{name}" for name in leaves], found, strict=True))}
+    gradients = torch.autograd.grad(out, list(leaves.values()), do.to(out.dtype))
+    return {
+        "out": out.detach(),
+        **dict(zip([f"d{name}" for name in leaves], gradients, strict=True)),
+    }
 
 
 def wide(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -187,23 +190,23 @@ def disagreements(
 
     def of(leaves: dict[str, Tensor]) -> tuple[Call, list[Tensor], dict[str, Tensor]]:
         tensors = [leaves[name] for name in "qkv"]
-        own = {name: x for name, x in leaves.items() if name not in "qkv"}
-        given, mask = dict(options), options.get("attn_mask")
-        if "segment_ids" in given:
-            given["segment_ids"] = tuple(x.expand(batch, -1) for x in given["segment_ids"])
+        vectors = {name: x for name, x in leaves.items() if name not in "qkv"}
+        arguments, mask = dict(options), options.get("attn_mask")
+        if "segment_ids" in arguments:
+            arguments["segment_ids"] = tuple(x.expand(batch, -1) for x in arguments["segment_ids"])
         if mask is not None and mask.is_floating_point() and tensors[0].dtype == torch.float64:
-            given["attn_mask"] = mask.double()
-        return check_call(*tensors, enable_gqa=True, **given), tensors, own
+            arguments["attn_mask"] = mask.double()
+        return check_call(*tensors, enable_gqa=True, **arguments), tensors, vectors
 
-    call, tensors, own = of(leaves)
-    made = attnzoo.Pairwise(activation, normalize, **own, **fixed_of(form))
+    call, tensors, vectors = of(leaves)
+    made = attnzoo.Pairwise(activation, normalize, **vectors, **fixed_of(form))
     assert BACKENDS[backend].unsupported(made, call) is None
     out = BACKENDS[backend].run(*tensors, call, made)[0]
-    found = differentiated(out, leaves, do) if grad else {"out": out}
+    results = differentiated(out, leaves, do) if grad else {"out": out}
     doubled = wide(leaves)
-    call, tensors, own = of(doubled)
-    want = differentiated(exact(form, tensors, call, own), doubled, do)
-    fixed = {name: x.detach() for name, x in own.items()}
+    call, tensors, vectors = of(doubled)
+    want = differentiated(exact(form, tensors, call, vectors), doubled, do)
+    fixed = {name: x.detach() for name, x in vectors.items()}
     problem = Problem(
         variant=None,
         definition=None,
@@ -222,9 +225,9 @@ def disagreements(
     allowed = {
         name: x.error[..., 0] if x.error.dim() > want[name].dim() else x.error
         for name, x in bounds.items()
-        if name in found
+        if name in results
     }
-    return violations(backend, found, {name: want[name] for name in found}, allowed)
+    return violations(backend, results, {name: want[name] for name in results}, allowed)
 
 
 @pytest.mark.parametrize(("form", "call", "dtype"), cases())
@@ -250,7 +253,7 @@ def test_a_distance_without_triton_functions_is_unsupported() -> None:
     call = replace(check_call(q, k, v, enable_gqa=True), needs_grad=True)
     bare = attnzoo.Distance("bare", bias=lambda t, decay: -decay * t, bias_slope=lambda t, _: -t)
     half = attnzoo.Distance(
-        "half", bias=lambda t, decay: -decay * t, bias_slope=lambda t, _: -t, triton=OWN + "root"
+        "half", bias=lambda t, decay: -decay * t, bias_slope=lambda t, _: -t, triton=PLUGIN + "root"
     )
     learned = torch.ones(1, HEADS, 1, requires_grad=True)
     for distance, decay, reason in (
@@ -259,9 +262,9 @@ def test_a_distance_without_triton_functions_is_unsupported() -> None:
     ):
         form = attnzoo.Pairwise(EXP, "sum", distance=distance, decay=decay)
         for backend in ("flash", "decode"):
-            found = BACKENDS[backend].unsupported(form, call)
-            assert found is not None
-            assert found.startswith(reason)
+            actual = BACKENDS[backend].unsupported(form, call)
+            assert actual is not None
+            assert actual.startswith(reason)
     assert BACKENDS["flash"].unsupported(
         attnzoo.Pairwise(EXP, "sum", distance=half, decay=1.0), call
     ) is None  # fmt: skip
@@ -270,7 +273,7 @@ def test_a_distance_without_triton_functions_is_unsupported() -> None:
 def test_a_triton_function_that_does_not_exist_raises() -> None:
     q, k, v = inputs(torch.float32, 1, 1).values()
     call = check_call(q, k, v, enable_gqa=True)
-    missing = attnzoo.Distance("missing", bias=lambda t, decay: -t, triton=OWN + "missing")
+    missing = attnzoo.Distance("missing", bias=lambda t, decay: -t, triton=PLUGIN + "missing")
     form = attnzoo.Pairwise(EXP, "sum", distance=missing, decay=1.0)
     with pytest.raises(ValueError, match=r"Distance.triton must name a function as 'module:name'"):
         BACKENDS["flash"].run(q, k, v, call, form)
@@ -294,28 +297,28 @@ def test_a_constant_gain_multiplies_capped_logits(gain: float) -> None:
     call = check_call(q, k, v, enable_gqa=True, softcap=0.5)
     form = attnzoo.Pairwise(EXP, "sum", gain=gain)
     do = rand(1, HEADS, QUERIES, DIM, seed=31).float()
-    found = {
+    results = {
         backend: differentiated(
             BACKENDS[backend].run(q, k, v, call, form)[0], {"q": q, "k": k, "v": v}, do
         )
         for backend in ("flash", "tiled")
     }
-    for name, want in found["tiled"].items():
-        torch.testing.assert_close(found["flash"][name], want, rtol=1e-4, atol=2e-6, msg=name)
+    for name, want in results["tiled"].items():
+        torch.testing.assert_close(results["flash"][name], want, rtol=1e-4, atol=2e-6, msg=name)
 
 
 def test_saturated_logits_and_tiny_logits_of_a_softcap() -> None:
     """tanh of large arguments does not overflow, and small logits keep their digits."""
     q, k, v = inputs(torch.float32, 1, QUERIES).values()
     for size, softcap in ((1e4, 3.0), (1e-5, 1e4), (1.0, 1e6)):
-        found, exact = (
+        results, exact = (
             attnzoo.attention(
                 size * x, k.to(x.dtype), v.to(x.dtype), softcap=softcap, enable_gqa=True,
                 return_lse=True, backend=backend,
             )
             for x, backend in ((q, "flash"), (q.double(), "eager"))
         )  # fmt: skip
-        for have, want in zip(found, exact, strict=True):
+        for have, want in zip(results, exact, strict=True):
             torch.testing.assert_close(have.double(), want, rtol=0, atol=3e-5)
 
 

@@ -50,12 +50,12 @@ def test_weights_sum_to_one_for_gains_of_any_sign(
     q, k = rand(1, 2, queries, 16).float(), rand(1, 2, keys, 16, seed=1).float()
     gain = rand(1, 2, queries, seed=2).float()
     gain[..., 5::7] = 0.0  # equal scores
-    found, alpha = solve(q, k, gain, right, name), ALPHA[name]
+    solved, alpha = solve(q, k, gain, right, name), ALPHA[name]
     scores = exact_scores(q, k, gain, right)
     seen = (scores > float("-inf")).any(-1)
     # Nothing is added to the products here, so the peak is a product.
-    largest = 0.5 * gain.double() * found.peak.double()
-    x = (alpha - 1) * (scores - largest[..., None] - found.tau.double()[..., None])
+    largest = 0.5 * gain.double() * solved.peak.double()
+    x = (alpha - 1) * (scores - largest[..., None] - solved.tau.double()[..., None])
     weights = (1 + x).relu() ** (1 / (alpha - 1))
     exact = bisected(scores[seen], alpha)
     # The same bound as for `weights` in test_flash_edges: τ is rounded to fp32.
@@ -66,9 +66,9 @@ def test_weights_sum_to_one_for_gains_of_any_sign(
     tiles = torch.nn.functional.pad(weights * seen[..., None], (0, -keys % TILE[1]))
     tiles = tiles.unflatten(3, (-1, TILE[1])).amax(-1)
     for row, (live, blocks, count) in enumerate(
-        zip(found.live.flatten(0, 1), found.blocks.flatten(0, 1), found.counts.flatten())
+        zip(solved.live.flatten(0, 1), solved.blocks.flatten(0, 1), solved.counts.flatten())
     ):
-        per_head = found.counts.shape[1]
+        per_head = solved.counts.shape[1]
         start = row % per_head * TILE[0]
         needed = tiles[0, row // per_head, start : start + TILE[0]].amax(0) > 1e-6
         assert bool((live.bool() | ~needed).all())
@@ -90,28 +90,28 @@ def test_large_equal_scores_of_full_and_edge_blocks_are_kept(
 ) -> None:
     q, k = torch.zeros(1, 1, 150, 16), torch.zeros(1, 1, 150, 16)
     q[..., 0], k[..., 0] = 1.0, gain * score
-    found = solve(q, k, torch.full((1, 1, 150), gain), right, "entmax15")
+    solved = solve(q, k, torch.full((1, 1, 150), gain), right, "entmax15")
     # The forward computes scores relative to the peak, which is a product, like this.
-    relative = (gain * score - found.peak) * (0.5 * gain)
-    assert bool((1 + 0.5 * (relative - found.tau) > 0).all())
+    relative = (gain * score - solved.peak) * (0.5 * gain)
+    assert bool((1 + 0.5 * (relative - solved.tau) > 0).all())
     counts = [5, 5, 5] if right is None else [2, 4, 5]
-    assert found.counts.tolist() == [counts]
+    assert solved.counts.tolist() == [counts]
 
 
 @pytest.mark.parametrize("place", [3, 100, 149])
 def test_nan_in_a_key_reaches_the_queries_that_see_it(place: int) -> None:
     q, k = rand(1, 1, 150, 16).float(), rand(1, 1, 150, 16, seed=1).float()
     k[:, :, place] = float("nan")
-    found = solve(q, k, None, 0, "entmax15").tau[0, 0]
-    assert torch.equal(found.isnan(), torch.arange(150) >= place)
+    tau = solve(q, k, None, 0, "entmax15").tau[0, 0]
+    assert torch.equal(tau.isnan(), torch.arange(150) >= place)
 
 
 def test_a_negative_scale_without_gain_selects_the_smallest_products() -> None:
     q, k = rand(1, 1, 40, 16).float(), rand(1, 1, 70, 16, seed=1).float()
-    found = solve(q, k, None, None, "entmax15", scale=-0.5)
+    solved = solve(q, k, None, None, "entmax15", scale=-0.5)
     same = solve(q, -k, None, None, "entmax15")
-    assert torch.equal(found.tau, same.tau)
-    assert torch.equal(found.live, same.live)
+    assert torch.equal(solved.tau, same.tau)
+    assert torch.equal(solved.live, same.live)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -126,5 +126,5 @@ def test_saved_tensors_may_return_with_other_strides(odd: int) -> None:
     (want,) = torch.autograd.grad(attend().square().sum(), leaf)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x):
         out = attend()
-    (found,) = torch.autograd.grad(out.square().sum(), leaf)
-    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+    (gradient,) = torch.autograd.grad(out.square().sum(), leaf)
+    torch.testing.assert_close(gradient, want, atol=1e-4, rtol=1e-4)

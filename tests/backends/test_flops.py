@@ -121,14 +121,14 @@ def test_decode_reads_keys_once(variant: str) -> None:
 @pytest.mark.interpreter
 def test_linear_forms_are_counted_linearly() -> None:
     def count(backend: str, n: int, is_causal: bool, backward: bool) -> int:
-        def run() -> None:
+        def attend() -> None:
             out = attnzoo.attention(
                 *inputs(n), "cosformer", backend=backend, is_causal=is_causal, max_length=4096
             )
             if backward:
                 out.sum().backward()
 
-        return counted(run)
+        return counted(attend)
 
     assert count("flash_linear", 64, False, False) == count("linear", 64, False, False) > 0
     for is_causal in (False, True):
@@ -144,11 +144,11 @@ def test_packed_sequences_count_products_within_a_sequence_only(backend: str) ->
     ends = torch.tensor([0, 5, 25, N], dtype=torch.int32)
     lengths = ends.diff()
 
-    def run() -> None:
+    def attend() -> None:
         attnzoo.varlen_attention(q, k, v, ends, ends, 20, 20, "sink", b=0.1, backend=backend)
 
     within = 2 * H * int((lengths**2).sum()) * (D + DV)
-    assert counted(run) == within
+    assert counted(attend) == within
     ids = torch.repeat_interleave(torch.arange(3), lengths)[torch.randperm(N)][None]
     x = [y.transpose(0, 1)[None] for y in (q, k, v)]
     count = counted(lambda: attnzoo.attention(*x, "sink", b=0.1, segment_ids=ids, backend=backend))

@@ -73,8 +73,8 @@ def test_every_kernel_path_occurs_with_every_setting(
     met: dict[Any, set] = {}
     for case in cases:
         variant, setting = case.values[:2]
-        found = met.setdefault(path_of(Level(variant, setting["params"]), kinds), set())
-        found |= settings_of(case)
+        settings = met.setdefault(path_of(Level(variant, setting["params"]), kinds), set())
+        settings |= settings_of(case)
     for level in levels:
         wanted = {
             (name, value)
@@ -91,5 +91,5 @@ def test_every_kernel_path_occurs_with_every_setting(
 def test_every_level_has_a_quick_case(name: str) -> None:
     """A level is a variant with parameters. Each needs its own case, even on a shared path."""
     cases, levels, _, _ = ARRAYS[name]
-    run = {Level(c.values[0], c.values[1]["params"]) for c in cases if is_quick(c)}
-    assert set(levels) == run
+    quick = {Level(c.values[0], c.values[1]["params"]) for c in cases if is_quick(c)}
+    assert set(levels) == quick

@@ -17,9 +17,9 @@ from helpers.coverage_table import RUNS, VARIANT_BACKENDS
 
 
 def has_state(variant: str) -> bool:
-    found = attnzoo.get_variant(variant)
-    defaults = {param.name: param.default for param in found.params}
-    return found.has_state(**{**defaults, **params_of(variant)})
+    definition = attnzoo.get_variant(variant)
+    defaults = {param.name: param.default for param in definition.params}
+    return definition.has_state(**{**defaults, **params_of(variant)})
 
 
 PARAMS: dict[str, dict[str, Any]] = {v: params_of(v, 64) for v in VARIANTS if has_state(v)}
@@ -60,9 +60,11 @@ def test_variants_with_a_state_are_those_in_the_coverage_table() -> None:
 def test_parts_agree_with_the_whole_sequence(variant: str, cuts: list[int]) -> None:
     """The cuts include single tokens and an empty part."""
     q, k, v = qkv(17)
-    whole = attnzoo.attention(q, k, v, variant, is_causal=True, backend="eager", **PARAMS[variant])
+    expected = attnzoo.attention(
+        q, k, v, variant, is_causal=True, backend="eager", **PARAMS[variant]
+    )
     out, state = in_parts(variant, q, k, v, cuts)
-    assert torch.allclose(out, whole)
+    assert torch.allclose(out, expected)
     assert state is not None
     assert state.length == 17
 
@@ -74,11 +76,11 @@ def test_parts_longer_and_shorter_than_a_chunk_agree(
     monkeypatch.setattr(linear, "CHUNK", 4)
     q, k, v = qkv(23, heads=4)
     options = dict(enable_gqa=True)
-    whole = attnzoo.attention(
+    expected = attnzoo.attention(
         q, k, v, variant, is_causal=True, backend="eager", **options, **PARAMS[variant]
     )
     for cuts in ([4], [3, 12], [8, 16], [9, 10, 11]):
-        assert torch.allclose(in_parts(variant, q, k, v, cuts, **options)[0], whole)
+        assert torch.allclose(in_parts(variant, q, k, v, cuts, **options)[0], expected)
     full = attnzoo.attention(q, k, v, variant, backend="linear", **options, **PARAMS[variant])
     other = attnzoo.attention(q, k, v, variant, backend="eager", **options, **PARAMS[variant])
     assert torch.allclose(full, other)
@@ -91,10 +93,10 @@ def test_parts_agree_with_key_masks_and_gqa(variant: str, per_head: bool) -> Non
     q, k, v = qkv(17, heads=4)
     mask = rand(2, 4 if per_head else 1, 1, 17, seed=9) > -0.4
     options = dict(enable_gqa=True, attn_mask=mask)
-    whole = attnzoo.attention(
+    expected = attnzoo.attention(
         q, k, v, variant, is_causal=True, backend="eager", **options, **PARAMS[variant]
     )
-    assert torch.allclose(in_parts(variant, q, k, v, [1, 5, 12], **options)[0], whole)
+    assert torch.allclose(in_parts(variant, q, k, v, [1, 5, 12], **options)[0], expected)
 
 
 @pytest.mark.parametrize(
@@ -105,15 +107,15 @@ def test_values_of_masked_keys_do_not_matter(variant: str, backend: str) -> None
     """NaN in the padding of a batch must not change outputs or gradients."""
     q, k, v = (x.float() for x in qkv(17))
     mask = torch.arange(17).expand(2, 1, 1, 17) >= 5
-    found = []
+    results = []
     for fill in (0.0, float("nan")):
         leaves = [q, *(x.masked_fill(~mask[:, :, 0, :, None], fill) for x in (k, v))]
         leaves = [x.clone().requires_grad_() for x in leaves]
         out = attnzoo.attention(
             *leaves, variant, attn_mask=mask, is_causal=True, backend=backend, **PARAMS[variant]
         )
-        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize(("variant", "features"), [("taylor", 1 + 6 + 21), ("cosformer", 12)])
@@ -146,15 +148,15 @@ def test_gradients_flow_through_the_state(variant: str) -> None:
     """The last part's output depends on the first part's keys and values."""
     q, k, v = (x.requires_grad_() for x in qkv(9))
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return in_parts(variant, q, k, v, [2, 5])[0]
 
-    assert gradcheck(run, (q, k, v), fast_mode=True)
+    assert gradcheck(attend, (q, k, v), fast_mode=True)
     do = rand(2, 2, 4, 5, seed=7)
-    found = torch.autograd.grad(run(q, k, v)[:, :, 5:], (k, v), do)
-    whole = attnzoo.attention(q, k, v, variant, is_causal=True, **PARAMS[variant])
-    expected = torch.autograd.grad(whole[:, :, 5:], (k, v), do)
-    for have, want in zip(found, expected, strict=True):
+    gradients = torch.autograd.grad(attend(q, k, v)[:, :, 5:], (k, v), do)
+    out = attnzoo.attention(q, k, v, variant, is_causal=True, **PARAMS[variant])
+    expected = torch.autograd.grad(out[:, :, 5:], (k, v), do)
+    for have, want in zip(gradients, expected, strict=True):
         assert bool((want[:, :, :2] != 0).any())
         assert torch.allclose(have, want)
 
@@ -165,11 +167,11 @@ def test_state_gets_a_gradient_if_no_input_requires_one(variant: str) -> None:
     q, k, v = qkv(6)
     _, state = linear_attention(*(x[:, :, :3] for x in (q, k, v)), variant, **PARAMS[variant])
 
-    def run(sums: Tensor) -> Tensor:
+    def attend(sums: Tensor) -> Tensor:
         parts = (x[:, :, 3:] for x in (q, k, v))
         return linear_attention(*parts, variant, state=LinearState(sums, 3), **PARAMS[variant])[0]
 
-    assert gradcheck(run, state.sums.clone().requires_grad_(), fast_mode=True)
+    assert gradcheck(attend, state.sums.clone().requires_grad_(), fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

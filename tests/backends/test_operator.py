@@ -69,53 +69,62 @@ def test_opcheck(names: tuple[str, ...], want_total: bool) -> None:
 
 def test_operands_that_require_a_gradient_get_one() -> None:
     gain, shift = torch.full((2, 3), 3.0).requires_grad_(), torch.zeros(2, 3)
-    given = operands(gain=gain, shift=shift)
-    found = example_move(**given)
-    (found.out.sum() + 10 * found.total.sum()).backward()
-    assert torch.equal(given["x"].grad, torch.full((2, 3), 66.0))
-    assert torch.equal(gain.grad, 22 * given["x"].detach())
+    arguments = operands(gain=gain, shift=shift)
+    outputs = example_move(**arguments)
+    (outputs.out.sum() + 10 * outputs.total.sum()).backward()
+    assert torch.equal(arguments["x"].grad, torch.full((2, 3), 66.0))
+    assert torch.equal(gain.grad, 22 * arguments["x"].detach())
     assert shift.grad is None
 
 
 def test_a_missing_output_gradient_is_zero() -> None:
-    given = operands()
-    example_move(**given).total.sum().backward()
-    assert torch.equal(given["x"].grad, torch.full((2, 3), 2.0))
+    arguments = operands()
+    example_move(**arguments).total.sum().backward()
+    assert torch.equal(arguments["x"].grad, torch.full((2, 3), 2.0))
 
 
 def test_an_output_that_is_not_requested_is_none() -> None:
-    given = {**operands(), "want_total": False}
-    assert example_move(**given).total is None
-    assert example_move.overload(*example_move.flat(**given))[1].shape == (0,)
+    arguments = {**operands(), "want_total": False}
+    assert example_move(**arguments).total is None
+    assert example_move.overload(*example_move.flat(**arguments))[1].shape == (0,)
 
 
 def test_operands_must_be_passed_by_name() -> None:
-    given = operands()
+    arguments = operands()
     with pytest.raises(TypeError, match="takes the keyword arguments x, vectors"):
-        example_move(*given.values())
-    for wrong in ({**given, "more": 1}, {"x": given["x"]}, {**given, "more": given.pop("factor")}):
+        example_move(*arguments.values())
+    for wrong in (
+        {**arguments, "more": 1},
+        {"x": arguments["x"]},
+        {**arguments, "more": arguments.pop("factor")},
+    ):
         with pytest.raises(TypeError, match="takes the keyword arguments x, vectors"):
             example_move(**wrong)
 
 
 def test_unsupported_derivatives_raise() -> None:
-    given = operands()
-    (dx,) = torch.autograd.grad(example_move(**given).out.sum(), given["x"], create_graph=True)
+    arguments = operands()
+    (dx,) = torch.autograd.grad(
+        example_move(**arguments).out.sum(), arguments["x"], create_graph=True
+    )
     with pytest.raises(RuntimeError, match="pass backend='eager'"):
         dx.sum().backward()
     with pytest.raises(RuntimeError, match="attnzoo::example_double is not differentiable"):
-        example_double(x=given["x"]).sum().backward()
+        example_double(x=arguments["x"]).sum().backward()
 
 
 def test_calls_with_and_without_the_dispatcher_agree() -> None:
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     direct: Any = example_move
-    for call in (direct, lambda **given: example_move.overload(*example_move.flat(**given))):
-        given = operands(gain=torch.full((2, 3), 3.0).requires_grad_())
-        out, total = call(**given)
+    for call in (
+        direct,
+        lambda **arguments: example_move.overload(*example_move.flat(**arguments)),
+    ):
+        arguments = operands(gain=torch.full((2, 3), 3.0).requires_grad_())
+        out, total = call(**arguments)
         (out.sum() + 10 * total.sum()).backward()
-        found.append([out, total, given["x"].grad, given["vectors"].gain.grad])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([out, total, arguments["x"].grad, arguments["vectors"].gain.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_saved_tensors_can_be_packed() -> None:
@@ -125,27 +134,27 @@ def test_saved_tensors_can_be_packed() -> None:
         packed.append(x)
         return x.clone()
 
-    given = operands()
+    arguments = operands()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = example_move(**given).out
+        out = example_move(**arguments).out
     out.sum().backward()
     assert len(packed) == 2  # x and out
-    assert torch.equal(given["x"].grad, torch.full((2, 3), 2.0))
+    assert torch.equal(arguments["x"].grad, torch.full((2, 3), 2.0))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch reads it of saved tensors
 def test_compiled_autograd_gives_the_same_gradients() -> None:
-    given = operands()
+    arguments = operands()
     import torch._dynamo.compiled_autograd
 
-    out = example_move(**given).out
+    out = example_move(**arguments).out
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         out.sum().backward()
-    assert torch.equal(given["x"].grad, torch.full((2, 3), 2.0))
+    assert torch.equal(arguments["x"].grad, torch.full((2, 3), 2.0))
 
 
 def test_batched_gradients_raise() -> None:
-    given = operands()
-    out = example_move(**given).out
+    arguments = operands()
+    out = example_move(**arguments).out
     with pytest.raises(RuntimeError, match="Batching rule not implemented"):
-        torch.autograd.grad(out, given["x"], torch.ones(4, 2, 3), is_grads_batched=True)
+        torch.autograd.grad(out, arguments["x"], torch.ones(4, 2, 3), is_grads_batched=True)

@@ -97,15 +97,15 @@ def inputs(kv_heads: int = 2) -> list[Tensor]:
 
 
 def gradients(
-    run: Callable[..., Tensor], tensors: list[Tensor], vectors: dict[str, Any]
+    attend: Callable[..., Tensor], tensors: list[Tensor], vectors: dict[str, Any]
 ) -> dict[str, Tensor]:
     """The output and all gradients, by name."""
     leaves = [x.clone().requires_grad_() for x in tensors]
-    own = {n: x.clone().requires_grad_() for n, x in vectors.items() if isinstance(x, Tensor)}
-    out = run(*leaves, {**vectors, **own})
+    learned = {n: x.clone().requires_grad_() for n, x in vectors.items() if isinstance(x, Tensor)}
+    out = attend(*leaves, {**vectors, **learned})
     do = rand(*out.shape, seed=20).to(out.dtype)
-    found = torch.autograd.grad(out, [*leaves, *own.values()], do, materialize_grads=True)
-    return {"out": out.detach(), **dict(zip(["q", "k", "v", *own], found, strict=True))}
+    gradients = torch.autograd.grad(out, [*leaves, *learned.values()], do, materialize_grads=True)
+    return {"out": out.detach(), **dict(zip(["q", "k", "v", *learned], gradients, strict=True))}
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -119,16 +119,16 @@ def test_tiled_agrees_with_the_form(form: str, options: dict[str, Any], softcap:
         attnzoo.Pairwise(activation, normalize, **vectors), call
     ) is None  # fmt: skip
 
-    def tiled(q: Tensor, k: Tensor, v: Tensor, own: dict[str, Any]) -> Tensor:
-        made = attnzoo.Pairwise(activation, normalize, **own)
+    def tiled(q: Tensor, k: Tensor, v: Tensor, vectors: dict[str, Any]) -> Tensor:
+        made = attnzoo.Pairwise(activation, normalize, **vectors)
         return BACKENDS["tiled"].run(q, k, v, call, made)[0]
 
-    def dense(q: Tensor, k: Tensor, v: Tensor, own: dict[str, Any]) -> Tensor:
-        return dense_output(q, k, v, call, attnzoo.Pairwise(activation, normalize, **own))
+    def dense(q: Tensor, k: Tensor, v: Tensor, vectors: dict[str, Any]) -> Tensor:
+        return dense_output(q, k, v, call, attnzoo.Pairwise(activation, normalize, **vectors))
 
-    found, want = gradients(tiled, tensors, vectors), gradients(dense, tensors, vectors)
+    results, want = gradients(tiled, tensors, vectors), gradients(dense, tensors, vectors)
     for name, exact in want.items():
-        torch.testing.assert_close(found[name], exact, rtol=1e-9, atol=1e-11, msg=name)
+        torch.testing.assert_close(results[name], exact, rtol=1e-9, atol=1e-11, msg=name)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -150,27 +150,27 @@ def test_offsets_in_the_thousands_keep_the_digits_of_the_difference() -> None:
         EXP, "sum", key_bias=(4096.0 + 0 * near).expand(1, HEADS, KEYS), offset=4096.0 + 0 * near
     )
     call = check_call(q, k, v)
-    found, _ = BACKENDS["tiled"].run(q, k, v, call, form)
+    shifted, _ = BACKENDS["tiled"].run(q, k, v, call, form)
     plain, _ = BACKENDS["tiled"].run(q, k, v, call, attnzoo.Pairwise(EXP, "sum"))
-    torch.testing.assert_close(found, plain, rtol=0, atol=1e-6)
+    torch.testing.assert_close(shifted, plain, rtol=0, atol=1e-6)
 
 
 def test_tiny_logits_of_a_shifted_activation_keep_their_digits() -> None:
     """With logits of 1e-5, e^z − 1 would have two correct digits in fp32."""
     q, k, v = (x.float() for x in inputs(HEADS))
-    found = attnzoo.attention(1e-5 * q, k, v, "softpick", eps=0.0, backend="tiled")
+    out = attnzoo.attention(1e-5 * q, k, v, "softpick", eps=0.0, backend="tiled")
     exact = attnzoo.attention(
         *(x.double() for x in (1e-5 * q, k, v)), "softpick", eps=0.0, backend="eager"
     )
-    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=2e-5)
 
 
 def test_fp32_error_of_a_softcap_is_a_few_units() -> None:
     q, k, v = (x.float() for x in inputs(HEADS))
-    found = attnzoo.attention(20 * q, k, v, softcap=3.0, backend="tiled")
+    out = attnzoo.attention(20 * q, k, v, softcap=3.0, backend="tiled")
     exact = attnzoo.attention(*(x.double() for x in (20 * q, k, v)), softcap=3.0, backend="eager")
     # Logits up to about 100 have errors of 1e-5, which the softcap does not enlarge.
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-4)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ WRONG_FORMS: list[Any] = [
     ("text", {"key_bias": "1"}, TypeError, "key_bias must be a float, a tensor or None"),
     (
         "statistics",
-        {"key_bias": 1.0, "gain": attnzoo.FromStatistics(lambda found: found.lse, False)},
+        {"key_bias": 1.0, "gain": attnzoo.FromStatistics(lambda statistics: statistics.lse, False)},
         ValueError,
         "key_bias must be None with a gain from statistics",
     ),

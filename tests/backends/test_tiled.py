@@ -82,8 +82,10 @@ def test_blocks_cover_each_visible_score_once(kv_heads: int, options: dict[str, 
         # A block has whole GQA groups of query heads, and `kv` selects their key/value heads.
         assert block.call.heads % call.group == 0
         flat = torch.arange(2 * kv_heads).view(2, kv_heads)
-        own = flat[block.batches, block.heads.start // call.group : block.heads.stop // call.group]
-        assert torch.equal(flat.flatten()[block.kv], own.flatten())
+        heads = flat[
+            block.batches, block.heads.start // call.group : block.heads.stop // call.group
+        ]
+        assert torch.equal(flat.flatten()[block.kv], heads.flatten())
         # A block sees the same keys as the corresponding part of the whole call.
         seen = call.visible.expand(2, 4, 23, 31)
         seen = seen[block.batches, block.heads, block.rows, block.keys]
@@ -139,15 +141,15 @@ def test_gradients_of_lse_beside_a_sink_far_above_the_scores(low: float, backend
     leaves = [rand(1, 2, n, 16, seed=n).float().requires_grad_() for n in (5, 40)]
     b = torch.tensor([200.0, 0.0 if low else -200.0], requires_grad=True)
     mask, weights = torch.full((40,), low), rand(1, 2, 5, seed=3).float()
-    found = []
+    gradients = []
     for name in (backend, "eager"):
         q, k = leaves
         out, lse = attnzoo.attention(
             q, k, k, "sink", b=b, attn_mask=mask, return_lse=True, backend=name
         )
         loss = (lse * weights).sum() + out.square().sum()
-        found.append(torch.autograd.grad(loss, (*leaves, b)))
-    for have, want in zip(*found, strict=True):
+        gradients.append(torch.autograd.grad(loss, (*leaves, b)))
+    for have, want in zip(*gradients, strict=True):
         assert torch.allclose(have, want, rtol=1e-4, atol=1e-5)
 
 
@@ -229,11 +231,11 @@ TRANSFORMS: dict[str, Any] = {
 def test_transforms_raise_and_name_eager(name: str, variant: str) -> None:
     q, k, v = (rand(1, 1, 4, 3, seed=i) for i in range(3))
 
-    def run(q: Tensor, backend: str) -> Tensor:
+    def attend(q: Tensor, backend: str) -> Tensor:
         return attnzoo.attention(q, k, v, variant, backend=backend, **params_of(variant))
 
     with pytest.raises(ValueError, match="'tiled' .*vmap.*backend='eager'"):
-        TRANSFORMS[name](lambda q: run(q, "tiled"), q)
+        TRANSFORMS[name](lambda q: attend(q, "tiled"), q)
 
 
 def test_transforms_raise_if_selection_chooses_tiled() -> None:
@@ -250,9 +252,9 @@ def test_forward_mode_raises_and_names_eager() -> None:
     slopes, mask = torch.tensor([0.5]).double(), rand(4, 4, seed=4)
     for name, x in (("q", q), ("alibi", slopes), ("attn_mask", mask), ("b", slopes)):
         with forward_ad.dual_level():
-            given = {"q": q, "k": k, "v": v, name: forward_ad.make_dual(x, torch.ones_like(x))}
+            arguments = {"q": q, "k": k, "v": v, name: forward_ad.make_dual(x, torch.ones_like(x))}
             with pytest.raises(ValueError, match="forward-mode.*backend='eager'"):
-                attnzoo.attention(variant="sink", backend="tiled", **given)
+                attnzoo.attention(variant="sink", backend="tiled", **arguments)
 
 
 # ---- NaN among the scores -------------------------------------------------------------------
@@ -272,10 +274,10 @@ def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
     def change(q: Tensor, k: Tensor, v: Tensor) -> None:
         q[0, 1, 5, 2] = torch.nan
 
-    found, clean = with_and_without(variant, change, is_causal=True)
-    assert bool(found[0, 1, 5].isnan().all())
-    found[0, 1, 5] = clean[0, 1, 5]
-    assert torch.allclose(found, clean, atol=1e-6)
+    out, clean = with_and_without(variant, change, is_causal=True)
+    assert bool(out[0, 1, 5].isnan().all())
+    out[0, 1, 5] = clean[0, 1, 5]
+    assert torch.allclose(out, clean, atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -283,10 +285,10 @@ def test_nan_in_a_key_affects_the_queries_that_see_it(variant: str) -> None:
     def change(q: Tensor, k: Tensor, v: Tensor) -> None:
         k[0, 1, 5, 2] = torch.nan
 
-    found, clean = with_and_without(variant, change, is_causal=True)
-    assert bool(found[0, 1, 5:].isnan().all())
-    found[0, 1, 5:] = clean[0, 1, 5:]
-    assert torch.allclose(found, clean, atol=1e-6)
+    out, clean = with_and_without(variant, change, is_causal=True)
+    assert bool(out[0, 1, 5:].isnan().all())
+    out[0, 1, 5:] = clean[0, 1, 5:]
+    assert torch.allclose(out, clean, atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -295,8 +297,8 @@ def test_nan_in_a_masked_key_changes_nothing(variant: str) -> None:
         k[:, :, 5] = torch.nan
 
     mask = torch.arange(12)[None] != 5
-    found, clean = with_and_without(variant, change, attn_mask=mask)
-    assert torch.equal(found, clean)
+    out, clean = with_and_without(variant, change, attn_mask=mask)
+    assert torch.equal(out, clean)
 
 
 @pytest.mark.parametrize(
@@ -316,23 +318,23 @@ def test_nan_or_inf_in_a_score_only_affects_its_query(variant: str, value: float
     options = {"backend": "tiled", **params_of(variant)}
     clean = attnzoo.attention(q, k, v, variant, attn_mask=mask, **options)
     mask[5, 3] = value
-    found = attnzoo.attention(q, k, v, variant, attn_mask=mask, **options)
-    assert not bool(found[:, :, 5].isfinite().any())
-    found[:, :, 5] = clean[:, :, 5]
-    assert torch.allclose(found, clean, atol=1e-6)
+    out = attnzoo.attention(q, k, v, variant, attn_mask=mask, **options)
+    assert not bool(out[:, :, 5].isfinite().any())
+    out[:, :, 5] = clean[:, :, 5]
+    assert torch.allclose(out, clean, atol=1e-6)
 
 
 @pytest.mark.parametrize("field", ["decay", "gain", "sink"])
 def test_vectors_may_lack_the_dimension_of_the_batch(field: str) -> None:
     q, k, v = (rand(2, 4, 12, 8, seed=i) for i in range(3))
-    call, found = check_call(q, k, v), []
+    call, results = check_call(q, k, v), []
     for shape in ((4, 1), (1, 4, 1)):
         vector = (0.1 + rand(4, seed=3).abs()).view(shape).requires_grad_()
         away = LOGARITHMIC if field == "decay" else None
         form = attnzoo.Pairwise(EXP, "sum", distance=away, **{field: vector})
         out = BACKENDS["tiled"].run(q, k, v, call, form)[0]
-        found.append((out, torch.autograd.grad(out.square().sum(), vector)[0].flatten()))
-    for have, want in zip(*found, strict=True):
+        results.append((out, torch.autograd.grad(out.square().sum(), vector)[0].flatten()))
+    for have, want in zip(*results, strict=True):
         assert torch.equal(have, want)
 
 

@@ -137,15 +137,15 @@ def test_files_are_read_once_and_the_user_s_before_the_shipped_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured, "SHIPPED", folder / "shipped")
-    shipped, own = folder / "shipped" / measured.file_name(GPU), measured.user_file(GPU)
-    for stages, file in ((3, shipped), (4, own)):
+    shipped, users = folder / "shipped" / measured.file_name(GPU), measured.user_file(GPU)
+    for stages, file in ((3, shipped), (4, users)):
         before = tile()
         measured.write(file, GPU, {("dq", 16, 128): CONFIG._replace(stages=stages)})
         assert tile() == before, "files are read once"
         measured.read.cache_clear()
         assert tile().stages == stages
         assert measured.read(GPU)[0][-1] == file
-    measured.write(own, GPU, {("dkdv", 16, 128): CONFIG})
+    measured.write(users, GPU, {("dkdv", 16, 128): CONFIG})
     measured.read.cache_clear()
     assert (tile().stages, tile("dkdv")) == (3, CONFIG)
 

@@ -204,17 +204,17 @@ def key(spec: Specialization) -> tuple:
 
 
 def test_no_kernel_is_compiled_twice() -> None:
-    found = [key(spec) for spec in specializations(list(ARCHITECTURES), list(HEAD_DIMS))]
-    assert len(set(found)) == len(found)
+    keys = [key(spec) for spec in specializations(list(ARCHITECTURES), list(HEAD_DIMS))]
+    assert len(set(keys)) == len(keys)
 
 
 def test_quick_compiles_every_kernel_in_few_specializations() -> None:
     """The flash kernels are compiled for causal and full calls, with and without a gain."""
-    found = list(quick_specializations(list(ARCHITECTURES)))
-    assert set(found) < set(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
-    assert len(found) < 300
+    quick = list(quick_specializations(list(ARCHITECTURES)))
+    assert set(quick) < set(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
+    assert len(quick) < 300
     for arch, dim in product(ARCHITECTURES, (64, 128)):
-        here = [c for c in found if (c.arch, c.head_dim) == (arch, dim)]
+        here = [c for c in quick if (c.arch, c.head_dim) == (arch, dim)]
         once = {"rows", "segments"} if dim != 64 else set()
         assert {c.family for c in here} == set(KERNELS) - once
         for kernel in ("forward", "dq", "dkdv"):
@@ -224,15 +224,15 @@ def test_quick_compiles_every_kernel_in_few_specializations() -> None:
 
 
 def test_every_kernel_architecture_and_activation_is_compiled() -> None:
-    found = list(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
-    assert {spec.family for spec in found} == set(KERNELS)
+    table = list(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
+    assert {spec.family for spec in table} == set(KERNELS)
     for arch, stage in product(ARCHITECTURES, (*STAGES, "decode", "decode products")):
-        assert any((c.arch, c.kernel) == (arch, stage) for c in found)
+        assert any((c.arch, c.kernel) == (arch, stage) for c in table)
     every = {"exp", "sigmoid", "entmax15", "q_exp", "taylor2"}
     rare = {"relu", "relu_power", "relu2", "softpick"}
     filled = {48: {"exp", "sigmoid"}, 96: {"exp", "sigmoid", "entmax15"}, 192: {"exp", "sigmoid"}}
     for arch, dim in product(ARCHITECTURES, HEAD_DIMS):
-        flash = [c for c in found if c.family not in ("linear", "decode", "rows")]
+        flash = [c for c in table if c.family not in ("linear", "decode", "rows")]
         names = {c.activation for c in flash if (c.arch, c.head_dim) == (arch, dim)}
         assert names - rare == filled.get(dim, every)
         assert names & rare == (rare if dim in (64, 128) else set())
@@ -240,11 +240,11 @@ def test_every_kernel_architecture_and_activation_is_compiled() -> None:
 
 def test_calls_of_models_are_compiled() -> None:
     """Padding masks, and dense boolean masks of calls that are not causal."""
-    found = set(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
+    table = set(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
     for arch, kernel in product(ARCHITECTURES, ("forward", "dq", "dkdv")):
         for extra, dense in (("keys", False), *((e, "bool" in e) for e in MODELS)):
             spec = Specialization(kernel, arch, "bf16", 128, "exp", extra)
-            assert spec in found
+            assert spec in table
             args = describe(spec).args
             assert args["visible"].mask.dtype == torch.uint8
             assert (args["mask_m"] is not None) == dense
@@ -253,14 +253,16 @@ def test_calls_of_models_are_compiled() -> None:
 
 def test_two_activations_with_one_name_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attnzoo.core.registry, "_VARIANTS", dict(attnzoo.core.registry._VARIANTS))
-    own = attnzoo.Activation("exp", torch.exp, lambda s, phi, shape: phi, triton="elsewhere:exp")
+    activation = attnzoo.Activation(
+        "exp", torch.exp, lambda s, phi, shape: phi, triton="elsewhere:exp"
+    )
     attnzoo.register_variant(
         attnzoo.Variant(
             "other",
             "",
             "",
             lambda q, k, call: q,
-            forms=lambda call: (attnzoo.Pairwise(own, "sum"),),
+            forms=lambda call: (attnzoo.Pairwise(activation, "sum"),),
         )
     )
     with pytest.raises(UsageError, match="different activations named 'exp'"):

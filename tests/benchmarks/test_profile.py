@@ -65,10 +65,10 @@ def test_linear_kernels_are_counted_per_64_tokens_whatever_the_length_of_a_chunk
     """An iteration takes a chunk of tokens. That of the kernels compared with takes 64."""
     text = loop_text(0, ("HGMMA.64x64x16.F32.BF16", 4), ("FFMA", 219)) + "  /*2000*/ EXIT ;\n"
     for chunk, wanted in ((128, 112.0), (64, 224.0)):
-        (found,) = count_loops(sass.instructions(text), "linear", "sm_90", (chunk, 64), 8, 128)
-        assert (found.instructions, found.per_64_tokens) == (224, wanted)
+        (counted,) = count_loops(sass.instructions(text), "linear", "sm_90", (chunk, 64), 8, 128)
+        assert (counted.instructions, counted.per_64_tokens) == (224, wanted)
     assert loop().per_64_tokens is None
-    row = profile("linear states", replace(found, per_64_tokens=112.0), activation="", extra="")
+    row = profile("linear states", replace(counted, per_64_tokens=112.0), activation="", extra="")
     assert not any("per_64_tokens" in text for text in criteria.violations([row]))
 
 
@@ -101,9 +101,9 @@ def test_names_of_loops(passes: list[str], masks: list[float], names: list[str])
 def test_predicted_speed(
     total: float, mufu: float, issued: float, needed: float, tflops: float
 ) -> None:
-    found = rates.predict("sm_90", total, mufu, 4.0, 3.0, issued, needed)
-    assert found.tflops == pytest.approx(tflops, abs=1)
-    assert found.tflops_overlap > found.tflops
+    speed = rates.predict("sm_90", total, mufu, 4.0, 3.0, issued, needed)
+    assert speed.tflops == pytest.approx(tflops, abs=1)
+    assert speed.tflops_overlap > speed.tflops
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -133,19 +133,19 @@ def loop(name: str = "full", **changed: Any) -> LoopCount:
     mask = 2.4 if name == "edge" else 0.05
     classes = dict.fromkeys(sass.KINDS, 0.0) | {"fp32": 3.1, "mufu": 1.0, "mask": mask}
     opcodes = {"ISETP": mask / 2, "FSEL": mask / 2}
-    found = rates.predict("sm_90", 6.0, 1.0, 3.1, 0.1, 256, 256)
-    given = LoopCount(name, 100, 6.0, classes, opcodes, 1, 1.0, 1.0, 3, 0, found)
-    return replace(given, **changed)
+    speed = rates.predict("sm_90", 6.0, 1.0, 3.1, 0.1, 256, 256)
+    valid = LoopCount(name, 100, 6.0, classes, opcodes, 1, 1.0, 1.0, 3, 0, speed)
+    return replace(valid, **changed)
 
 
 def profile(kernel: str = "forward", *loops: LoopCount, **changed: Any) -> Profile:
     spec = Specialization(kernel, "sm_90", "bf16", 128, "exp", "no gain")
     for name in set(changed) & set(spec._fields):
         spec = spec._replace(**{name: changed.pop(name)})
-    given = Profile(
+    valid = Profile(
         spec, (128, 128), 8, 2, 200, 0, 1024, 1, "HGMMA", "TMA", loops or (loop(), loop("edge"))
     )
-    return replace(given, **changed)
+    return replace(valid, **changed)
 
 
 def test_kernels_within_all_limits_violate_nothing() -> None:
@@ -192,9 +192,9 @@ def test_kernels_within_all_limits_violate_nothing() -> None:
     ],
 )  # fmt: skip
 def test_each_violation_is_named(row: Profile, words: str) -> None:
-    found = criteria.violations([row])
-    assert any(words in text for text in found), found
-    assert all(text.startswith(f"{row.spec.kernel}, {row.spec.config}, sm_") for text in found)
+    violations = criteria.violations([row])
+    assert any(words in text for text in violations), violations
+    assert all(text.startswith(f"{row.spec.kernel}, {row.spec.config}, sm_") for text in violations)
 
 
 def test_limits_of_counts_hold_for_one_version_of_triton_and_calls_without_gain() -> None:
@@ -220,11 +220,11 @@ def test_masked_calls_and_wide_heads_are_compared_with_plain_ones() -> None:
     plain = profile("dq", extra="")
     window = profile("dq", loop(prediction=slow), extra="window")
     wide = profile("dq", loop(prediction=slow), extra="", head_dim=256)
-    found = criteria.violations([plain, window, wide])
-    assert [text.split(":")[0] for text in found] == [
+    violations = criteria.violations([plain, window, wide])
+    assert [text.split(":")[0] for text in violations] == [
         "dq, exp D=128 bf16 window, sm_90", "dq, exp D=256 bf16, sm_90",
     ]  # fmt: skip
-    assert "predicted at 0.42 of the speed of exp D=128 bf16, at least 0.5" in found[0]
+    assert "predicted at 0.42 of the speed of exp D=128 bf16, at least 0.5" in violations[0]
 
 
 def test_every_limit_belongs_to_a_profiled_kernel() -> None:
@@ -245,9 +245,9 @@ def test_cells_are_few_and_hold_every_mask_of_a_softmax() -> None:
     for spec in cells:
         extras.setdefault((spec.kernel, spec.activation, spec.head_dim), set()).add(spec.extra)
     passes = ("forward", "dq", "dkdv")
-    for (kernel, activation, _), found in extras.items():
+    for (kernel, activation, _), masks in extras.items():
         softmax = activation == "exp" and kernel in passes
-        assert found == {"", "full no gain"} | ({*BARE, *EXTRAS, *PADDED} if softmax else set())
+        assert masks == {"", "full no gain"} | ({*BARE, *EXTRAS, *PADDED} if softmax else set())
     assert {kernel for kernel, *_ in extras} == {*passes, "stats", "threshold"}
     assert len(cells) <= 180
 
@@ -340,9 +340,9 @@ def test_tutorial_without_its_kernels_is_an_error(
     ):
         file.write_text(text)
         assert f"--tutorial {file}" in (
-            found := error_of(capsys, "profile", "--tutorial", str(file))
+            error := error_of(capsys, "profile", "--tutorial", str(file))
         )
-        assert message in found
+        assert message in error
     missing = tmp_path / "missing.py"
     assert "FileNotFoundError" in error_of(capsys, "profile", "--tutorial", str(missing))
 
@@ -351,8 +351,8 @@ def test_tasks_of_anchors() -> None:
     assert list(anchors.tasks(None, False, ["sm_90"], {"forward"})) == []
     assert list(anchors.tasks("file.py", True, ["sm_90"], {"threshold"})) == []
     assert not any(t.backward for t in anchors.tasks("", True, ["sm_90"], {"forward"}))
-    found = list(anchors.tasks("file.py", True, ["sm_90"], {"forward", "dq"}))
-    assert [(t.name, t.backward, t.head_dim) for t in found] == [
+    tasks = list(anchors.tasks("file.py", True, ["sm_90"], {"forward", "dq"}))
+    assert [(t.name, t.backward, t.head_dim) for t in tasks] == [
         (name, backward, dim)
         for name in ("tutorial", "flex") for dim in (64, 128) for backward in (False, True)
     ]  # fmt: skip

@@ -68,10 +68,10 @@ def test_hidden_rows_are_zero_and_nan_stays_in_its_row(name: str) -> None:
     x[1, 3] = torch.nan
     x[2, -1] = torch.inf
     x[3, 0] = x[3, -1] = torch.inf
-    found = softmax(name, x)
-    assert bool((found[0] == 0).all())
-    assert bool(found[1:4].isnan().all())
-    assert_softmax(found[4:], x[4:], LANES)
+    weights = softmax(name, x)
+    assert bool((weights[0] == 0).all())
+    assert bool(weights[1:4].isnan().all())
+    assert_softmax(weights[4:], x[4:], LANES)
 
 
 def test_two_pass_at_the_ends_of_its_range() -> None:
@@ -80,25 +80,25 @@ def test_two_pass_at_the_ends_of_its_range() -> None:
         assert_softmax(softmax("two_pass", x), x, LANES)
 
 
-@pytest.mark.parametrize("run", [fused, separate])
-def test_top_k_agrees_with_the_definition(run: Callable[..., tuple[Tensor, Tensor]]) -> None:
+@pytest.mark.parametrize("algorithm", [fused, separate])
+def test_top_k_agrees_with_the_definition(algorithm: Callable[..., tuple[Tensor, Tensor]]) -> None:
     for columns, k in ((5, 5), (LANES, 3), (7 * LANES + 3, 5), (LANES + 1, 1)):
         x = 5 * torch.randn(4, columns)
-        values, found = run(x, k)
+        values, indices = algorithm(x, k)
         expected = exact(x).topk(k, 1)
-        assert torch.equal(found, expected.indices)
+        assert torch.equal(indices, expected.indices)
         torch.testing.assert_close(values.double(), expected.values, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("run", [fused, separate])
+@pytest.mark.parametrize("algorithm", [fused, separate])
 def test_top_k_of_equal_entries_takes_the_first(
-    run: Callable[..., tuple[Tensor, Tensor]],
+    algorithm: Callable[..., tuple[Tensor, Tensor]],
 ) -> None:
     x = torch.zeros(1, 3 * LANES)
     x[0, 2 * LANES + 5] = 2.0
     x[0, [9, LANES, LANES + 4]] = 1.0
-    _, found = run(x, 5)
-    assert found.tolist() == [[2 * LANES + 5, 9, LANES, LANES + 4, 0]]
+    _, indices = algorithm(x, 5)
+    assert indices.tolist() == [[2 * LANES + 5, 9, LANES, LANES + 4, 0]]
 
 
 def test_fused_top_k_of_hidden_rows_and_nan() -> None:
@@ -122,5 +122,5 @@ def test_exponentials_are_vectorized(name: str) -> None:
 
 def test_powers_of_two_are_exact() -> None:
     n = np.arange(-130, 1).astype(np.float32)
-    found = np.array([row_loops.power_of_two(x) for x in n], np.float32)
-    assert np.array_equal(found, np.where(n > -127, np.ldexp(1.0, n.astype(int)), 0.0))
+    powers = np.array([row_loops.power_of_two(x) for x in n], np.float32)
+    assert np.array_equal(powers, np.where(n > -127, np.ldexp(1.0, n.astype(int)), 0.0))

@@ -54,10 +54,10 @@ def test_hidden_rows_are_zero_and_nan_stays_in_its_row(algorithm: str, dtype: to
     x[1, 3] = torch.nan
     x[2, -1] = torch.inf
     x[3, 0] = x[3, -1] = torch.inf
-    found = softmax(algorithm, x)
-    assert bool((found[0] == 0).all())
-    assert bool(found[1:4].isnan().all())
-    assert_softmax(found[4:], x[4:], BLOCK)
+    weights = softmax(algorithm, x)
+    assert bool((weights[0] == 0).all())
+    assert bool(weights[1:4].isnan().all())
+    assert_softmax(weights[4:], x[4:], BLOCK)
 
 
 @algorithms
@@ -95,8 +95,11 @@ def test_two_pass_of_more_than_2e38() -> None:
 def test_the_budget_finds_small_errors() -> None:
     """A weight that is missing from the sum, and a weight that is slightly wrong."""
     x = torch.randn(1, 4 * BLOCK)
-    found = softmax("online", x)
-    for wrong in (found / (1 - found[0, 0]), found + 1e-4 * found * (found == found.max())):
+    weights = softmax("online", x)
+    for wrong in (
+        weights / (1 - weights[0, 0]),
+        weights + 1e-4 * weights * (weights == weights.max()),
+    ):
         with pytest.raises(AssertionError, match="times the error budget"):
             assert_softmax(wrong, x, BLOCK)
 

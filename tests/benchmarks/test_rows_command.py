@@ -136,5 +136,5 @@ def test_algorithms_on_a_gpu_agree_with_the_definition() -> None:
     assert list(made) == [rows.THREE, rows.ONLINE, rows.TWO, "torch, softmax"]
     for algorithm in made.values():
         algorithm.out.fill_(7.0)
-        algorithm.run()
+        algorithm.compute()
         assert_softmax(algorithm.out, x, 64)

@@ -42,8 +42,8 @@ def test_tune_without_a_gpu_prints_configurations_within_limits() -> None:
 def test_both_orientations_of_dkdv_are_tried() -> None:
     sizes = dict(blocks=[32], warps=[4], stages=[1], parts=[])
     spec = Specialization("dkdv", "sm_90", "bf16", 64, "exp")
-    found = candidates(argparse.Namespace(**sizes), spec)
-    assert found == [Config(32, 32, 4, 1), Config(32, 32, 4, 1, transposed=True)]
+    configs = candidates(argparse.Namespace(**sizes), spec)
+    assert configs == [Config(32, 32, 4, 1), Config(32, 32, 4, 1, transposed=True)]
 
 
 def test_tiles_of_the_solver_have_the_size_of_the_block_map() -> None:
@@ -158,9 +158,9 @@ def test_timings_measure_every_tile_and_compare_results(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.kernels.tune.TOKENS", 40)
         patch.setattr("benchmarks.kernels.tune.HEADS", 2)
-        found = timings(spec, tiles, 40, OneRound(), "cpu")
-    assert list(found) == tiles
-    for timed in found.values():
+        by_tile = timings(spec, tiles, 40, OneRound(), "cpu")
+    assert list(by_tile) == tiles
+    for timed in by_tile.values():
         assert timed.milliseconds.median > 0
         assert timed.ratio.median > 0
         assert timed.difference < 1e-4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from helpers.cases import ALL_VARIANTS
 from helpers.context_cases import (
     METHODS,
+    Case,
     cases,
     everything,
     outcomes,
-    outcomes_of_short_chunks,
+    some_cases,
 )
 from helpers.ranks import on_ranks
 
@@ -26,8 +28,8 @@ KINDS = (
 NOT_CIRCULATED = {"perturb_max", "stick_breaking", "top_p", "topk"}
 
 
-def check(outcomes_by_rank: list, variants: tuple[str, ...]) -> None:
-    names = {case.id: case for case in cases(variants)}
+def check(outcomes_by_rank: list, checked: list[Case]) -> None:
+    names = {case.id: case for case in checked}
     done = set()
     for rank, of_rank in enumerate(outcomes_by_rank):
         assert isinstance(of_rank, dict), f"rank {rank}: {of_rank}"
@@ -44,37 +46,49 @@ def check(outcomes_by_rank: list, variants: tuple[str, ...]) -> None:
                     case.feature.endswith("lse") and case.variant == "taylor"
                 )
                 assert few_heads or (case.method == "ring" and no_sums), f"{name}: {text}"
-    missing = {(v, m) for v in variants for m in METHODS} - done
+    variants = {case.variant for case in checked}
+    missing = set(product(variants, METHODS)) - done
     assert missing == {(v, "ring") for v in variants if v in NOT_CIRCULATED}
 
 
 @pytest.fixture(scope="module")
 def on_two() -> list[Any]:
-    outcomes_by_rank = on_ranks(2, everything, KINDS, seconds=240)
+    outcomes_by_rank = on_ranks(2, everything, some_cases(KINDS), seconds=240)
     assert all(isinstance(of_rank, dict) for of_rank in outcomes_by_rank), outcomes_by_rank
     return outcomes_by_rank
 
 
 def test_two_ranks_agree_with_one_process(on_two: list[Any]) -> None:
-    check([of_rank["outcomes"] for of_rank in on_two], KINDS)
+    check([of_rank["outcomes"] for of_rank in on_two], some_cases(KINDS))
+
+
+def test_some_cases_have_every_pair_of_values() -> None:
+    for first, second in combinations(("variant", "method", "feature"), 2):
+        every, some = (
+            {(getattr(case, first), getattr(case, second)) for case in made(KINDS)}
+            for made in (cases, some_cases)
+        )
+        assert some == every
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_variant_agrees_with_one_process(ranks: int) -> None:
-    others = tuple(v for v in ALL_VARIANTS if v not in KINDS)
-    variants = {2: others, 3: KINDS, 4: ALL_VARIANTS}[ranks]
-    check(on_ranks(ranks, outcomes, variants, seconds=600), variants)
+    variants = {2: ALL_VARIANTS, 3: KINDS, 4: ALL_VARIANTS}[ranks]
+    every = cases(variants)
+    check(on_ranks(ranks, outcomes, every, seconds=600), every)
 
 
 @pytest.mark.slow
 def test_chunks_of_one_token() -> None:
-    check(on_ranks(2, outcomes_of_short_chunks, KINDS, seconds=240), KINDS)
+    """They make dense masks look like key masks."""
+    every = cases(KINDS)
+    check(on_ranks(2, outcomes, every, 1, seconds=240), every)
 
 
 @pytest.mark.usefixtures("mesh")
 def test_one_rank_is_attention() -> None:
-    texts = outcomes(0, ("ssmax",))
+    texts = outcomes(0, cases(("ssmax",)))
     assert all(text is None for text in texts.values()), texts
 
 

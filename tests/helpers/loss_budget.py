@@ -103,8 +103,8 @@ class Budget:
             return x.map(torch.exp, EVALUATION, value * (1 + x.value.abs()))
 
         def log(x: Approx) -> Approx:
-            found = x.map(torch.log, EVALUATION, x.value.log()) + self.exact(peak)
-            return found.rounded(SHIFTS, peak)
+            value = x.map(torch.log, EVALUATION, x.value.log()) + self.exact(peak)
+            return value.rounded(SHIFTS, peak)
 
         phi = exp(self.s - self.exact(peak)).where(seen)
         total = without = phi.sum(-1, keepdim=True)
@@ -180,10 +180,10 @@ class Budget:
 
         w = powered(1.0)
         power_sum = powered(alpha).sum(-1, keepdim=True)
-        rest = (self.exact(1.0) - power_sum) / self.exact(alpha)
+        correction = (self.exact(1.0) - power_sum) / self.exact(alpha)
         one = self.exact(torch.ones_like(s.value))
         shape = self.slope_of_alpha(x, alpha) if "alpha" in self.inputs.leaves else None
-        return Parts(t - rest, w, s, one, shape=shape)
+        return Parts(t - correction, w, s, one, shape=shape)
 
     def slope_of_alpha(self, x: Approx, alpha: Tensor) -> Approx:
         """∂/∂α of Σ φ^α/α − 1/α at constant τ, with log φ^α = α log(u) / a and u = 1 + ax."""
@@ -201,10 +201,10 @@ class Budget:
             return area * (second - first - third)
 
         area, first, second, third = terms(x.value)
-        found = x.map(slope, EVALUATION, area * (first.abs() + second.abs() + third))
-        found = found.where(self.visible).sum(-1, keepdim=True)
+        total = x.map(slope, EVALUATION, area * (first.abs() + second.abs() + third))
+        total = total.where(self.visible).sum(-1, keepdim=True)
         inverse = self.exact(1 / alpha**2)
-        return (found + inverse).rounded(EVALUATION, inverse.value)
+        return (total + inverse).rounded(EVALUATION, inverse.value)
 
     def omega(self, shares: Tensor, total: Tensor) -> tuple[Approx, Approx]:
         """Ω(a/m) = (Σp^α − 1)/(α(α−1)) and ∂Ω/∂α, (R, 1)."""
@@ -226,17 +226,17 @@ class Budget:
 
     def factors(self) -> Tensor:
         """The factor of each token's loss in the result, (R, 1)."""
-        kept = self.dense.kept
+        counted = self.dense.counted
         if self.p["reduction"] == "none":
             factor = self.inputs.do.double().reshape(-1)
         else:
-            factor = torch.ones(kept.shape, dtype=torch.float64)
+            factor = torch.ones(counted.shape, dtype=torch.float64)
         if self.p["reduction"] == "mean":
-            y = torch.where(kept, self.p["target"].reshape(-1), 0)
+            y = torch.where(counted, self.p["target"].reshape(-1), 0)
             each = self.p["weight"].double()[y] if "weight" in self.p else factor
-            total = torch.where(kept, each, 0.0).sum()
+            total = torch.where(counted, each, 0.0).sum()
             factor = factor / torch.where(total > 0, total, 1.0)
-        return torch.where(kept, factor, 0.0)[:, None]
+        return torch.where(counted, factor, 0.0)[:, None]
 
     def results(self) -> dict[str, Approx]:
         parts = self.parts()
@@ -258,22 +258,22 @@ class Budget:
             ds = ds + self.exact(2 * penalty) * parts.lse * parts.lse_weights
         g = self.exact(self.factors())
         g = g.rounded(EVALUATION + g.shape[0] / 2, g.value)
-        kept = self.dense.kept
+        counted = self.dense.counted
         if self.p["reduction"] == "none":
-            found = {"loss": loss[:, 0].where(kept)}
-            found["loss"] = self.shaped(found["loss"], self.p["target"].shape)
+            results = {"loss": loss[:, 0].where(counted)}
+            results["loss"] = self.shaped(results["loss"], self.p["target"].shape)
         else:
-            found = {"loss": (g * loss)[:, 0].sum(0)}
-        found["loss"] = found["loss"].stored(self.accumulator)
+            results = {"loss": (g * loss)[:, 0].sum(0)}
+        results["loss"] = results["loss"].stored(self.accumulator)
         ds = g * ds
         dgain = (ds * self.z).where(self.visible).sum(-1)
         dz = self.gain * ds if self.cap is None else self.gain * ds * self.cap
         dz = dz.where(self.visible)
         products = dz if self.dtype == self.accumulator else dz.stored(self.dtype)
         shape_of_input = self.arguments["input"].shape
-        found["dinput"] = self.shaped(products @ self.weight, shape_of_input)
-        found["dlinear_weight"] = products.mT @ self.h
-        found["dlinear_bias"] = products.sum(0)
+        results["dinput"] = self.shaped(products @ self.weight, shape_of_input)
+        results["dlinear_weight"] = products.mT @ self.h
+        results["dlinear_bias"] = products.sum(0)
         per_row = {"bias": ds.sum(-1)}
         if parts.sink is not None:
             per_row["b"] = (g * m * parts.sink)[:, 0]
@@ -284,10 +284,10 @@ class Budget:
             if name in per_row:
                 x = per_row[name]
                 x = x if leaf.numel() == x.shape[0] else x.sum(0)
-                found["d" + name] = self.shaped(x, leaf.shape)
+                results["d" + name] = self.shaped(x, leaf.shape)
         for name, leaf in self.inputs.leaves.items():
-            found["d" + name] = found["d" + name].stored(leaf.dtype).stored(leaf.dtype)
-        return {name: found[name] for name in ["loss", *("d" + x for x in self.inputs.leaves)]}
+            results["d" + name] = results["d" + name].stored(leaf.dtype).stored(leaf.dtype)
+        return {name: results[name] for name in ["loss", *("d" + x for x in self.inputs.leaves)]}
 
     def of_gain(self, dgain: Approx) -> dict[str, Approx]:
         log_n = self.visible.sum(-1).double().log()

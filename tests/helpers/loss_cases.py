@@ -96,7 +96,7 @@ class Inputs:
 
     variant: str
     leaves: dict[str, Tensor]
-    rest: dict[str, Any]
+    options: dict[str, Any]
     do: Tensor
 
     def arguments(self, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], dict]:
@@ -104,7 +104,7 @@ class Inputs:
             name: (x if dtype is None else x.to(dtype)).detach().clone().requires_grad_()
             for name, x in self.leaves.items()
         }
-        return leaves, {**self.rest, **leaves}
+        return leaves, {**self.options, **leaves}
 
 
 def make(row: dict[str, Any], seed: int = 0) -> Inputs:
@@ -122,55 +122,57 @@ def make(row: dict[str, Any], seed: int = 0) -> Inputs:
     shape = tokens if setting.per_token else (1,) * (seed % 2)
     for name, (low, high) in setting.learned.items():
         leaves[name] = low + (high - low) * torch.rand(shape, generator=generator, dtype=exact)
-    rest: dict[str, Any] = {"softcap": row["softcap"], "reduction": row["reduction"]}
-    rest.update(label_smoothing=row["smoothing"], lse_penalty=row["penalty"], **setting.params)
+    options: dict[str, Any] = {"softcap": row["softcap"], "reduction": row["reduction"]}
+    options.update(label_smoothing=row["smoothing"], lse_penalty=row["penalty"], **setting.params)
     able = torch.ones(*tokens, classes, dtype=torch.bool)
     if row["mask"] != "none":
-        rest["class_mask"] = rand(*(tokens * (row["mask"] == "tokens")), classes, seed=seed + 3) > 0
-        rest["class_mask"][..., seed % classes] = True
-        able = able & rest["class_mask"]
+        options["class_mask"] = (
+            rand(*(tokens * (row["mask"] == "tokens")), classes, seed=seed + 3) > 0
+        )
+        options["class_mask"][..., seed % classes] = True
+        able = able & options["class_mask"]
     chances = able.double().reshape(-1, classes)
     target = torch.multinomial(chances, 1, generator=generator).reshape(tokens)
     if row["weight"]:
         weight = rand(classes, seed=seed + 4).abs()
         weight[classes // 2] = 0.0
         weight[int(target.flatten()[0])] = 0.5  # so that not all weights are 0
-        rest["weight"] = weight.to(dtype)
+        options["weight"] = weight.to(dtype)
     if row["ignored"] == "some":
         target.view(-1)[1::3] = -100
     elif row["ignored"] == "class 0":
-        rest["ignore_index"] = 0
+        options["ignore_index"] = 0
     if setting.variant == "topk" and dtype != torch.float64:
-        hide_close_scores(leaves, rest, target, setting.params["top_k"])
+        hide_close_scores(leaves, options, target, setting.params["top_k"])
     do = rand(target.numel(), seed=seed + 5).reshape(tokens)
-    return Inputs(setting.variant, leaves, {**rest, "target": target}, do)
+    return Inputs(setting.variant, leaves, {**options, "target": target}, do)
 
 
 def hide_close_scores(
-    leaves: dict[str, Tensor], rest: dict[str, Any], target: Tensor, keep: int
+    leaves: dict[str, Tensor], options: dict[str, Any], target: Tensor, keep: int
 ) -> None:
     """Ignores the tokens in which rounding decides which classes are the ``keep`` largest."""
-    arguments = {**leaves, **rest, "target": target, "top_k": keep}
+    arguments = {**leaves, **options, "target": target, "top_k": keep}
     with torch.no_grad():
-        found = dense_linear(variant="topk", **arguments)
-    if keep >= found.visible.shape[-1]:
+        exact = dense_linear(variant="topk", **arguments)
+    if keep >= exact.visible.shape[-1]:
         return
-    ranked = found.rows.scores.masked_fill(~found.visible, float("-inf"))
+    ranked = exact.rows.scores.masked_fill(~exact.visible, float("-inf"))
     ranked = ranked.sort(dim=-1, descending=True).values
     close = ranked[:, keep - 1] - ranked[:, keep] < 1e-4
-    target.view(-1)[close] = rest.get("ignore_index", -100)
+    target.view(-1)[close] = options.get("ignore_index", -100)
 
 
 def differentiate(loss: Tensor, leaves: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
     """The loss and the gradients of all leaves, by name: "loss", "dinput", …"""
-    given = inputs.do.to(loss.dtype) if inputs.rest["reduction"] == "none" else None
-    gradients = torch.autograd.grad(loss, list(leaves.values()), given)
-    found = {"loss": loss.detach()}
+    upstream = inputs.do.to(loss.dtype) if inputs.options["reduction"] == "none" else None
+    gradients = torch.autograd.grad(loss, list(leaves.values()), upstream)
+    results = {"loss": loss.detach()}
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
         assert gradient.dtype == leaf.dtype
         assert gradient.shape == leaf.shape
-        found["d" + name] = gradient
-    return found
+        results["d" + name] = gradient
+    return results
 
 
 def by_library(inputs: Inputs) -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ class Dense:
 
     loss: Tensor
     rows: Rows
-    kept: Tensor  # (R,), False for ignored tokens
+    counted: Tensor  # (R,), False for ignored tokens
     visible: Tensor  # (R, V)
     shares: Tensor  # a, (R, V)
 
@@ -76,8 +76,8 @@ def largest(s: Tensor, visible: Tensor, target: Tensor, keep: int) -> Rows:
     """Cross entropy over the ``keep`` largest scores and the target; ties go to lower indices."""
     hidden = s.detach().masked_fill(~visible, float("-inf"))
     order = hidden.sort(dim=-1, descending=True, stable=True).indices[:, :keep]
-    kept = torch.zeros_like(visible).scatter(1, order, True) & visible
-    both = kept.scatter(1, target[:, None], True) & visible
+    top = torch.zeros_like(visible).scatter(1, order, True) & visible
+    both = top.scatter(1, target[:, None], True) & visible
     return exponentials(s, both)
 
 
@@ -176,12 +176,12 @@ def dense(
     z = logits.double().reshape(-1, classes)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    kept = target.reshape(-1) != ignore_index
-    y = torch.where(kept, target.reshape(-1), 0)
+    counted = target.reshape(-1) != ignore_index
+    y = torch.where(counted, target.reshape(-1), 0)
     visible = torch.ones_like(z, dtype=torch.bool)
     if class_mask is not None:
         visible = class_mask.expand(*target.shape, classes).reshape(-1, classes)
-    visible = visible | ~kept[:, None]  # so that the loss of ignored tokens is finite
+    visible = visible | ~counted[:, None]  # so that the loss of ignored tokens is finite
     rows = rows_of(variant, z, visible, y, params)
 
     shares = torch.zeros_like(z).scatter(1, y[:, None], 1 - label_smoothing)
@@ -197,15 +197,15 @@ def dense(
     if lse_penalty:
         assert rows.lse is not None
         loss = loss + lse_penalty * rows.lse**2
-    loss = torch.where(kept, loss, 0.0)
+    loss = torch.where(counted, loss, 0.0)
     if reduction == "none":
         loss = loss.reshape(target.shape)
     else:
         loss = loss.sum()
         if reduction == "mean":
             each = torch.ones_like(total) if weight is None else weight.double()[y]
-            loss = loss / torch.where(kept, each, 0.0).sum()
-    return Dense(loss, rows, kept, visible, shares)
+            loss = loss / torch.where(counted, each, 0.0).sum()
+    return Dense(loss, rows, counted, visible, shares)
 
 
 def dense_loss(logits: Tensor, target: Tensor, variant: str = "softmax", **options: Any) -> Tensor:

@@ -43,7 +43,7 @@ def by_ranks(inputs: Inputs, mesh: DeviceMesh) -> dict[str, Tensor]:
     value = linear_loss(variant=inputs.variant, **arguments)
     assert isinstance(value, DTensor)
     assert value.placements == (Replicate(),)
-    none = inputs.rest["reduction"] == "none"
+    none = inputs.options["reduction"] == "none"
     upstream = replicated(inputs.do.to(value.dtype), mesh) if none else None
     gradients = torch.autograd.grad(value, list(leaves.values()), upstream)
     result = {"loss": value.to_local().detach()}

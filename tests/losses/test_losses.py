@@ -123,7 +123,7 @@ def test_huge_logits(setting: str, dtype: torch.dtype) -> None:
     inputs = simple(setting, 12, 37, dtype=dtype, reduction="sum", bias=True)
     inputs.leaves["input"].mul_(1e4)
     if inputs.variant == "topk":
-        inputs = Inputs(inputs.variant, inputs.leaves, inputs.rest, inputs.do)
+        inputs = Inputs(inputs.variant, inputs.leaves, inputs.options, inputs.do)
     results, exact = by_library(inputs), by_definition(inputs)
     assert all(bool(x.isfinite().all()) for x in results.values())
     if dtype == torch.float64:
@@ -193,7 +193,7 @@ def test_statistics_agree(setting: str, reduction: str) -> None:
     options: dict[str, Any] = {"softcap": 4.0, "mask": "tokens", "bias": True}
     inputs = simple(setting, 23, 37, ignored="some", reduction=reduction, **options)
     leaves, arguments = inputs.arguments()
-    target = inputs.rest["target"]
+    target = inputs.options["target"]
     if inputs.variant == "topk":
         # Whether the target counts as kept is not part of this test.
         with torch.no_grad():
@@ -204,7 +204,7 @@ def test_statistics_agree(setting: str, reduction: str) -> None:
     value, stats = linear_loss(variant=inputs.variant, return_stats=True, **arguments)
     exact = dense_linear(variant=inputs.variant, **arguments)
     torch.testing.assert_close(value, exact.loss, **TIGHT)
-    counted, rows = exact.kept, exact.rows
+    counted, rows = exact.counted, exact.rows
     for name in ("lse", "threshold", "power_sum"):
         have, want = getattr(stats, name), getattr(rows, name)
         if want is None:
