@@ -98,7 +98,7 @@ def test_opcheck_backward(form: str) -> None:
     dlse = torch.ones_like(found.lse) if given.pop("want_lse") else None
     groups = (given["vectors"], given["terms"])
     vectors = (n for group in groups for n, x in group._asdict().items() if x is not None)
-    wanted = ["q", "k", "v", *vectors, *(["alibi"] if given["layout"] is ALL else [])]
+    wanted = ["q", "k", "v", *vectors, *(["relative_bias"] if given["layout"] is ALL else [])]
     opcheck(
         flash_ops.flash_backward, **given, **found._asdict(), dout=torch.ones_like(found.out),
         dlse=dlse, wanted=wanted,

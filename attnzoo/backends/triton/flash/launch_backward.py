@@ -37,6 +37,10 @@ def describe_backward(
     if "key_bias" in wanted:
         b, h, n = q.shape[0], q.shape[1], k.shape[2]
         grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
+    slopes, table = grads.get("relative_bias"), None
+    if slopes is not None and (values := layout.relative_bias) is not None and values.dim() == 2:
+        slopes, table = None, slopes.new_empty(*slopes.shape, values.shape[1])
+        grads["relative_bias"] = table
     unit, size = unit_of(q), None if solved.blocks is None else flash.map_size_of(q, v)
     of_dq, of_dkdv = (
         flash.config_of(kernel, arch, q, v, layout, rule, vectors, terms, size)
@@ -51,9 +55,8 @@ def describe_backward(
         z, per_z=None if z is None else new_vector(q),
         delta=None if rule.normalize == "none" else new_vector(q), dlse=dlse,
     )  # fmt: skip
-    gradients = Gradients(
-        *(grads.get(name) for name in "gain offset shape sink alibi factor decay".split())
-    )  # fmt: skip
+    vector_gradients = {n: grads.get(n) for n in "gain offset shape sink factor decay".split()}
+    gradients = Gradients(**vector_gradients, slopes=slopes, table=table)
     ranges, before_dq = (None, []) if size else ranges_of(layout, of_dq.block_m, arch)
     args = {
         **launch.arguments_of(q, k, layout, vectors, terms, ranges, solved),
@@ -67,7 +70,8 @@ def describe_backward(
         ),
         "tile": flash.tile_constants(of_dq, q, v, layout, MAP_M=size and size.queries),
     }  # fmt: skip
-    dq = Launch(flash_dq, programs_of(q, of_dq.block_m), args, of_dq)
+    zeroed = () if table is None else (table,)
+    dq = Launch(flash_dq, programs_of(q, of_dq.block_m), args, of_dq, zeroed)
 
     # dK/dV. A program takes a part of a group of heads for its group, also in the lists of a map.
     ranges, before_dkdv = (
