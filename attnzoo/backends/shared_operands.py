@@ -12,7 +12,7 @@ from attnzoo.core.forms import Pairwise
 
 
 class Layout(NamedTuple):
-    """Scale, mask and layout arguments. The Triton backends convert the mask and the relative bias."""
+    """Scale, mask and layout arguments. Kernels take a converted mask and relative bias."""
 
     scale: float
     left: int | None

@@ -81,7 +81,7 @@ def check_call(
 
 
 def layout_tensors(tensors: dict[str, Tensor], call: Call) -> dict[str, Any]:
-    """The `Call` fields for mask, relative bias and segments, whose shapes and dtypes are already valid."""
+    """The `Call` fields of mask, relative bias and segments, whose shapes and dtypes are valid."""
     fields: dict[str, Any] = {}
     if (mask := tensors.get("attn_mask")) is not None:
         fields["mask"] = _as_mask(mask, call.keys)

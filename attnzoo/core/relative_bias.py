@@ -91,12 +91,12 @@ def check_relative_bias(
 def as_values(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     """The values [1, H, W] of an argument whose shape and dtype are valid."""
     if is_readable(x) and not bool(x.detach().to(dtype).isfinite().all()):
-        raise ValueError(f"{name} must be finite in {dtype}, got {_not_finite(x.detach().to(dtype))}")
+        raise ValueError(f"{name} must be finite in {dtype}, got {_not_finite(x, dtype)}")
     return x.view(1, -1, 1) if x.dim() == 1 else x[None]
 
 
-def _not_finite(x: Tensor) -> str:
+def _not_finite(x: Tensor, dtype: torch.dtype) -> str:
     if x.dim() == 1:
         return str(x.tolist())
-    head, entry = (int(n[0]) for n in (~x.isfinite()).nonzero(as_tuple=True))
+    head, entry = (int(n[0]) for n in (~x.to(dtype).isfinite()).nonzero(as_tuple=True))
     return f"{x[head, entry].item()} at [{head}, {entry}]"

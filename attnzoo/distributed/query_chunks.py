@@ -16,7 +16,12 @@ from attnzoo.core.collectives import Ranks, circulate, pass_on
 from attnzoo.core.visibility import cut
 from attnzoo.distributed.layout import Shards
 
-NAMES = ("mask", "relative_bias", *Vectors._fields, *Terms._fields)  # the tensors of one chunk, besides q
+NAMES = (
+    "mask",
+    "relative_bias",
+    *Vectors._fields,
+    *Terms._fields,
+)  # the tensors of one chunk, besides q
 _PER_KEY = ("mask", "key_bias")
 
 

@@ -158,7 +158,9 @@ def remember(
         (f"{ready.variant.name}'s {p.name}", p) for p in ready.variant.params if p.name in tensors
     )
     layout = any(x is not None for x in (call.mask, call.relative_bias, call.segments))
-    call = replace(call, mask=None, relative_bias=None, segments=None) if layout else call.with_cache()
+    call = (
+        replace(call, mask=None, relative_bias=None, segments=None) if layout else call.with_cache()
+    )
     constants = {name: x for name, x in ready.params.items() if name not in tensors}
     if len(_CACHE) >= MAX_ENTRIES:
         oldest = list(_CACHE)[0]  # noqa: RUF015 (an iterator fails if another thread writes)

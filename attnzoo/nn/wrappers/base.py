@@ -190,8 +190,8 @@ class Wrapper(nn.Module):
             cache: a cache from `new_cache`, as for `Attention`.
             need_weights: also return the weights.
             **keywords: the other keywords of `Attention.forward` except ``return_lse``. ``scale``
-                is that of D features. ``alibi`` and ``relative_bias`` have H heads, masks have 1 or H. ``enable_gqa``
-                is True by default.
+                is that of D features. ``alibi`` and ``relative_bias`` have H heads, masks have 1 or
+                H. ``enable_gqa`` is True by default.
 
         Returns:
             The output (B, H, Nq, Dv). With ``need_weights`` (output, weights (B, H, Nq, Nk)): the

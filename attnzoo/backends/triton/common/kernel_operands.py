@@ -148,7 +148,9 @@ def has_aligned_rows(x: Tensor) -> bool:
 def adds_terms(layout: Layout, vectors: Vectors, terms: Terms) -> bool:
     """True if scores are more than multiples of the products q·k."""
     added = layout.mask is not None and layout.mask.is_floating_point()
-    return added or not (layout.relative_bias is terms.key_bias is vectors.offset is terms.decay is None)
+    return added or not (
+        layout.relative_bias is terms.key_bias is vectors.offset is terms.decay is None
+    )
 
 
 def saves_weight_sum(

@@ -307,6 +307,22 @@ def _mean_over_keys(low, high, q_side, do_side, i, sides, scoring, blocks, per_z
 
 
 @triton.jit
+def _store_table_entries(ds, table_rows, i, j, size, RADIUS: tl.constexpr):
+    """Store the gradients of a table's entries, for the queries i.
+
+    Return the sums [BM] of the first and of the last entry. Each other entry belongs to one key of
+    a query, so no two stores meet.
+    """
+    LAST: tl.constexpr = 2 * RADIUS
+    entry = relative_entry(i, j, size, RADIUS)  # [BM, BN]
+    before = tl.sum(tl.where(entry == 0, ds, 0.0), 1)
+    after = tl.sum(tl.where(entry == LAST, ds, 0.0), 1)
+    inside = (entry > 0) & (entry < LAST) & (i < size.queries)
+    tl.store(table_rows + entry, ds, mask=inside)
+    return before, after
+
+
+@triton.jit
 def _sum_over_keys(
     acc, peak_ds, sums, low, high, q_side, do_side, i, sides, scoring, row, mean, blocks,
     gradients, table_rows, rule, tile, PRODUCTS: tl.constexpr, EDGE: tl.constexpr,
@@ -339,13 +355,9 @@ def _sum_over_keys(
         if gradients.slopes is not None:
             distance_sum += tl.sum(ds * tl.abs(i + (size.keys - size.queries) - j), 1)
         if gradients.table is not None:
-            # Each entry but the first and last one belongs to one key, so no two writes meet.
-            last: tl.constexpr = 2 * terms.radius
-            entry = relative_entry(i, j, size, terms.radius)  # [BM, BN]
-            inside = (entry > 0) & (entry < last) & (i < size.queries)
-            tl.store(table_rows + entry, ds, mask=inside)
-            before_sum += tl.sum(tl.where(entry == 0, ds, 0.0), 1)
-            after_sum += tl.sum(tl.where(entry == last, ds, 0.0), 1)
+            before, after = _store_table_entries(ds, table_rows, i, j, size, terms.radius)
+            before_sum += before
+            after_sum += after
         if rule.DISTANCE_SLOPE is not None:
             da, dm = by_distance(rule.DISTANCE_SLOPE, i, j, size, decay)
             logit = product * (scoring.loaded.factor * (1.0 / rule.UNIT))

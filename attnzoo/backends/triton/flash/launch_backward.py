@@ -37,15 +37,16 @@ def describe_backward(
     if "key_bias" in wanted:
         b, h, n = q.shape[0], q.shape[1], k.shape[2]
         grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
-    slopes, table = grads.get("relative_bias"), None
-    if slopes is not None and (values := layout.relative_bias) is not None and values.dim() == 2:
-        slopes, table = None, slopes.new_empty(*slopes.shape, values.shape[1])
-        grads["relative_bias"] = table
     unit, size = unit_of(q), None if solved.blocks is None else flash.map_size_of(q, v)
     of_dq, of_dkdv = (
         flash.config_of(kernel, arch, q, v, layout, rule, vectors, terms, size)
         for kernel in ("dq", "dkdv")
     )
+    slopes, table = grads.get("relative_bias"), None
+    if slopes is not None and (values := layout.relative_bias) is not None and values.dim() == 2:
+        slopes, table = None, slopes.new_empty(*slopes.shape, values.shape[1])
+        grads["relative_bias"] = table
+        of_dq = _with_addresses(of_dq, mapped=size is not None)
     z = stat
     if rule.online:
         solved, z = solved._replace(tau=stat), weight_sum
@@ -104,6 +105,16 @@ def describe_backward(
     zeroed = (grads["key_bias"],) if "key_bias" in grads else ()
     dkdv = Launch(flash_dkdv, programs_of(k, of_dkdv.block_n) * parts, args, of_dkdv, zeroed)
     return [*before_dq, dq, *before_dkdv, *lists, dkdv], grads
+
+
+def _with_addresses(config: Config, mapped: bool) -> Config:
+    """The tile of dQ if the gradient of each score has an address, which needs two registers.
+
+    Blocks of keys are those of a block map.
+    """
+    if mapped:
+        return config._replace(warps=8, part=64)
+    return config._replace(block_n=max(16, config.block_n // 2))
 
 
 def _slopes(rule: Rule, grads: Collection[str]) -> dict[str, Any]:

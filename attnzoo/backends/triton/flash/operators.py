@@ -114,8 +114,8 @@ def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> int:
 
 
 @flash_forward.backward(
-    "q", "k", "v", "gain", "offset", "shape", "sink", "relative_bias", "key_bias", "factor", "decay",
-    like=lambda x: like(x, x.shape[3]) if x.dim() == 4 else x.new_empty(x.shape),
+    "q", "k", "v", "gain", "offset", "shape", "sink", "relative_bias", "key_bias", "factor",
+    "decay", like=lambda x: like(x, x.shape[3]) if x.dim() == 4 else x.new_empty(x.shape),
 )  # fmt: skip
 def flash_backward(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, terms: Terms, solved: Solved,
