@@ -69,7 +69,8 @@ def check_relative_bias(
             f"relative_bias must be None with alibi, got {shown(table)}; a table can contain the "
             "slopes"
         )
-    name, x = ("alibi", alibi) if table is None else ("relative_bias", table)
+    x: Any = alibi if table is None else table
+    name = "alibi" if table is None else "relative_bias"
     check_dense(name, x)
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")

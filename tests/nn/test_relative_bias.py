@@ -51,10 +51,11 @@ def test_modules_and_wrappers_take_a_table() -> None:
     expected = attnzoo.attention(q, k, v, "sigmoid", relative_bias=table, is_causal=True)
     torch.testing.assert_close(attend(q, k, v, relative_bias=table, is_causal=True), expected)
     wrapper = attnzoo.nn.DifferentialV2("softmax", 4, 32)
+    gate = rand(2, 4, 12, 1, seed=2).float()
     q = rand(2, 8, 12, 8).float()
     mask = table[:, (torch.arange(12) - torch.arange(12)[:, None]).clamp(-3, 3) + 3]
     torch.testing.assert_close(
-        wrapper(q, k, v, relative_bias=table), wrapper(q, k, v, attn_mask=mask)
+        wrapper(q, k, v, gate, relative_bias=table), wrapper(q, k, v, gate, attn_mask=mask)
     )
 
 
