@@ -75,7 +75,7 @@ def unsupported(form: Form, call: Call) -> str | None:
     if call.softcap is not None:
         return "does not support softcap: there is no score to cap"
     if call.has_bias:
-        return "does not support a float mask or alibi: there is no score to add to"
+        return "does not support a float mask, alibi or relative_bias: there is no score to add to"
     if call.left is not None or call.right not in (None, 0):
         return "does not support a window: keys cannot be removed from a state"
     if call.segments is not None:

@@ -49,8 +49,8 @@ def unsupported(form: Form, call: Call) -> str | None:
 def _unsupported_call(call: Call) -> str | None:
     if call.return_lse:
         return "does not support return_lse (tiled does)"
-    if call.alibi is not None or call.segments is not None:
-        return "does not support alibi or segment_ids (tiled does)"
+    if call.relative_bias is not None or call.segments is not None:
+        return "does not support alibi, relative_bias or segment_ids (tiled does)"
     if call.left is not None or call.right not in (None, 0):
         return "does not support window (tiled does)"
     if call.right == 0:

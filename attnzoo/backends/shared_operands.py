@@ -12,7 +12,7 @@ from attnzoo.core.forms import Pairwise
 
 
 class Layout(NamedTuple):
-    """Scale, mask and layout arguments. The Triton backends pass a converted mask and alibi."""
+    """Scale, mask and layout arguments. Kernels take a converted mask and relative bias."""
 
     scale: float
     left: int | None
@@ -20,7 +20,7 @@ class Layout(NamedTuple):
     mask: Tensor | None  # [B|1, H|1, Nq|1, Nk]
     q_segments: Tensor | None  # int64 [B, Nq]
     k_segments: Tensor | None  # int64 [B, Nk]
-    alibi: Tensor | None
+    relative_bias: Tensor | None  # see `Call`
     softcap: float | None = None
 
 

@@ -17,10 +17,10 @@ from attnzoo.core.checks import (
     is_finite,
     is_int,
     is_number,
-    is_readable,
     plain,
     shown,
 )
+from attnzoo.core.relative_bias import as_values, check_relative_bias
 
 ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Window = int | tuple[int, int] | None
@@ -38,6 +38,7 @@ def check_call(
     enable_gqa: bool = False,
     window: Window = None,
     alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     segment_ids: Segments = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -72,7 +73,7 @@ def check_call(
         left=left,
         right=right,
         mask=_mask(attn_mask, (batch, heads, queries, keys), q, dtype),
-        alibi=_alibi(alibi, heads, q, dtype),
+        relative_bias=check_relative_bias(alibi, relative_bias, heads, q, dtype),
         segments=_segments(segment_ids, batch, queries, keys, q.device),
         dropout_p=check_probability("dropout_p", dropout_p),
         return_lse=return_lse,
@@ -80,12 +81,13 @@ def check_call(
 
 
 def layout_tensors(tensors: dict[str, Tensor], call: Call) -> dict[str, Any]:
-    """The `Call` fields for mask, ALiBi and segments, whose shapes and dtypes are already valid."""
+    """The `Call` fields of mask, relative bias and segments, whose shapes and dtypes are valid."""
     fields: dict[str, Any] = {}
     if (mask := tensors.get("attn_mask")) is not None:
         fields["mask"] = _as_mask(mask, call.keys)
-    if (alibi := tensors.get("alibi")) is not None:
-        fields["alibi"] = _as_alibi(alibi, call.dtype)
+    for name in ("alibi", "relative_bias"):
+        if (values := tensors.get(name)) is not None:
+            fields["relative_bias"] = as_values(name, values, call.dtype)
     if (ids := tensors.get("segment_ids")) is not None:
         fields["segments"] = ids.long(), ids.long()
     return fields
@@ -237,27 +239,6 @@ def _mask(
 def _as_mask(mask: Tensor, keys: int) -> Tensor:
     mask = mask[(None,) * (4 - mask.dim())]
     return mask.expand(*mask.shape[:3], keys)
-
-
-def _alibi(alibi: Any, heads: int, q: Tensor, dtype: torch.dtype) -> Tensor | None:
-    if alibi is None:
-        return None
-    check_dense("alibi", alibi)
-    if alibi.dtype not in DTYPES:
-        raise TypeError(f"alibi must be fp16, bf16, fp32 or fp64, got {alibi.dtype}")
-    if alibi.shape != (heads,):
-        raise ValueError(
-            f"alibi must have one slope per query head, shape ({heads},), got {tuple(alibi.shape)}"
-        )
-    if alibi.device != q.device:
-        raise ValueError(f"alibi must be on q's device {q.device}, got {alibi.device}")
-    return _as_alibi(alibi, dtype)
-
-
-def _as_alibi(alibi: Tensor, dtype: torch.dtype) -> Tensor:
-    if is_readable(alibi) and not bool(alibi.detach().to(dtype).isfinite().all()):
-        raise ValueError(f"alibi must be finite in {dtype}, got {alibi.tolist()}")
-    return alibi.view(1, -1, 1)
 
 
 def check_ids(what: str, ids: Any) -> None:

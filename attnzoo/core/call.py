@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnzoo.core.relative_bias import bias_of
 from attnzoo.core.visibility import Visibility, cut, visible_entries
 
 # Those types of devices with tensors for which torch.amp.is_autocast_available is False. The
@@ -62,6 +63,7 @@ class Call(Visibility):
         value_dim: Dv.
         scale: Factor of q·k.
         softcap: c of the softcap z = c·tanh(scale·q·k/c), or None.
+        relative_bias: ALiBi's slopes or a table, see `attnzoo.core.relative_bias`.
         dtype: Dtype of scores, per-query vectors and sums: fp32, or fp64 for fp64 inputs.
         input_dtype: Dtype of q, k, v and the output.
         device: Device of all tensors.
@@ -84,7 +86,7 @@ class Call(Visibility):
     scale: float
     input_dtype: torch.dtype
     softcap: float | None = None
-    alibi: Tensor | None = None  # [1, H, 1]
+    relative_bias: Tensor | None = None  # [1, H, W]
     dropout_p: float = 0.0
     return_lse: bool = False
     needs_grad: bool = False
@@ -101,21 +103,22 @@ class Call(Visibility):
 
     @property
     def bias(self) -> Tensor | float:
-        """What a variant adds to the scores after the gain: the float mask plus ALiBi.
+        """What a variant adds to the scores after the gain: the float mask plus a relative bias.
 
-        −∞ in the mask is replaced by 0. The bias is 0.0 without a float mask and ALiBi.
+        −∞ in the mask is replaced by 0. The bias is 0.0 if there is none.
         """
         bias: Tensor | float = 0.0
         if self.mask is not None and self.mask.dtype != torch.bool:
             bias = self.mask.masked_fill(~visible_entries(self.mask), 0.0).to(self.dtype)
-        if self.alibi is not None:
-            bias = bias - self.alibi[..., None].to(self.dtype) * self.distance.abs()
+        if self.relative_bias is not None:
+            bias = bias + bias_of(self.relative_bias.to(self.dtype), self.distance)
         return bias
 
     @property
     def has_bias(self) -> bool:
-        """Whether there is a float mask or ALiBi."""
-        return self.alibi is not None or (self.mask is not None and self.mask.dtype != torch.bool)
+        """Whether there is a float mask or a relative bias."""
+        floats = self.mask is not None and self.mask.dtype != torch.bool
+        return floats or self.relative_bias is not None
 
     def hide(self, scores: Tensor, fill: float = float("-inf")) -> Tensor:
         """Scores with ``fill`` at invisible keys; a row without visible keys stays unchanged.
@@ -209,11 +212,12 @@ class Call(Visibility):
 
     def block(self, batches: slice, heads: slice, rows: slice) -> tuple[Call, slice]:
         """The `Call` of a block of queries and the keys they may see, and the slice of the keys."""
+        values = self.relative_bias
         part = self.rows(
             batches,
             heads,
             rows,
             kv_heads=(heads.stop - heads.start) // self.group,
-            alibi=None if self.alibi is None else cut(self.alibi, slice(None), heads),
+            relative_bias=None if values is None else cut(values, slice(None), heads),
         )
         return part, self.key_range(rows)

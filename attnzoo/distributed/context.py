@@ -69,9 +69,9 @@ def context_parallel_attention(
             makes both.
         backend: As for `attention`; must be None with "ring".
         **arguments: The other arguments of `attention`, and parameters of the variant. Parameters
-            of shape () or (H,), ``alibi`` and tensors of feature maps are passed whole. Key masks,
-            ``segment_ids`` and parameters per query or per key are shards. A dense mask is
-            (…, N/R, N), with all keys in the order of the sequence.
+            of shape () or (H,), ``alibi``, ``relative_bias`` and tensors of feature maps are passed
+            whole. Key masks, ``segment_ids`` and parameters per query or per key are shards. A
+            dense mask is (…, N/R, N), with all keys in the order of the sequence.
 
     Returns:
         The output (B, H, N/R, Dv) in q's dtype, or a pair (output, lse), as for `attention`.

@@ -145,8 +145,9 @@ def _of_heads(
         if not isinstance(inputs.arguments["segment_ids"], Tensor):
             queries = shards.to_sequence(all_gather(segments[0].long(), -1, ranks), -1)
         arguments["segment_ids"] = (queries, segments[1])
-    if (alibi := arguments.get("alibi")) is not None:
-        arguments["alibi"] = alibi[heads]
+    for name in ("alibi", "relative_bias"):
+        if (values := arguments.get(name)) is not None:
+            arguments[name] = values[heads]
     for param in get_variant(inputs.variant).params:
         value = params.get(param.name)
         if not isinstance(value, Tensor) or value.dim() == 0:

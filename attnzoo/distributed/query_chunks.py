@@ -16,7 +16,12 @@ from attnzoo.core.collectives import Ranks, circulate, pass_on
 from attnzoo.core.visibility import cut
 from attnzoo.distributed.layout import Shards
 
-NAMES = ("mask", "alibi", *Vectors._fields, *Terms._fields)  # the tensors of one chunk, besides q
+NAMES = (
+    "mask",
+    "relative_bias",
+    *Vectors._fields,
+    *Terms._fields,
+)  # the tensors of one chunk, besides q
 _PER_KEY = ("mask", "key_bias")
 
 
@@ -42,15 +47,15 @@ class QueryChunk(NamedTuple):
     def tensors(self) -> list[Tensor | None]:
         """The tensors in the order of `NAMES`."""
         call, _, vectors, terms, _ = self.formed
-        return [call.mask, call.alibi, *vectors, *terms]
+        return [call.mask, call.relative_bias, *vectors, *terms]
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> QueryChunk:
         call, size = self.formed.call, 2 + len(Vectors._fields)
-        mask, alibi = tensors[:2]
+        mask, relative_bias = tensors[:2]
         if mask is not None and mask.is_floating_point():
             mask = mask.to(call.dtype)  # its gradient is summed in this dtype
         formed = self.formed._replace(
-            call=replace(call, mask=mask, alibi=alibi),
+            call=replace(call, mask=mask, relative_bias=relative_bias),
             vectors=Vectors(*tensors[2:size]),
             terms=Terms(*tensors[size:]),
         )

@@ -32,6 +32,7 @@ def attention(
     enable_gqa: bool = False,
     window: int | tuple[int, int] | None = None,
     alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -52,6 +53,7 @@ def attention(
     enable_gqa: bool = False,
     window: int | tuple[int, int] | None = None,
     alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -72,6 +74,7 @@ def attention(
     enable_gqa: bool = False,
     window: int | tuple[int, int] | None = None,
     alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -91,6 +94,7 @@ def attention(
     enable_gqa: bool = False,
     window: int | tuple[int, int] | None = None,
     alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -119,6 +123,9 @@ def attention(
         window: With ``is_causal`` an int W: a query sees only the last W keys up to its own
             position. Otherwise a pair (left, right): a query sees the keys p − left … p + right.
         alibi: Slopes (H,); −slope·|p − j| is added to the scores (after any gain).
+        relative_bias: A table r (H, 2R + 1), instead of slopes: r[h, R + clamp(j − p, −R, R)] is
+            added to the scores (after any gain). Queries at least R positions away from a key share
+            an entry. `attnzoo.nn.RelativeBias` makes the table of T5.
         segment_ids: Int (B, N), or a pair (B, Nq), (B, Nk). A query sees only the keys of its own
             segment.
         softcap: c > 0; the logits become c·tanh(scale·q·k/c), before any gain. None: no softcap.
@@ -166,6 +173,7 @@ def attention(
         enable_gqa=enable_gqa,
         window=window,
         alibi=alibi,
+        relative_bias=relative_bias,
         segment_ids=segment_ids,
         softcap=softcap,
         dropout_p=dropout_p,

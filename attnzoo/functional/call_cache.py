@@ -28,7 +28,7 @@ MAX_ENTRIES = 4096
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NUMBERS = (type(None), bool, int, float, str)
-_LAYOUT = ("attn_mask", "alibi", "segment_ids")
+_LAYOUT = ("attn_mask", "alibi", "relative_bias", "segment_ids")
 
 
 class Entry(NamedTuple):
@@ -157,8 +157,10 @@ def remember(
     tensor_params = tuple(
         (f"{ready.variant.name}'s {p.name}", p) for p in ready.variant.params if p.name in tensors
     )
-    layout = any(x is not None for x in (call.mask, call.alibi, call.segments))
-    call = replace(call, mask=None, alibi=None, segments=None) if layout else call.with_cache()
+    layout = any(x is not None for x in (call.mask, call.relative_bias, call.segments))
+    call = (
+        replace(call, mask=None, relative_bias=None, segments=None) if layout else call.with_cache()
+    )
     constants = {name: x for name, x in ready.params.items() if name not in tensors}
     if len(_CACHE) >= MAX_ENTRIES:
         oldest = list(_CACHE)[0]  # noqa: RUF015 (an iterator fails if another thread writes)

@@ -128,7 +128,7 @@ def _groups(ready: ValidatedCall, runs: Runs) -> dict[tuple[int, int, int], list
     The group with the most scores comes first, so that later ones fit in the memory it has freed.
     """
     call = ready.call
-    positional = ready.variant.by_position or _per_key(ready) or call.alibi is not None
+    positional = ready.variant.by_position or _per_key(ready) or call.relative_bias is not None
     positional = positional or call.left is not None or call.right is not None
     groups: dict[tuple[int, int, int], list[Segment]] = {}
     for segment, (queries, keys, origin) in zip(runs.segments, _origins(call, runs)):

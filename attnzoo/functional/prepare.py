@@ -94,7 +94,7 @@ def prepare(
     with in_full_precision(call.device):
         bound = bind(chosen, call, params)
         reason = why_unsupported(chosen, call, bound)
-    inputs = [q, k, v, call.alibi, call.mask, *bound.values()]
+    inputs = [q, k, v, call.relative_bias, call.mask, *bound.values()]
     needs_grad = torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in inputs
     )
@@ -119,8 +119,8 @@ def why_unsupported(variant: Variant, call: Call, bound: dict[str, Any]) -> str 
 def _needs_logits(variant: Variant, call: Call) -> str | None:
     if call.has_bias:
         return (
-            f"{variant.name} has no additive score: attn_mask must be bool (True = attend) and "
-            "alibi None"
+            f"{variant.name} has no additive score: attn_mask must be bool (True = attend), "
+            "alibi None and relative_bias None"
         )
     if call.softcap is not None:
         return f"{variant.name} has no logits: softcap must be None, got {call.softcap}"

@@ -49,6 +49,7 @@ def varlen_attention(
     enable_gqa: bool = False,
     softcap: float | None = None,
     alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: Literal[False] = False,
@@ -73,6 +74,7 @@ def varlen_attention(
     enable_gqa: bool = False,
     softcap: float | None = None,
     alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: Literal[True],
@@ -97,6 +99,7 @@ def varlen_attention(
     enable_gqa: bool = False,
     softcap: float | None = None,
     alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: bool = False,
@@ -120,6 +123,7 @@ def varlen_attention(
     enable_gqa: bool = False,
     softcap: float | None = None,
     alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: bool = False,
@@ -154,6 +158,7 @@ def varlen_attention(
         enable_gqa: Allow H to be a multiple of Hkv.
         softcap: As for `attention`.
         alibi: Slopes (H,), as for `attention`.
+        relative_bias: A table (H, 2R + 1), as for `attention`.
         dropout_p: As for `attention`.
         backend: As for `attention`.
         return_lse: As for `attention`.
@@ -213,6 +218,7 @@ def varlen_attention(
         enable_gqa=enable_gqa,
         softcap=softcap,
         alibi=alibi,
+        relative_bias=relative_bias,
         dropout_p=dropout_p,
         return_lse=return_lse,
     )

@@ -8,6 +8,7 @@ from attnzoo.nn.mixture_output import MixtureOutput
 from attnzoo.nn.multihead import MultiheadAttention
 from attnzoo.nn.optimizer import parameter_groups
 from attnzoo.nn.output_layer import OutputLayer, TargetLoss
+from attnzoo.nn.relative_bias import RelativeBias
 from attnzoo.nn.replacing import replace
 from attnzoo.nn.schedule import ParameterSchedule
 from attnzoo.nn.taylor import Taylor
@@ -38,6 +39,7 @@ __all__ = [
     "OutputGate",
     "OutputLayer",
     "ParameterSchedule",
+    "RelativeBias",
     "StateCache",
     "TargetLoss",
     "Taylor",

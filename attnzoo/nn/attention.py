@@ -205,8 +205,8 @@ class Attention(VariantParameters):
             need_weights: Literal[False] = False, return_lse: Literal[False] = False,
             attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
             enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
-            segment_ids: Segments = None, dropout_p: float = 0.0, backend: str | None = None,
-            **params: Tensor,
+            relative_bias: Tensor | None = None, segment_ids: Segments = None,
+            dropout_p: float = 0.0, backend: str | None = None, **params: Tensor,
         ) -> Tensor: ...  # fmt: skip
         @overload
         def __call__(
@@ -214,8 +214,8 @@ class Attention(VariantParameters):
             need_weights: Literal[True], return_lse: Literal[False] = False,
             attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
             enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
-            segment_ids: Segments = None, dropout_p: float = 0.0, backend: str | None = None,
-            **params: Tensor,
+            relative_bias: Tensor | None = None, segment_ids: Segments = None,
+            dropout_p: float = 0.0, backend: str | None = None, **params: Tensor,
         ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
         @overload
         def __call__(
@@ -223,8 +223,8 @@ class Attention(VariantParameters):
             need_weights: Literal[False] = False, return_lse: Literal[True],
             attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
             enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
-            segment_ids: Segments = None, dropout_p: float = 0.0, backend: str | None = None,
-            **params: Tensor,
+            relative_bias: Tensor | None = None, segment_ids: Segments = None,
+            dropout_p: float = 0.0, backend: str | None = None, **params: Tensor,
         ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
         @overload
         def __call__(
@@ -232,8 +232,8 @@ class Attention(VariantParameters):
             need_weights: bool = False, return_lse: bool = False,
             attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
             enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
-            segment_ids: Segments = None, dropout_p: float = 0.0, backend: str | None = None,
-            **params: Tensor,
+            relative_bias: Tensor | None = None, segment_ids: Segments = None,
+            dropout_p: float = 0.0, backend: str | None = None, **params: Tensor,
         ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
         def __call__(self, *args: Any, **keywords: Any) -> Any: ...
 

@@ -18,6 +18,7 @@ from attnzoo.nn.cache import Cache, KVCache, StateCache, check_four_dims, check_
 STATE_DEFAULTS = {
     "window": None,
     "alibi": None,
+    "relative_bias": None,
     "segment_ids": None,
     "softcap": None,
     "dropout_p": 0.0,
@@ -35,6 +36,7 @@ class AttentionKeywords(TypedDict, total=False):
     enable_gqa: bool
     window: Window
     alibi: Tensor | None
+    relative_bias: Tensor | None
     segment_ids: Segments
     dropout_p: float
     backend: str | None

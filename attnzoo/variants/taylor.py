@@ -40,8 +40,8 @@ from attnzoo.core.variant import Param, Variant
 def unsupported(call: Call, order: int) -> str | None:
     if call.has_bias:
         return (
-            "taylor supports neither a float mask nor alibi, because a score of −∞ would get a "
-            "positive weight: attn_mask must be bool (True = attend) and alibi None"
+            "taylor supports no bias of the scores, because a score of −∞ would get a positive "
+            "weight: attn_mask must be bool (True = attend), alibi None and relative_bias None"
         )
     return None
 

@@ -20,6 +20,7 @@ DECODE_STAGES = {
     "statistics": "decode_stats", "solver": "decode_threshold",
 }  # fmt: skip
 COLUMNS = 32768  # entries of a row in row kernels
+RADIUS = 128  # of a table of a bias by relative position
 PROCESSORS = 132  # multiprocessors of an H200
 
 
@@ -83,9 +84,13 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
         sink=vector if lse else None,
     )
     left, right = keys // 4 if "window" in extras else None, None if "full" in extras else 0
-    alibi = vector if "alibi" in extras else None
+    relative = None
+    if "alibi" in extras:
+        relative = vector
+    elif "table" in extras:
+        relative = q.new_empty(q.shape[1], 2 * RADIUS + 1, dtype=torch.float32)
     softcap = 50.0 if "softcap" in extras else None
-    layout = Layout(0.1, left, right, mask, of_q, of_k, alibi, softcap)
+    layout = Layout(0.1, left, right, mask, of_q, of_k, relative, softcap)
     key_bias = q.new_empty(*q.shape[:2], keys, dtype=torch.float32)
     terms = Terms(
         key_bias=key_bias if "key-bias" in extras else None,
@@ -135,7 +140,7 @@ def describe_flash(spec: Specialization) -> Any:
         return launch.describe_threshold(q, q, q, layout, rule, vectors, terms, arch)[0][-1]
     stat = None if rule.normalize == "none" else new_vector(q)
     weight_sum = new_vector(q) if saves_weight_sum(rule, layout, vectors, terms, lse) else None
-    differentiable = {**vectors._asdict(), **terms._asdict(), "alibi": layout.alibi}
+    differentiable = {**vectors._asdict(), **terms._asdict(), "relative_bias": layout.relative_bias}
     wanted = [name for name, x in differentiable.items() if x is not None]
     launches, _ = launch_backward.describe_backward(
         do, vector if lse else None, q, k, k, out, stat, weight_sum, layout, rule, vectors, terms,

@@ -18,8 +18,8 @@ KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "segments", "linear", 
 ROW_KERNELS = ("three-pass", "online", "two-pass")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
-# Terms of the form: a key bias with an offset, a softcap, and a gain and a bias by distance.
-TERMS = ("key-bias", "softcap", "distance")
+# A key bias with an offset, a softcap, a gain and a bias by distance, and a table of biases.
+TERMS = ("key-bias", "softcap", "distance", "table")
 # Kinds of activations, see `VariantForm.kind`, that few variants have
 RARE = ("factor", "factor-family", "vanishing-sum", "shifted")
 # "full" calls are not causal. "no gain" calls have no per-query gain.
@@ -103,7 +103,7 @@ GROUPS = (
     Group(PASSES, "online", "bf16", POWERS, (*EXTRAS, *PADDED, *MODELS)),
     Group(FLASH, "none threshold", "bf16", POWERS, ("mask", "keys", *PADDED)),
     Group(("stats",), "online", "bf16", POWERS, ("mask",)),
-    Group((*PASSES, "threshold"), "online none threshold", "bf16", POWERS, ("key-bias",)),
+    Group((*PASSES, "threshold"), "online none threshold", "bf16", POWERS, ("key-bias", "table")),
     Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("softcap",)),
     Group(PASSES, "online", "bf16", POWERS, ("distance", "distance full")),
     Group((*PASSES, "threshold"), "threshold", "bf16", POWERS, ("distance full",)),
@@ -123,7 +123,7 @@ GROUPS = (
     Group(("decode",), "threshold", "bf16 fp32", DECODE_DIMS, ("", "all")),
     Group(("decode",), "sum", "fp16", DECODE_DIMS),
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
-    Group(("decode",), "online", "bf16", (128,), ("key-bias", "distance")),
+    Group(("decode",), "online", "bf16", (128,), ("key-bias", "distance", "table")),
     Group(("decode",), "factor shifted", "bf16", (128,)),
     Group(("decode short",), "online", "bf16 fp32", POWERS, ("all",)),
     Group(("decode short",), "online", "bf16", (128,)),

@@ -35,7 +35,7 @@ FACTORS = {
     "heads": ("mha", "gqa", "mqa"),
     "params": ("default",),
     "values": ("same", "other"),
-    "alibi": (False, True),
+    "bias": (None, "alibi", "table"),
     "segments": (False, True),
     "dropout": (False, True),
     "lse": (False, True),
@@ -60,7 +60,7 @@ def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple]
     levels["shape"] = tuple(x for x in SHAPES if supports({"params": default, "shape": x}))
     if backend in ("sdpa", "linear"):
         no = (False,)
-        levels.update(span=("full", "causal"), alibi=no, segments=no, dropout=no, lse=no)
+        levels.update(span=("full", "causal"), bias=(None,), segments=no, dropout=no, lse=no)
     if backend == "sdpa":
         levels.update(values=("same",), mask_gradient=no)
         if variant == "adaptive_temperature":

@@ -46,7 +46,7 @@ FACTORS = {
     "heads": ("2 heads", "gqa", "3 of 1"),
     "values": ("same",),
     "dims": ((16, 16), (40, 40), (64, 64), (40, 24)),
-    "alibi": (False, True),
+    "bias": (None, "alibi", "table"),
     "segments": (False, True),
     "dropout": (False,),
     "lse": (False, True),

@@ -42,7 +42,7 @@ def cases() -> Iterator[Any]:
 every_case = pytest.mark.parametrize(("backend", "dtype"), list(cases()))
 CASE: dict[str, Any] = {
     "span": "full", "mask": "keys", "mask_gradient": False, "heads": "2 heads",
-    "params": "default", "dims": (16, 16), "alibi": False, "segments": False, "dropout": False,
+    "params": "default", "dims": (16, 16), "bias": None, "segments": False, "dropout": False,
     "lse": False, "batch": 1,
 }  # fmt: skip
 Change = Callable[[Any, Any], tuple[Any, Any]]

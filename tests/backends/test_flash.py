@@ -35,7 +35,7 @@ FACTORS = {
     "params": ("default",),
     "values": ("same",),
     "dims": ((16, 16), (40, 40), (64, 64), (40, 24)),
-    "alibi": (False, True),
+    "bias": (None, "alibi", "table"),
     "segments": (False, True),
     "dropout": (False,),
     "lse": (False, True),

@@ -44,7 +44,7 @@ FACTORS = {
     "params": ("default",),
     "values": ("same",),
     "dims": ((8, 8), (16, 16), (16, 72), (12, 5)),
-    "alibi": (False,),
+    "bias": (None,),
     "segments": (False,),
     "dropout": (False,),
     "lse": (False,),

@@ -98,7 +98,7 @@ def test_opcheck_backward(form: str) -> None:
     dlse = torch.ones_like(results.lse) if arguments.pop("want_lse") else None
     groups = (arguments["vectors"], arguments["terms"])
     vectors = (n for group in groups for n, x in group._asdict().items() if x is not None)
-    wanted = ["q", "k", "v", *vectors, *(["alibi"] if arguments["layout"] is ALL else [])]
+    wanted = ["q", "k", "v", *vectors, *(["relative_bias"] if arguments["layout"] is ALL else [])]
     opcheck(
         flash_ops.flash_backward, **arguments, **results._asdict(),
         dout=torch.ones_like(results.out), dlse=dlse, wanted=wanted,

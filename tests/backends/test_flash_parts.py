@@ -104,7 +104,7 @@ def grouped_cases() -> list[Any]:
         *grouped_cases(),
         ("sigmoid", setting("sigmoid", shape=(33, 130), heads="mqa", dtype=torch.bfloat16), 4, 2),
         ("entmax", setting("entmax", shape=(70, 70), heads="mqa", dtype=torch.float16), 4, 4),
-        ("ssmax", setting("ssmax", shape=(70, 70), heads="gqa", alibi=True, mask="float"), 6, 2),
+        ("ssmax", setting("ssmax", shape=(70, 70), heads="gqa", bias="alibi", mask="float"), 6, 2),
     ],
 )  # fmt: skip
 def test_gradients_of_split_groups_agree_with_the_definition(
@@ -223,7 +223,7 @@ def chunk_cases() -> list[Any]:
     ("variant", "case", "processors", "expected"),
     [
         *chunk_cases(),
-        ("ssmax", setting("ssmax", shape=(65, 129), alibi=True, mask="float", lse=True), 8, 4),
+        ("ssmax", setting("ssmax", shape=(65, 129), bias="alibi", mask="float", lse=True), 8, 4),
     ],
 )
 def test_chunks_of_queries_agree_with_the_definition(

@@ -284,7 +284,7 @@ def test_a_triton_function_that_does_not_exist_raises() -> None:
 def test_statistics_and_thresholds_use_capped_logits(variant: str, backend: str) -> None:
     row = {
         "shape": (3, 70), "dtype": torch.float32, "span": "causal", "mask": "none", "heads": "gqa",
-        "values": "same", "alibi": False, "segments": False, "dropout": False, "lse": False,
+        "values": "same", "bias": None, "segments": False, "dropout": False, "lse": False,
         "params": "default", "softcap": 0.8, "dims": (16, 16),
     }  # fmt: skip
     inputs = make(variant, row)

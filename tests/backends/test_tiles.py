@@ -44,7 +44,7 @@ SEGMENTS = torch.zeros(1, 64, dtype=torch.int64)
 @pytest.mark.parametrize(
     "term",
     [
-        {"alibi": VECTOR}, {"mask": KEYS}, {"softcap": 50.0},
+        {"relative_bias": VECTOR}, {"mask": KEYS}, {"softcap": 50.0},
         {"q_segments": SEGMENTS, "k_segments": SEGMENTS},
     ],
 )  # fmt: skip

@@ -142,7 +142,7 @@ CASES += [marked(name, backend) for name in FORMS if name not in TILED for backe
 CASES += [marked("exp, sum", "sdpa")]
 INPUTS = {
     "shape": (9, 14), "dtype": torch.float32, "span": "causal", "mask": "keys", "heads": "2 heads",
-    "values": "same", "alibi": False, "segments": False, "dropout": False, "lse": False,
+    "values": "same", "bias": None, "segments": False, "dropout": False, "lse": False,
     "params": "default", "mask_gradient": False,
 }  # fmt: skip
 

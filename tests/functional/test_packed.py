@@ -41,7 +41,7 @@ FACTORS: dict[str, tuple] = {
     "heads": ("mha", "gqa", "mqa"),
     "params": ("default",),
     "values": ("same", "other"),
-    "alibi": (False, True),
+    "bias": (None, "alibi", "table"),
     "lse": (False, True),
     "softcap": (None, 2.0),
 }
@@ -49,7 +49,7 @@ FACTORS: dict[str, tuple] = {
 # A row without its layout, for calls that are not drawn
 CAUSAL: dict[str, Any] = {
     "mask": "none", "span": "causal", "heads": "gqa", "params": "default", "values": "same",
-    "alibi": False, "lse": False,
+    "bias": None, "lse": False,
 }  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def test_named_backends_split(layout: str, backend: str) -> None:
 
 
 def test_parameters_per_query_and_per_key_are_split() -> None:
-    row = {**CAUSAL, "layout": "rows", "alibi": True}
+    row = {**CAUSAL, "layout": "rows", "bias": "alibi"}
     inputs = inputs_of("asentmax", {**row, "params": "per_token"}, 2)
     assert_close(found_by("asentmax", inputs)[0], reference("asentmax", inputs))
     inputs = inputs_of("forgetting", {**row, "lse": True}, 2)

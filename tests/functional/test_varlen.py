@@ -32,7 +32,7 @@ FACTORS: dict[str, tuple] = {
     "span": ("full", "causal", "window", "pair"),
     "heads": (1, 2),
     "params": ("default",),
-    "alibi": (False, True),
+    "bias": (None, "alibi", "table"),
     "lse": (False, True),
     "softcap": (None, 2.0),
     "path": ("split", "padded"),
@@ -55,7 +55,7 @@ def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
 
 
 def leaves_of(variant: str, row: dict[str, Any]) -> dict[str, Tensor]:
-    """Tensors that need a gradient: query, key, value, alibi and parameters."""
+    """Tensors that need a gradient: query, key, value, a bias and parameters."""
     queries, keys = map(sum, LAYOUTS[row["layout"]])
     kv_heads = HEADS // row["heads"]
     leaves = {
@@ -67,8 +67,10 @@ def leaves_of(variant: str, row: dict[str, Any]) -> dict[str, Tensor]:
         # If all scores of a cosFormer query are near 0, the weights are 0/0.
         for name in ("query", "key"):
             leaves[name][..., 0] = leaves[name][..., 0].abs() + 0.5
-    if row["alibi"]:
+    if row["bias"] == "alibi":
         leaves["alibi"] = torch.linspace(0.02, 0.3, HEADS).double()
+    elif row["bias"] == "table":
+        leaves["relative_bias"] = rand(HEADS, 7, seed=4)
     if row["params"] == "learned":
         leaves |= {name: x.double() for name, x in learned(variant, HEADS).items()}
     elif row["params"] == "per_token":
@@ -158,7 +160,7 @@ def test_agrees_with_calls_of_single_sequences(
 
 @pytest.mark.parametrize("path", ["split", "padded"])
 def test_gates_per_key(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"layout": "ragged", "heads": 2, "alibi": True, "params": "default"}
+    row = {"layout": "ragged", "heads": 2, "bias": "alibi", "params": "default"}
     leaves = leaves_of("forgetting", row)
     leaves["log_gates"] = (-rand(HEADS, 12, seed=5).abs()).requires_grad_()
     options = {"is_causal": True, "enable_gqa": True, "return_lse": True}
@@ -173,7 +175,7 @@ def test_sequences_as_segments_of_a_backend_that_walks_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Used where lengths cannot be read and cu_seq_q and cu_seq_k are the same tensor."""
-    row = {"layout": "ragged", "heads": 2, "alibi": True, "params": "learned"}
+    row = {"layout": "ragged", "heads": 2, "bias": "alibi", "params": "learned"}
     leaves, ends = leaves_of("ssmax", row), ends_of((4, 1, 7))
     options = {"is_causal": True, "enable_gqa": True, "return_lse": True}
     tiled, calls = varlen.BACKENDS["tiled"], []

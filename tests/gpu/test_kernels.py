@@ -35,7 +35,7 @@ pytestmark = pytest.mark.gpu
 PLAIN = {
     "shape": (600, 600), "dtype": torch.bfloat16, "span": "causal", "mask": "none",
     "mask_gradient": False, "heads": "gqa", "params": "default", "dims": (128, 128),
-    "alibi": False, "segments": False, "dropout": False, "lse": False, "batch": 2,
+    "bias": None, "segments": False, "dropout": False, "lse": False, "batch": 2,
 }  # fmt: skip
 SETTINGS = {
     "causal, bf16, 128": {},
@@ -45,7 +45,7 @@ SETTINGS = {
     },
     "window, fp32, 40": {
         "shape": (333, 333), "dtype": torch.float32, "span": "window", "dims": (40, 24),
-        "alibi": True, "segments": True,
+        "bias": "alibi", "segments": True,
     },
     "causal, bf16, 256": {"shape": (300, 300), "dims": (256, 256)},
     "masked, bf16, 128": {"shape": (300, 384), "mask": "bool"},
@@ -63,7 +63,7 @@ TOKENS = {
     },
     "two queries, window, fp32, 40": {
         "shape": (2, 3000), "dtype": torch.float32, "span": "window", "window": 1500,
-        "dims": (40, 24), "alibi": True, "segments": True,
+        "dims": (40, 24), "bias": "alibi", "segments": True,
     },
     "nine queries, masked, bf16, 256": {
         "shape": (9, 1111), "mask": "float", "dims": (256, 256), "heads": "3 of 1", "lse": True,

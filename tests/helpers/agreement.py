@@ -7,7 +7,7 @@ analysis.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,8 +91,10 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
             where["attn_mask"] = mask.masked_fill(mask < -0.5, float("-inf")).to(dtype)
         else:
             options["attn_mask"] = mask > -0.5
-    if row["alibi"]:
+    if row["bias"] == "alibi":
         leaves["alibi"] = torch.linspace(0.02, 0.3, heads)
+    elif row["bias"] == "table":
+        leaves["relative_bias"] = rand(heads, 7, seed=seed + 7)
     if row["segments"]:
         ids = rand(batch, queries + keys, seed=seed + 4).mul(1.5).round().long()
         options["segment_ids"] = ids[:, :queries], ids[:, queries:]
@@ -237,6 +239,13 @@ def bounds_of(problem: Problem, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         elif name == "alibi":
             distance = problem.exact(call.distance.abs().double())
             budgets["dalibi"] = of_heads((score * distance).sum(3), leaf)
+        elif name == "relative_bias":
+            radius = leaf.shape[1] // 2
+            entry = (-call.distance).clamp(-radius, radius) + radius
+            entries = [of_heads(score.where(entry == n).sum(3), leaf)
+                       for n in range(leaf.shape[1])]  # fmt: skip
+            value, error = (torch.stack(x, 1) for x in zip(*((e.value, e.error) for e in entries)))
+            budgets["drelative_bias"] = replace(score, value=value, error=error)
         elif name not in "qkv":
             budgets["d" + name] = of_parameter(problem, budgets, name, leaf)
     for name, leaf in leaves.items():
@@ -324,7 +333,7 @@ def every_term(variant: str, heads: str, span: str) -> dict[str, Any]:
         "heads": heads,
         "params": "learned" if CASES[variant].learned else "default",
         "values": "other",
-        "alibi": variant not in NO_SCORE,
+        "bias": None if variant in NO_SCORE else "table" if heads == "gqa" else "alibi",
         "segments": span == "pair",
         "dropout": heads == "gqa",
         "lse": variant not in NO_LSE,

@@ -21,7 +21,7 @@ HEADS = ((4, 2), (4, 4), (6, 2), (3, 1))  # query and key/value heads
 # What a call may have besides queries, keys and values.
 FEATURES = (
     "plain", "causal", "causal window", "window pair", "alibi", "causal segments", "key mask",
-    "float key mask", "causal dense mask", "query mask", "softcap", "causal lse", "scale",
+    "float key mask", "causal dense mask", "query mask", "softcap", "causal lse", "scale table",
     "low key mask lse",
 )  # fmt: skip
 
@@ -83,6 +83,8 @@ def inputs_of(case: Case, tokens: int) -> Inputs:
         options["window"] = 7 if "causal" in words else (5, 9)
     if "alibi" in words:
         tensors["alibi"], along["alibi"] = rand(heads, seed=4).abs(), None
+    if "table" in words:
+        tensors["relative_bias"], along["relative_bias"] = rand(heads, 17, seed=4), None
     if "segments" in words:
         # The second boundary lies inside of a chunk; the last segment has several chunks.
         ids = torch.zeros(2, tokens, dtype=torch.long)

@@ -91,7 +91,7 @@ OTHER_DV = "does not support a value dimension other than D"
 EMPTY = "does not support empty tensors"
 KEY_MASK = "does not support a dense mask"
 NO_WINDOW = "does not support window"
-NO_BIAS = "does not support alibi or segment_ids"
+NO_BIAS = "does not support alibi, relative_bias or segment_ids"
 _FEATURES: dict[str, dict[str, str | None]] = {
     "plain": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "causal": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
@@ -115,6 +115,7 @@ _FEATURES: dict[str, dict[str, str | None]] = {
     "window": {"sdpa": NO_WINDOW, "flash": RUNS, "linear": FORGET},
     "window pair": {"sdpa": NO_WINDOW, "flash": RUNS, "linear": FORGET},
     "alibi": {"sdpa": NO_BIAS, "flash": RUNS, "linear": "alibi None"},
+    "relative bias": {"sdpa": NO_BIAS, "flash": RUNS, "linear": "relative_bias None"},
     "segments": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "GQA": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "MQA": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
@@ -153,6 +154,7 @@ VARIANT_UNSUPPORTED: dict[str, tuple[tuple[str, ...], str]] = {
     "float mask, fp32 for bf16": (NO_SCORE, "attn_mask must be bool"),
     "float mask with gradient": (NO_SCORE, "attn_mask must be bool"),
     "alibi": (NO_SCORE, "alibi None"),
+    "relative bias": (NO_SCORE, "relative_bias None"),
     "lse": (NO_LSE, "return_lse"),
 }
 
@@ -201,7 +203,7 @@ def levels_of(variant: str, factors: dict[str, tuple], settings: bool = True) ->
     params += ["per_token"] if case.per_token else []
     levels["params"] = tuple(params)
     if variant in NO_SCORE:
-        levels.update(mask=("none", "bool", "keys"), alibi=(False,))
+        levels.update(mask=("none", "bool", "keys"), bias=(None,))
     if variant in NO_LSE:
         levels["lse"] = (False,)
     if variant in CAUSAL_ONLY and "span" in levels:

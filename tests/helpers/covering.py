@@ -89,7 +89,8 @@ def label(row: Row) -> str:
     """The test id of a row: shape, dtype, span, heads, params and the options that are set."""
     settings = [f"{row['shape'][0]}x{row['shape'][1]}", str(row["dtype"])[6:], row["span"]]
     settings += [str(row[key]) for key in ("mask", "heads", "params") if row[key] != "none"]
-    settings += [key for key in ("alibi", "segments", "dropout", "lse") if row[key]]
+    settings += [row["bias"]] if row["bias"] else []
+    settings += [key for key in ("segments", "dropout", "lse") if row[key]]
     settings += ["dv"] if row["values"] == "other" else []
     settings += ["d{}dv{}".format(*row["dims"])] if "dims" in row else []
     settings += [row["layout"]] if "layout" in row else []

@@ -47,6 +47,8 @@ def feature(name: str, gradient: bool = True) -> dict[str, Any]:
         options["window"] = (2, 1)
     elif name == "alibi":
         options["alibi"] = torch.tensor([0.5, 0.25])
+    elif name == "relative bias":
+        options["relative_bias"] = rand(heads, 9, seed=8).float()
     elif name == "segments":
         options["segment_ids"] = (torch.arange(N) // 4).expand(batch, N)
     elif name == "dropout":

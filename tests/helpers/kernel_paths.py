@@ -48,7 +48,7 @@ class Path(NamedTuple):
 
 PLAIN = {
     "shape": (3, 4), "dtype": torch.float32, "span": "causal", "mask": "none", "heads": "2 heads",
-    "values": "same", "alibi": False, "segments": False, "dropout": False, "lse": False,
+    "values": "same", "bias": None, "segments": False, "dropout": False, "lse": False,
 }  # fmt: skip
 
 
@@ -102,7 +102,7 @@ LARGEST_OF_EXPENSIVE = 200 * 17  # scores per head
 
 
 def supports(row: Row) -> bool:
-    """Whether the row's variant runs with the row's shape, span, mask, alibi and lse.
+    """Whether the row's variant runs with the row's shape, span, mask, bias and lse.
 
     Rows may be partial. Expensive variants run with small shapes only.
     """
@@ -111,7 +111,7 @@ def supports(row: Row) -> bool:
         return True
     if CASES[level.variant].expensive and math.prod(row.get("shape", ())) > LARGEST_OF_EXPENSIVE:
         return False
-    masked = "float" in row.get("mask", "none") or row.get("alibi", False)
+    masked = "float" in row.get("mask", "none") or row.get("bias") is not None
     scored = not (level.variant in NO_SCORE and masked)
     if level.variant in CAUSAL_ONLY and row.get("span", "causal") not in ("causal", "window"):
         return False

@@ -72,7 +72,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 
     vectors = Vectors(tensor(gain), tensor(form.offset), tensor(form.shape), tensor(form.sink))
     terms = Terms(tensor(form.key_bias), tensor(form.decay), tensor(form.factor))
-    reject_transforms("tiled", q, k, v, call.mask, call.alibi, *vectors, *terms)
+    reject_transforms("tiled", q, k, v, call.mask, call.relative_bias, *vectors, *terms)
     result = ops.tiled_forward(
         q=q, k=k, v=v, layout=layout_of(call), origin=call.query_origin - call.key_origin,
         vectors=vectors, terms=terms, rule=rule_of(form),
@@ -85,7 +85,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 def _by_definition(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Definition
 ) -> tuple[Tensor, Tensor | None]:
-    reject_transforms("tiled", q, k, v, call.mask, call.alibi)
+    reject_transforms("tiled", q, k, v, call.mask, call.relative_bias)
     # Without blocks, the output would have no gradient.
     if 0 in (call.batch, call.queries, call.keys):
         return eager.run(q, k, v, call, form)

@@ -31,7 +31,9 @@ Hidden = list[tuple[slice, Tensor]]  # ranges of keys, and masks of the hidden k
 def layout_of(call: Call) -> Layout:
     """Return the layout of a call for the operators of `tiled`."""
     segments = call.segments or (None, None)
-    return Layout(call.scale, call.left, call.right, call.mask, *segments, call.alibi, call.softcap)
+    return Layout(
+        call.scale, call.left, call.right, call.mask, *segments, call.relative_bias, call.softcap
+    )
 
 
 def call_of(
@@ -60,7 +62,7 @@ def call_of(
         right=layout.right,
         softcap=layout.softcap,
         mask=layout.mask,
-        alibi=layout.alibi,
+        relative_bias=layout.relative_bias,
         segments=segments,
         dropout_p=dropout_p,
         return_lse=return_lse,

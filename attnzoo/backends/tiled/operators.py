@@ -52,7 +52,7 @@ def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> int:
 
 
 @tiled_forward.backward(
-    "q", "k", "v", "mask", "alibi", "gain", "offset", "shape", "sink", "key_bias", "decay",
+    "q", "k", "v", "mask", "relative_bias", "gain", "offset", "shape", "sink", "key_bias", "decay",
     "factor",
 )  # fmt: skip
 def tiled_backward(

@@ -25,6 +25,7 @@ from attnzoo.backends.tiled.blocks import (
 )
 from attnzoo.core.call import Call
 from attnzoo.core.distance import Distance
+from attnzoo.core.relative_bias import add_gradient
 from attnzoo.core.visibility import cut
 
 
@@ -151,8 +152,8 @@ class ScoreGradients:
         rows = (call.batch, call.heads, call.queries)
         self.dgain = None if scores.gain is None else self.dq.new_zeros(rows)
         self.inputs = {
-            "mask": call.mask, "alibi": call.alibi, "key_bias": terms.key_bias,
-            "decay": terms.decay,
+            "mask": call.mask, "relative_bias": call.relative_bias,
+            "key_bias": terms.key_bias, "decay": terms.decay,
         }  # fmt: skip
         self.made = {
             name: self.dq.new_zeros(x.shape)
@@ -199,9 +200,9 @@ class ScoreGradients:
         if "mask" in made:
             target = cut(made["mask"], *block.part, block.keys)
             target += ds.sum_to_size(target.shape)
-        if "alibi" in made:
-            target = cut(made["alibi"], slice(None), block.heads)
-            target -= (ds * block.call.distance.abs()).sum_to_size(*target.shape, 1)[..., 0]
+        if "relative_bias" in made:
+            target = cut(made["relative_bias"], slice(None), block.heads)
+            add_gradient(target, ds, block.call.key_origin - block.call.query_origin)
         if "key_bias" in made:
             target = cut(made["key_bias"], block.batches, block.heads, block.keys)
             target += ds.sum(-2).sum_to_size(target.shape)

@@ -46,7 +46,7 @@ def with_gain(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) ->
     """Compute a gain that depends on statistics; return the form with this gain as a vector."""
     if not isinstance(form.gain, FromStatistics):
         return form
-    reject_transforms(backend, q, k, call.mask, call.alibi)
+    reject_transforms(backend, q, k, call.mask, call.relative_bias)
     origin = call.query_origin - call.key_origin
     with torch.set_grad_enabled(torch.is_grad_enabled() and form.gain.differentiable):
         statistics = tiled_statistics(q=q, k=k, layout=layout_of(call), origin=origin)
@@ -72,7 +72,7 @@ def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
     return 2 * flops.pairs(q, k, layout) * q.shape[3]
 
 
-@tiled_statistics.backward("q", "k", "mask", "alibi")
+@tiled_statistics.backward("q", "k", "mask", "relative_bias")
 def tiled_statistics_backward(
     *, q: Tensor, k: Tensor, layout: Layout, origin: int, lse: Tensor, entropy: Tensor,
     dlse: Tensor, dentropy: Tensor, wanted: list[str],

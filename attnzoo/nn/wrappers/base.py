@@ -190,8 +190,8 @@ class Wrapper(nn.Module):
             cache: a cache from `new_cache`, as for `Attention`.
             need_weights: also return the weights.
             **keywords: the other keywords of `Attention.forward` except ``return_lse``. ``scale``
-                is that of D features. ``alibi`` has H heads, masks have 1 or H. ``enable_gqa``
-                is True by default.
+                is that of D features. ``alibi`` and ``relative_bias`` have H heads, masks have 1 or
+                H. ``enable_gqa`` is True by default.
 
         Returns:
             The output (B, H, Nq, Dv). With ``need_weights`` (output, weights (B, H, Nq, Nk)): the
@@ -207,8 +207,9 @@ class Wrapper(nn.Module):
         if check_bool("return_lse", keywords.pop("return_lse", False)):
             raise ValueError(f"return_lse must be False for {type(self).__name__}, got True")
         options = {**keywords, "enable_gqa": True}
-        if isinstance(slopes := options.get("alibi"), Tensor):
-            options["alibi"] = self._slopes_per_map(slopes)
+        for name in ("alibi", "relative_bias"):
+            if isinstance(values := options.get(name), Tensor):
+                options[name] = self._values_per_map(name, values)
         if isinstance(mask := options.get("attn_mask"), Tensor) and mask.dim() in (3, 4):
             options["attn_mask"] = self._mask_per_map(mask)
         q, k, v, options = self._inputs(q, k, v, options)
@@ -247,14 +248,15 @@ class Wrapper(nn.Module):
                 f"v must have the (B, Hkv, Nk) of k, {tuple(k.shape[:3])}, got {tuple(v.shape)}"
             )
 
-    def _slopes_per_map(self, alibi: Tensor) -> Tensor:
-        """ALiBi's slopes of H heads, for the M·H heads of the attention."""
-        if alibi.shape != (self.num_heads,):
+    def _values_per_map(self, name: str, values: Tensor) -> Tensor:
+        """ALiBi's slopes or the rows of a table of H heads, for the M·H heads of the attention."""
+        one, dims, more = ("slope", 1, "") if name == "alibi" else ("row", 2, " 2R + 1")
+        if values.dim() != dims or values.shape[0] != self.num_heads:
             raise ValueError(
-                f"alibi must have one slope per head, shape ({self.num_heads},), got "
-                f"{tuple(alibi.shape)}"
+                f"{name} must have one {one} per head, shape ({self.num_heads},{more}), got "
+                f"{tuple(values.shape)}"
             )
-        return self._spread(alibi, 0)
+        return self._spread(values, 0)
 
     def _mask_per_map(self, mask: Tensor) -> Tensor:
         """A mask of H heads, for the M·H heads of the attention."""

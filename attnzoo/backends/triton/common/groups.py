@@ -44,7 +44,9 @@ class ScoreTerms(NamedTuple):
 
     scale: float  # factor of q·k, or of tanh(inner · q·k)
     inner: float | None = None  # scale / softcap
-    alibi: Tensor | None = None  # [B, H, Nq], slopes
+    slopes: Tensor | None = None  # [B, H, Nq], of ALiBi
+    table: Tensor | None = None  # [H, 2·radius + 1], a bias by relative position
+    radius: int | None = None  # a constant
     key_bias: Tensor | None = None  # [B, H, Nk]
     decay: Tensor | None = None  # [B, H], of DISTANCE
     factor: Tensor | None = None  # [B, H, Nq], of the weights
@@ -108,7 +110,8 @@ class Gradients(NamedTuple):
     offset: Tensor | None = None
     shape: Tensor | None = None
     sink: Tensor | None = None
-    alibi: Tensor | None = None
+    slopes: Tensor | None = None
+    table: Tensor | None = None  # [B, H, Nq, 2·radius + 1], initially 0; the caller takes the sum
     factor: Tensor | None = None
     decay: Tensor | None = None  # [B, H, Nq], of which the caller takes the sum
     key_bias: Tensor | None = None  # [2, B, H, Nk], initially 0; the caller takes the sum
@@ -224,6 +227,7 @@ class Head(NamedTuple):
     mask: Any  # offset in the mask
     k_segments: Any  # offset in `Visible.k_segments`
     key_bias: Any  # offset in `ScoreTerms.key_bias`
+    table: Any  # offset in `ScoreTerms.table`
     decay: Any
     segment: Any  # segments of the queries, shaped as `QueryVectors`
 

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Pairwise, PerQuery
+from attnzoo.core.relative_bias import is_alibi
 
 
 class Solved(NamedTuple):
@@ -58,16 +59,19 @@ def operands_of(
 
 
 def layout_of(call: Call) -> Layout:
-    """Convert the layout: a bool mask to uint8 (0: hidden), ALiBi slopes to (B, H, Nq)."""
-    if call.mask is call.segments is call.alibi is None:
+    """Convert a bool mask to uint8 (0: hidden), ALiBi's slopes to (B, H, Nq), a table to (H, W)."""
+    if call.mask is call.segments is call.relative_bias is None:
         return Layout(call.scale, call.left, call.right, None, None, None, None, call.softcap)
     mask, segments = call.mask, call.segments or (None, None)
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
-    alibi = None if call.alibi is None else call.expanded(call.alibi.to(call.dtype))
+    bias = call.relative_bias
+    if bias is not None:
+        bias = bias.to(call.dtype)
+        bias = call.expanded(bias) if is_alibi(bias) else bias[0].contiguous()
     q_segments, k_segments = (x if x is None else x.contiguous() for x in segments)
     return Layout(
-        call.scale, call.left, call.right, mask, q_segments, k_segments, alibi, call.softcap
+        call.scale, call.left, call.right, mask, q_segments, k_segments, bias, call.softcap
     )
 
 
@@ -144,7 +148,9 @@ def has_aligned_rows(x: Tensor) -> bool:
 def adds_terms(layout: Layout, vectors: Vectors, terms: Terms) -> bool:
     """True if scores are more than multiples of the products q·k."""
     added = layout.mask is not None and layout.mask.is_floating_point()
-    return added or not (layout.alibi is terms.key_bias is vectors.offset is terms.decay is None)
+    return added or not (
+        layout.relative_bias is terms.key_bias is vectors.offset is terms.decay is None
+    )
 
 
 def saves_weight_sum(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
@@ -169,8 +170,11 @@ def arguments_of(
         b, h, m = (s // unit if size > 1 else 0 for s, size in zip((b, h, m), mask.shape))
         m, n = None if mask.shape[2] == 1 else m, None if n == 1 else n
     inner = None if layout.softcap is None else layout.scale / layout.softcap
+    slopes, table, radius = layout.relative_bias, None, None
+    if slopes is not None and slopes.dim() == 2:
+        slopes, table, radius = None, slopes, constexpr(slopes.shape[1] // 2)
     score_terms = ScoreTerms(
-        outer_scale(layout), inner, layout.alibi, *terms, solved.tau, solved.peak
+        outer_scale(layout), inner, slopes, table, radius, *terms, solved.tau, solved.peak
     )
     return {
         "q": q, "k": k, "heads": heads, "group": heads // kv_heads if kv_heads else 1,
@@ -240,7 +244,7 @@ def is_safe(
     A window needs few registers. dK/dV accumulates two gradients, and has registers for no other
     term.
     """
-    added = layout.alibi, layout.k_segments, layout.mask, layout.softcap, terms.key_bias
+    added = layout.relative_bias, layout.k_segments, layout.mask, layout.softcap, terms.key_bias
     number = sum(x is not None for x in added)
     if kernel == "dkdv" and rule is not None and (number or rule.normalize == "threshold"):
         return True
@@ -248,5 +252,7 @@ def is_safe(
     varies = vectors.shape is not None or terms.factor is not None
     normalizer = rule is not None and rule.activation.normalizer is not None
     many_results = normalizer or (rule is not None and is_peaked(rule, v))
-    dense_mask = layout.mask is not None and layout.mask.shape[2] > 1
-    return number > 1 or dense_mask or terms.decay is not None or varies or many_results
+    # Entries with an address each
+    dense = layout.mask is not None and layout.mask.shape[2] > 1
+    dense = dense or (layout.relative_bias is not None and layout.relative_bias.dim() == 2)
+    return number > 1 or dense or terms.decay is not None or varies or many_results

@@ -38,8 +38,8 @@ def load_vectors(i, at, count, vectors, terms, rule, EDGE: tl.constexpr = True):
     if vectors.shape is not None:
         # With 1.5, every φ is finite for the queries that do not exist.
         shape = load_vector(vectors.shape, at, i, count, 1.5, EDGE)
-    if terms.alibi is not None:
-        slope = load_vector(terms.alibi, at, i, count, 0.0, EDGE) * rule.UNIT
+    if terms.slopes is not None:
+        slope = load_vector(terms.slopes, at, i, count, 0.0, EDGE) * rule.UNIT
     if terms.tau is not None:
         tau = load_vector(terms.tau, at, i, count, 0.0, EDGE)
     if terms.peak is not None:
@@ -58,7 +58,8 @@ def load_head(b, h, i, heads, terms, visible, strides, size):
             mask += h * strides.head * strides.align
     segment = load_segments(visible.q_segments, b * size.queries, i, size.queries)
     bh = b * heads + h
-    return Head(mask, b * size.keys, bh * size.keys, load_decay(terms.decay, bh), segment)
+    table = h if terms.table is None else h * (2 * terms.radius + 1)
+    return Head(mask, b * size.keys, bh * size.keys, table, load_decay(terms.decay, bh), segment)
 
 
 @triton.jit
@@ -103,6 +104,13 @@ def by_distance(DISTANCE: tl.constexpr, i, j, size, decay):
 
 
 @triton.jit
+def relative_entry(i, j, size, RADIUS: tl.constexpr):
+    """Return the entries of a table, radius + clamp(p_j − p_i), for a tile of scores."""
+    position = j - (i + (size.keys - size.queries))
+    return tl.minimum(tl.maximum(position, -RADIUS), RADIUS) + RADIUS
+
+
+@triton.jit
 def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr):
     """Return the scores (−∞ for hidden keys) and a mask of the visible keys; see `Scoring`.
 
@@ -114,8 +122,9 @@ def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr
     loaded, vectors, terms, size = scoring.loaded, scoring.vectors, scoring.terms, scoring.size
     s, seen = product * loaded.factor, j < size.keys  # [BM, BN], [1, BN]
     MULTIPLE: tl.constexpr = (
-        scoring.visible.mask is None and terms.alibi is None and rule.DISTANCE is None
-    )
+        scoring.visible.mask is None and terms.slopes is None and terms.table is None
+        and rule.DISTANCE is None
+    )  # fmt: skip
     PLAIN: tl.constexpr = MULTIPLE and terms.key_bias is None and vectors.offset is None
     if terms.peak is not None and PLAIN:
         s = (product - loaded.peak) * loaded.factor - loaded.threshold
@@ -126,8 +135,11 @@ def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr
     if rule.DISTANCE is not None:
         a, m = by_distance(rule.DISTANCE, i, j, size, scoring.head.decay)
         s = s * a + m * rule.UNIT
-    if terms.alibi is not None:
+    if terms.slopes is not None:
         s -= loaded.slope * tl.abs(i + (size.keys - size.queries) - j)
+    if terms.table is not None:
+        entry = relative_entry(i, j, size, terms.radius)
+        s += tl.load(terms.table + scoring.head.table + entry) * rule.UNIT
     if terms.key_bias is not None:
         # Both may be much larger than their difference, which is therefore formed first.
         added = tl.load(terms.key_bias + scoring.head.key_bias + j, mask=seen, other=0.0)

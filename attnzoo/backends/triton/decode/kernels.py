@@ -196,7 +196,10 @@ def decode_threshold(
     loaded = load_vectors(zero, row, 1, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, vectors, terms, visible, strides, size)
-    MULTIPLE: tl.constexpr = visible.mask is None and terms.alibi is None and rule.DISTANCE is None
+    MULTIPLE: tl.constexpr = (
+        visible.mask is None and terms.slopes is None and terms.table is None
+        and rule.DISTANCE is None
+    )  # fmt: skip
     PLAIN: tl.constexpr = MULTIPLE and terms.key_bias is None and vectors.offset is None
     a = loaded.shape - 1.0  # α − 1, [1, 1]
     if rule.ALPHA is not None:

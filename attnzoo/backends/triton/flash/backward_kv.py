@@ -113,7 +113,7 @@ def flash_dkdv(
     if gradients.key_bias is not None:
         dkey_bias += bias_at
     size = Size(queries, keys, left, right)
-    head = _first_head(b, h, heads, start, bias_at, visible, strides, size)
+    head = _first_head(b, h, heads, start, bias_at, terms, visible, strides, size)
     members = Group(
         b, h, (b * heads + h) * queries, head, Size(queries, keys - start, left, right), keys,
         vectors, terms, visible, strides, normalizers, dkey_bias,
@@ -170,13 +170,14 @@ def flash_dkdv(
 
 
 @triton.jit
-def _first_head(b, h, heads, start, bias_at, visible, strides, size):
+def _first_head(b, h, heads, start, bias_at, terms, visible, strides, size):
     """Return the `Head` of h for the keys from ``start`` on, without segment and decay."""
     mask = b * 0 if strides.head is None else h * 0
     if visible.mask is not None:
         mask += b * strides.batch * strides.align + h * strides.head * strides.align
         mask += start.to(tl.int64) * (1 if strides.key is None else strides.key)
-    return Head(mask, b * size.keys + start, bias_at, b * heads + h, start)
+    table = h if terms.table is None else h * (2 * terms.radius + 1)
+    return Head(mask, b * size.keys + start, bias_at, table, b * heads + h, start)
 
 
 @triton.jit

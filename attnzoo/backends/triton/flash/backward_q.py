@@ -28,6 +28,7 @@ from attnzoo.backends.triton.common.scores import (
     capped,
     load_head,
     load_vectors,
+    relative_entry,
     score_gradients,
     scores,
 )
@@ -64,6 +65,8 @@ class RowSums(NamedTuple):
     weight: Any  # Σ φ dP
     shape: Any  # Σ ∂φ/∂shape (dP − δ) / Z
     decay: Any  # Σ dS ∂s/∂decay
+    before: Any  # Σ dS of the keys radius positions or more before the query
+    after: Any  # likewise behind it
 
 
 @triton.jit(do_not_specialize=[n for n in RUNTIME if n[:2] not in ("dk", "dv")])
@@ -135,16 +138,19 @@ def flash_dq(
     acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_D], tl.float32)
     peak_ds = tl.full([tile.BLOCK_M], SMALLEST, tl.float32)
     zero = tl.zeros([tile.BLOCK_M], tl.float32)
-    sums = RowSums(zero, zero, zero, zero, zero, zero)
+    table_rows = i  # pointers [BM, 1] to the rows of gradients.table
+    if gradients.table is not None:
+        table_rows = gradients.table + (block.at + i) * (2 * terms.radius + 1)
+    sums = RowSums(zero, zero, zero, zero, zero, zero, zero, zero)
     if tile.SPLIT and maps.blocks is None:
         acc, peak_ds, sums = _sum_over_keys(
             acc, peak_ds, sums, low, full, q_side, do_side, i, sides, scoring, row, mean, None,
-            gradients, rule, tile, PRODUCTS, False,
+            gradients, table_rows, rule, tile, PRODUCTS, False,
         )  # fmt: skip
         low = full
     acc, peak_ds, sums = _sum_over_keys(
         acc, peak_ds, sums, low, high, q_side, do_side, i, sides, scoring, row, mean, blocks,
-        gradients, rule, tile, PRODUCTS, True,
+        gradients, table_rows, rule, tile, PRODUCTS, True,
     )  # fmt: skip
     if rule.PEAKED:
         acc *= peak_ds[:, None]
@@ -157,7 +163,7 @@ def flash_dq(
         tl.store(gradients.gain + block.at + index, product, mask=index < queries)
     if vectors.gain is not None:
         acc *= tl.load(vectors.gain + block.at + i, mask=i < queries, other=0.0)
-    _store_sums(sums, block.at, index, queries, gradients, rule)
+    _store_sums(sums, block.at, index, queries, gradients, table_rows, terms, rule)
     store_tile(dq, index, dq_n * tile.ALIGN, queries, d, tile.D, acc)
 
 
@@ -193,7 +199,7 @@ def _load_normalizers(i, at, count, tau, vectors, normalizers, terms, rule):
 
 
 @triton.jit
-def _store_sums(sums, at, index, count, gradients, rule):
+def _store_sums(sums, at, index, count, gradients, table_rows, terms, rule):
     inside = index < count
     if gradients.offset is not None:
         tl.store(gradients.offset + at + index, -sums.ds, mask=inside)
@@ -201,8 +207,11 @@ def _store_sums(sums, at, index, count, gradients, rule):
         tl.store(gradients.factor + at + index, sums.weight, mask=inside)
     if gradients.shape is not None and rule.MEAN != "slopes":  # else see `_mean_over_keys`
         tl.store(gradients.shape + at + index, sums.shape, mask=inside)
-    if gradients.alibi is not None:
-        tl.store(gradients.alibi + at + index, -sums.distance, mask=inside)
+    if gradients.slopes is not None:
+        tl.store(gradients.slopes + at + index, -sums.distance, mask=inside)
+    if gradients.table is not None:
+        tl.store(table_rows, sums.before[:, None], mask=inside[:, None])
+        tl.store(table_rows + 2 * terms.radius, sums.after[:, None], mask=inside[:, None])
     if gradients.decay is not None:
         tl.store(gradients.decay + at + index, sums.decay, mask=inside)
 
@@ -298,14 +307,31 @@ def _mean_over_keys(low, high, q_side, do_side, i, sides, scoring, blocks, per_z
 
 
 @triton.jit
+def _store_table_entries(ds, table_rows, i, j, size, RADIUS: tl.constexpr):
+    """Store the gradients of a table's entries, for the queries i.
+
+    Return the sums [BM] of the first and of the last entry. Each other entry belongs to one key of
+    a query, so no two stores meet.
+    """
+    LAST: tl.constexpr = 2 * RADIUS
+    entry = relative_entry(i, j, size, RADIUS)  # [BM, BN]
+    before = tl.sum(tl.where(entry == 0, ds, 0.0), 1)
+    after = tl.sum(tl.where(entry == LAST, ds, 0.0), 1)
+    inside = (entry > 0) & (entry < LAST) & (i < size.queries)
+    tl.store(table_rows + entry, ds, mask=inside)
+    return before, after
+
+
+@triton.jit
 def _sum_over_keys(
     acc, peak_ds, sums, low, high, q_side, do_side, i, sides, scoring, row, mean, blocks,
-    gradients, rule, tile, PRODUCTS: tl.constexpr, EDGE: tl.constexpr,
+    gradients, table_rows, rule, tile, PRODUCTS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add the blocks of keys [low, high) to Σ dS k and to the sums that are wanted."""
     terms, visible, size, decay = scoring.terms, scoring.visible, scoring.size, scoring.head.decay
     ds_sum, distance_sum, product_sum = sums.ds, sums.distance, sums.product
     weight_sum, shape_sum, decay_sum = sums.weight, sums.shape, sums.decay
+    before_sum, after_sum = sums.before, sums.after
     HIDES: tl.constexpr = (
         EDGE or visible.mask is not None or visible.k_segments is not None
         or terms.key_bias is not None
@@ -326,8 +352,12 @@ def _sum_over_keys(
         ds = score_gradients(dp, mean, slope, mu_slope, rule)
         if gradients.offset is not None:
             ds_sum += tl.sum(ds, 1)
-        if gradients.alibi is not None:
+        if gradients.slopes is not None:
             distance_sum += tl.sum(ds * tl.abs(i + (size.keys - size.queries) - j), 1)
+        if gradients.table is not None:
+            before, after = _store_table_entries(ds, table_rows, i, j, size, terms.radius)
+            before_sum += before
+            after_sum += after
         if rule.DISTANCE_SLOPE is not None:
             da, dm = by_distance(rule.DISTANCE_SLOPE, i, j, size, decay)
             logit = product * (scoring.loaded.factor * (1.0 / rule.UNIT))
@@ -343,5 +373,7 @@ def _sum_over_keys(
             ds = tl.where(i < size.queries, ds, 0.0)
             ds, acc, peak_ds = relative(ds, acc, peak_ds, 1)
         acc = dot(ds.to(k_tile.dtype), k_tile, acc, tile.PRECISION)  # [BM, D]
-    sums = RowSums(ds_sum, distance_sum, product_sum, weight_sum, shape_sum, decay_sum)
+    sums = RowSums(
+        ds_sum, distance_sum, product_sum, weight_sum, shape_sum, decay_sum, before_sum, after_sum
+    )
     return acc, peak_ds, sums

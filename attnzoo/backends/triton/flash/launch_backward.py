@@ -42,6 +42,11 @@ def describe_backward(
         flash.config_of(kernel, arch, q, v, layout, rule, vectors, terms, size)
         for kernel in ("dq", "dkdv")
     )
+    slopes, table = grads.get("relative_bias"), None
+    if slopes is not None and (values := layout.relative_bias) is not None and values.dim() == 2:
+        slopes, table = None, slopes.new_empty(*slopes.shape, values.shape[1])
+        grads["relative_bias"] = table
+        of_dq = _with_addresses(of_dq, mapped=size is not None)
     z = stat
     if rule.online:
         solved, z = solved._replace(tau=stat), weight_sum
@@ -51,9 +56,8 @@ def describe_backward(
         z, per_z=None if z is None else new_vector(q),
         delta=None if rule.normalize == "none" else new_vector(q), dlse=dlse,
     )  # fmt: skip
-    gradients = Gradients(
-        *(grads.get(name) for name in "gain offset shape sink alibi factor decay".split())
-    )  # fmt: skip
+    vector_gradients = {n: grads.get(n) for n in "gain offset shape sink factor decay".split()}
+    gradients = Gradients(**vector_gradients, slopes=slopes, table=table)
     ranges, before_dq = (None, []) if size else ranges_of(layout, of_dq.block_m, arch)
     args = {
         **launch.arguments_of(q, k, layout, vectors, terms, ranges, solved),
@@ -67,7 +71,8 @@ def describe_backward(
         ),
         "tile": flash.tile_constants(of_dq, q, v, layout, MAP_M=size and size.queries),
     }  # fmt: skip
-    dq = Launch(flash_dq, programs_of(q, of_dq.block_m), args, of_dq)
+    zeroed = () if table is None else (table,)
+    dq = Launch(flash_dq, programs_of(q, of_dq.block_m), args, of_dq, zeroed)
 
     # dK/dV. A program takes a part of a group of heads for its group, also in the lists of a map.
     ranges, before_dkdv = (
@@ -100,6 +105,16 @@ def describe_backward(
     zeroed = (grads["key_bias"],) if "key_bias" in grads else ()
     dkdv = Launch(flash_dkdv, programs_of(k, of_dkdv.block_n) * parts, args, of_dkdv, zeroed)
     return [*before_dq, dq, *before_dkdv, *lists, dkdv], grads
+
+
+def _with_addresses(config: Config, mapped: bool) -> Config:
+    """The tile of dQ if the gradient of each score has an address, which needs two registers.
+
+    Blocks of keys are those of a block map.
+    """
+    if mapped:
+        return config._replace(warps=8, part=64)
+    return config._replace(block_n=max(16, config.block_n // 2))
 
 
 def _slopes(rule: Rule, grads: Collection[str]) -> dict[str, Any]:

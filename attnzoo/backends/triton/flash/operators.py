@@ -114,8 +114,8 @@ def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> int:
 
 
 @flash_forward.backward(
-    "q", "k", "v", "gain", "offset", "shape", "sink", "alibi", "key_bias", "factor", "decay",
-    like=lambda x: like(x, x.shape[3]) if x.dim() == 4 else x.new_empty(x.shape),
+    "q", "k", "v", "gain", "offset", "shape", "sink", "relative_bias", "key_bias", "factor",
+    "decay", like=lambda x: like(x, x.shape[3]) if x.dim() == 4 else x.new_empty(x.shape),
 )  # fmt: skip
 def flash_backward(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, terms: Terms, solved: Solved,
@@ -136,6 +136,8 @@ def flash_backward(
     grads |= {name: _joined(grads[name], x) for name, x in (("k", k), ("v", v))}
     if "key_bias" in wanted:
         grads["key_bias"] = grads["key_bias"].sum(0)
+    if "relative_bias" in wanted and grads["relative_bias"].dim() == 4:
+        grads["relative_bias"] = grads["relative_bias"].sum((0, 2))  # of a table, [H, W]
     if "decay" in wanted:
         grads["decay"] = grads["decay"].sum(-1)
     return grads

@@ -67,8 +67,11 @@ def _head_now(group, member, begin, i, count):
         if strides.query is not None:
             mask += begin.to(tl.int64) * (strides.query.to(tl.int64) * strides.align)
     key_bias = start.key_bias + member.to(tl.int64) * group.keys
+    table = start.table
+    if group.terms.table is not None:
+        table += member * (2 * group.terms.radius + 1)
     decay = load_decay(group.terms.decay, start.decay + member)
-    return Head(mask, start.k_segments, key_bias, decay, segment)
+    return Head(mask, start.k_segments, key_bias, table, decay, segment)
 
 
 @triton.jit
@@ -81,8 +84,8 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
     MASKED: tl.constexpr = visible.mask is not None or visible.k_segments is not None
     HIDES: tl.constexpr = EDGE or MASKED
     ADDED: tl.constexpr = (
-        visible.mask is not None or terms.key_bias is not None or terms.alibi is not None
-        or group.vectors.offset is not None or rule.DISTANCE is not None
+        visible.mask is not None or terms.key_bias is not None or terms.slopes is not None
+        or terms.table is not None or group.vectors.offset is not None or rule.DISTANCE is not None
     )  # fmt: skip
     WINDOW: tl.constexpr = size.left is not None or size.right is not None
     # ``row``: offset of the block in vectors [B, H, Nq]. ``count``: number of queries from it on.

@@ -75,7 +75,10 @@ def threshold(
     # 0 for large scores. Where something is added to the products, r is the score.
     late = tl.full([tile.BLOCK_M, 1], 1.0, tl.float32)
     factor, sign = loaded.factor, late
-    MULTIPLE: tl.constexpr = visible.mask is None and terms.alibi is None and rule.DISTANCE is None
+    MULTIPLE: tl.constexpr = (
+        visible.mask is None and terms.slopes is None and terms.table is None
+        and rule.DISTANCE is None
+    )  # fmt: skip
     PLAIN: tl.constexpr = MULTIPLE and terms.key_bias is None and vectors.offset is None
     if PLAIN:
         # late is not 0, because 0 times the −∞ of hidden keys is NaN. A NaN must stay.
