@@ -132,13 +132,22 @@ def linear_work(form: Linear, call: Call) -> float:
     return cost * scan / pairs if pairs > 0 else math.inf
 
 
-def candidates(name: str, forms: tuple[Form, ...], call: Call) -> Iterator[Candidate]:
+def candidates(
+    name: str, forms: tuple[Form, ...], call: Call, backend: str | None = None
+) -> Iterator[Candidate]:
     """Yield the candidates in order of preference, without notes.
 
-    ``forms``: all forms of the variant ``name``, including its definition.
+    Args:
+        forms: All forms of the variant ``name``, including its definition.
+        backend: Only candidates of this backend.
     """
-    for backend, form in preference(with_absent(name, forms), call):
-        yield Candidate(backend.name, form, _unsupported(backend, form, call))
+    listed = with_absent(name, forms)
+    if backend is None:
+        ordered = preference(listed, call)
+    else:  # the order needs no comparison of sizes
+        ordered = [(BACKENDS[backend], f) for f in listed if _meets(BACKENDS[backend], f)]
+    for chosen, form in ordered:
+        yield Candidate(chosen.name, form, _unsupported(chosen, form, call))
 
 
 def with_absent(name: str, forms: tuple[Form, ...]) -> tuple[Form, ...]:
@@ -160,16 +169,10 @@ def choose(
 ) -> tuple[Backend, Form]:
     """Return the first backend in the order of preference that supports the call, and its form."""
     reasons = []
-    pairs = with_absent(name, forms)
-    if backend is None:
-        ordered = preference(pairs, call)
-    else:  # the order needs no comparison of sizes
-        ordered = [(BACKENDS[backend], f) for f in pairs if _meets(BACKENDS[backend], f)]
-    for candidate, form in ordered:
-        reason = _unsupported(candidate, form, call)
-        if reason is None:
-            return candidate, form
-        reasons.append(f"{form.kind}: {reason}")
+    for candidate in candidates(name, forms, call, backend):
+        if candidate.reason is None:
+            return BACKENDS[candidate.backend], candidate.form
+        reasons.append(f"{candidate.form.kind}: {candidate.reason}")
     raise ValueError(f"backend {backend!r} cannot run {name!r} here: {'; '.join(reasons)}")
 
 

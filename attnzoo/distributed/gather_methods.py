@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.selection import choose
 from attnzoo.core.collectives import all_gather, all_to_all
 from attnzoo.core.rank_agreement import agree
 from attnzoo.core.registry import get_variant
 from attnzoo.distributed.inputs import Inputs
-from attnzoo.functional.prepare import prepare
+from attnzoo.functional.prepare import choose_backend, prepare
 from attnzoo.functional.run_on_backend import run_on_backend
 
 Result = tuple[Tensor, Tensor | None]
@@ -42,7 +41,7 @@ def all_gather_attention(inputs: Inputs, full_inputs: Inputs, backend: str | Non
         readies.append(ready)
         if backend is not None and error is None:  # it may support the chunks of some ranks only
             try:
-                choose(ready.variant.name, (*ready.forms, ready.definition), ready.call, backend)
+                choose_backend(ready, backend)
             except ValueError as raised:
                 error = raised
     if backend is not None:

@@ -22,7 +22,7 @@ from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwis
 from attnzoo.core.parameters import VECTORS, as_vector, vectors_in
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Param, Variant
-from attnzoo.functional.prepare import ValidatedCall, definition_of
+from attnzoo.functional.prepare import Choice, ValidatedCall, definition_of
 
 MAX_ENTRIES = 4096
 
@@ -143,16 +143,15 @@ def find(
 def remember(
     key: Hashable | None,
     ready: ValidatedCall,
-    forms: tuple[Form, ...],
-    backend: Backend,
-    form: Form,
+    choice: Choice,
     params: dict[str, Any],
 ) -> None:
     """Cache a validated call with the backend and the form that run it."""
     if key is None:
         return
-    call = ready.call
-    form_index = -1 if isinstance(form, Definition) else [x is form for x in forms].index(True)
+    call, form_index = ready.call, -1
+    if not isinstance(choice.form, Definition):
+        form_index = [form is choice.form for form in choice.forms].index(True)
     tensors = {name for name, x in params.items() if isinstance(x, Tensor)}
     tensor_params = tuple(
         (f"{ready.variant.name}'s {p.name}", p) for p in ready.variant.params if p.name in tensors
@@ -170,11 +169,11 @@ def remember(
         call,
         constants,
         tensor_params,
-        backend,
+        choice.backend,
         form_index,
         has_tensors=layout or bool(tensors),
         with_grad=torch.is_grad_enabled(),
-        outlines=tuple(map(_outline, forms)),
+        outlines=tuple(map(_outline, choice.forms)),
     )
 
 

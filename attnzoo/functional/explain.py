@@ -110,7 +110,7 @@ def explain(
     check_backend(backend)
     if ready.unsupported is not None:
         return Plan(variant, None, (), ready.unsupported)
-    runs = packed.runs_of(ready) if segment_ids is not None and packed.splits(q, backend) else None
+    runs = packed.runs_of(ready, backend)
     if runs is None:
         return _plan(ready, backend)
     with torch.no_grad():

@@ -17,10 +17,9 @@ from einops import rearrange
 from torch import Tensor
 
 from attnzoo.backends import BACKENDS
-from attnzoo.backends.selection import choose
 from attnzoo.core.call import Call
 from attnzoo.core.checks import is_readable, is_recorded
-from attnzoo.functional.prepare import ValidatedCall, check_supported, why_unsupported
+from attnzoo.functional.prepare import ValidatedCall, choose_backend, why_unsupported
 
 Cut = list[tuple[Tensor, ...]]  # the runs of each row
 
@@ -59,7 +58,7 @@ class Part(NamedTuple):
 
 
 def splits(q: Any, backend: Any) -> bool:
-    """Whether sorted segments are split for this backend; None is the one that `choose` finds.
+    """Whether sorted segments are split for this backend; None is the preferred one.
 
     The answer does not depend on the ids, which may still be unsorted.
     """
@@ -69,14 +68,17 @@ def splits(q: Any, backend: Any) -> bool:
     return named is None or not named.walks_segments
 
 
-def runs_of(ready: ValidatedCall) -> Runs | None:
+def runs_of(ready: ValidatedCall, backend: str | None) -> Runs | None:
     """The runs of a call with segments; None if it must run as one call.
 
-    That is so if the tokens of a segment are not contiguous, if no query has a key, and if a
-    parameter per key belongs to a query whose position is outside of its segment.
+    That is so if the call is not split for the backend, if the tokens of a segment are not
+    contiguous, if no query has a key, and if a parameter per key belongs to a query whose position
+    is outside of its segment.
     """
     call = ready.call
-    if call.segments is None or not all(map(is_readable, call.segments)):
+    if call.segments is None or not splits(ready.q, backend):
+        return None
+    if not all(map(is_readable, call.segments)):
         return None
     queries, keys, segments = [], [], []
     for row, ids in enumerate(zip(*(x.numpy() for x in call.segments))):
@@ -254,10 +256,8 @@ def attend_segments(
     outs: list[list[Tensor | None]] = [[None] * len(lengths) for lengths in runs.queries]
     lses: list[list[Tensor | None]] = [[None] * len(lengths) for lengths in runs.queries]
     for segments, part in parts_of(ready, runs):
-        check_supported(part)
-        forms = (*part.forms, part.definition)
-        chosen, form = choose(part.variant.name, forms, part.call, backend)
-        out, lse = chosen.run(part.q, part.k, part.v, part.call, form)
+        chosen = choose_backend(part, backend)
+        out, lse = chosen.backend.run(part.q, part.k, part.v, part.call, chosen.form)
         out = out.to(call.input_dtype)  # [S, H, n, Dv]
         if len(segments) == sum(map(len, runs.queries)) and (even := _even(runs)):
             # In memory the heads of one token are adjacent, as varlen_attention returns them.

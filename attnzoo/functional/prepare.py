@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import attnzoo.variants  # noqa: F401  (registers the shipped variants)
+from attnzoo.backends.base import Backend
+from attnzoo.backends.selection import choose
 from attnzoo.core.arguments import ARGUMENTS, check_call
 from attnzoo.core.call import WITHOUT_AUTOCAST, Call, in_full_precision
 from attnzoo.core.checks import shown
@@ -47,6 +49,26 @@ class ValidatedCall(NamedTuple):
             checked_vectors(what, form, self.call) if isinstance(form, Pairwise) else form
             for form in forms
         )
+
+
+class Choice(NamedTuple):
+    """Which backend runs a call, with which form; ``forms`` are those it was chosen from."""
+
+    backend: Backend
+    form: Form
+    forms: tuple[Form, ...]
+
+
+def choose_backend(ready: ValidatedCall, backend: str | None) -> Choice:
+    """Choose a backend, or raise an error if the named one cannot run the call.
+
+    Every function that runs a validated call runs it as this function says. `explain` shows the
+    candidates in the same order.
+    """
+    check_supported(ready)
+    forms = ready.forms
+    chosen = choose(ready.variant.name, (*forms, ready.definition), ready.call, backend)
+    return Choice(*chosen, forms)
 
 
 def definition_of(variant: Variant, params: dict[str, Any]) -> Definition:

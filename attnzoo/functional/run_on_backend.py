@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from attnzoo.backends.selection import choose
 from attnzoo.core.call import in_full_precision
 from attnzoo.functional import packed
 from attnzoo.functional.call_cache import remember
-from attnzoo.functional.prepare import ValidatedCall, check_supported
+from attnzoo.functional.prepare import ValidatedCall, check_supported, choose_backend
 
 
 def run_on_backend(
@@ -25,13 +24,9 @@ def run_on_backend(
     check_supported(ready)
     call = ready.call
     with in_full_precision(call.device):
-        runs = None
-        if call.segments is not None and packed.splits(ready.q, backend):
-            runs = packed.runs_of(ready)
-        if runs is not None:
+        if (runs := packed.runs_of(ready, backend)) is not None:
             return packed.attend_segments(ready, runs, backend)
-        forms = ready.forms
-        chosen, form = choose(ready.variant.name, (*forms, ready.definition), call, backend)
-        remember(key, ready, forms, chosen, form, params or {})
-        out, lse = chosen.run(ready.q, ready.k, ready.v, call, form)
+        chosen = choose_backend(ready, backend)
+        remember(key, ready, chosen, params or {})
+        out, lse = chosen.backend.run(ready.q, ready.k, ready.v, call, chosen.form)
     return out.to(call.input_dtype), lse

@@ -281,10 +281,10 @@ def _walked(
         return None
     call = ready.call
     with in_full_precision(call.device):
-        for name, form, reason, _ in candidates(variant, (*ready.forms, ready.definition), call):
-            if reason is None and backend in (None, name):
-                if not BACKENDS[name].walks_segments:
-                    return None
-                out, lse = BACKENDS[name].run(ready.q, ready.k, ready.v, call, form)
-                return out.to(call.input_dtype), lse
-    return None
+        forms = (*ready.forms, ready.definition)
+        able = (c for c in candidates(variant, forms, call, backend) if c.reason is None)
+        first = next(able, None)
+        if first is None or not BACKENDS[first.backend].walks_segments:
+            return None
+        out, lse = BACKENDS[first.backend].run(ready.q, ready.k, ready.v, call, first.form)
+    return out.to(call.input_dtype), lse

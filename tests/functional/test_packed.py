@@ -275,7 +275,7 @@ def test_fake_tensors_and_backends_that_walk_segments_are_not_split(
     q, k, v = qkv(dtype=torch.float32)
     ids, _ = ids_of(LAYOUTS["rows"])
     expected = attnzoo.attention(q, k, v, "entmax", segment_ids=ids)
-    monkeypatch.setattr(packed, "runs_of", fail)
+    monkeypatch.setattr(packed, "_runs", fail)
     with pytest.raises(AssertionError, match="were read"):
         attnzoo.attention(q, k, v, "entmax", segment_ids=ids)
     with FakeTensorMode() as mode:
