@@ -156,6 +156,31 @@ class Activation(Keyed):
             self.alpha, self.shifted, self.normalizer is not None,
         )  # fmt: skip
 
+    def check_slopes(self) -> None:
+        """Raise ValueError if a slope reads s after ``value`` has overwritten it."""
+        if (reason := self._overwritten) is not None:
+            raise ValueError(reason)
+
+    @cached_property
+    def _overwritten(self) -> str | None:
+        """Why gradients would be wrong, from values at a few points; None if nothing was wrong."""
+        s = torch.tensor([-2.0, -0.3, 0.2, 1.0, 3.0], dtype=torch.float64)
+        shape = None
+        if self.shape_slope is not None or self.shifted:
+            shape = torch.full_like(s, 1.5)
+        before = s.clone()
+        phi = self.value(s, shape)
+        for field in ("slope", "shape_slope"):
+            if (slope := getattr(self, field)) is None or torch.equal(s, before):
+                continue
+            expected, actual = (slope(x.clone(), phi.clone(), shape) for x in (before, s))
+            if not torch.equal(expected, actual):
+                return (
+                    f"activation {self.name!r}: value must not overwrite s, because {field} reads "
+                    "it; let value work on a copy"
+                )
+        return None
+
     @property
     def solvable(self) -> bool:
         """Whether backends can solve Σ_j φ(s_j − τ) = 1 for τ."""

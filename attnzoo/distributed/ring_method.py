@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends import linear
-from attnzoo.backends.shared_operands import Terms, Vectors, rule_of
-from attnzoo.backends.tiled.dropout import new_seed
+from attnzoo.backends.shared_operands import Terms, Vectors
 from attnzoo.backends.tiled.walk import PairwiseCall
 from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call, in_full_precision
@@ -85,7 +84,7 @@ def _by_ring(inputs: Inputs, readies: list[ValidatedCall], forms: list[Form]) ->
         q, k, v, calls, pairwise = _as_pairwise(inputs, calls, linears)
     ring, parts = Ring(inputs.shards, inputs.ranks), inputs.shards.parts()
     chunks = [
-        QueryChunk(part, _formed(call, form))
+        QueryChunk(part, PairwiseCall.of(call, form))
         for part, call, form in zip(parts, calls, pairwise, strict=True)
     ]
     gain = pairwise[0].gain
@@ -93,26 +92,11 @@ def _by_ring(inputs: Inputs, readies: list[ValidatedCall], forms: list[Form]) ->
         with torch.set_grad_enabled(torch.is_grad_enabled() and gain.differentiable):
             statistics = ring_statistics(ring, q, k, [_bare(mine) for mine in chunks])
         chunks = [
-            QueryChunk(part, _formed(call, replace(form, gain=form.gain.of(each))))
+            QueryChunk(part, PairwiseCall.of(call, replace(form, gain=form.gain.of(each))))
             for part, call, form, each in zip(parts, calls, pairwise, statistics, strict=True)
             if isinstance(form.gain, FromStatistics)
         ]
     return ring_attention(ring, q, k, v, chunks)
-
-
-def _formed(call: Call, form: Pairwise) -> PairwiseCall:
-    def tensor(x: object) -> Tensor | None:
-        return call.per_query(x) if isinstance(x, (Tensor, float, int)) else None
-
-    gain = form.gain
-    gain = None if not isinstance(gain, Tensor) and gain == 1.0 else tensor(gain)
-    return PairwiseCall(
-        call,
-        rule_of(form),
-        Vectors(gain, tensor(form.offset), tensor(form.shape), tensor(form.sink)),
-        Terms(tensor(form.key_bias), tensor(form.decay), tensor(form.factor)),
-        new_seed(call) if call.dropout_p else None,
-    )
 
 
 def _bare(mine: QueryChunk) -> QueryChunk:

@@ -20,8 +20,10 @@ from torch import Tensor
 
 import attnzoo
 from attnzoo import Activation, FromStatistics, Pairwise
+from attnzoo.backends import BACKENDS
 from attnzoo.core import registry
 from attnzoo.core.activations import SOFTPICK
+from attnzoo.core.arguments import check_call
 from helpers.agreement import disagreements, make
 from helpers.cases import rand
 from helpers.coverage_table import FORWARD_ONLY, KERNELS, marked
@@ -204,6 +206,23 @@ def test_a_copy_of_an_activation_works_without_the_original() -> None:
         outs.append(attnzoo.attention(q, k, v, "mine", backend="tiled"))
         registry._VARIANTS.pop("mine")
     assert torch.equal(*outs)
+
+
+def test_value_may_overwrite_what_no_slope_reads() -> None:
+    """Otherwise gradients would be wrong, so the backward raises."""
+    q, k, v = rand(3, 1, 2, 9, 4).unbind()
+    for slope, reads in (
+        (lambda s, phi, shape: 3 * s.relu().square(), True),
+        (lambda s, phi, shape: 3 * phi.pow(2 / 3), False),
+    ):
+        cube = Activation("cube", lambda s, shape: s.relu_().pow_(3), slope)
+        leaf, form = q.clone().requires_grad_(), Pairwise(cube, "sum")
+        out, _ = BACKENDS["tiled"].run(leaf, k, v, check_call(leaf, k, v), form)
+        if reads:
+            with pytest.raises(ValueError, match="value must not overwrite s, because slope reads"):
+                out.sum().backward()
+        else:
+            out.sum().backward()
 
 
 @pytest.mark.parametrize("normalize", ["sum", "threshold", "none"])

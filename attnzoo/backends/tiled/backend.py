@@ -19,17 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends import eager
 from attnzoo.backends.base import Backend
-from attnzoo.backends.shared_operands import Terms, Vectors, rule_of
 from attnzoo.backends.tiled import operators as ops
 from attnzoo.backends.tiled.blocks import Block, blocks, layout_of
-from attnzoo.backends.tiled.dropout import new_seed
 from attnzoo.backends.tiled.statistics import with_gain
-from attnzoo.backends.tiled.walk import NEG_INF
+from attnzoo.backends.tiled.walk import NEG_INF, PairwiseCall
 from attnzoo.backends.transforms import reject_transforms
 from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call
 from attnzoo.core.checks import is_symbolic
-from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
+from attnzoo.core.forms import Definition, Form, Linear, Pairwise
 from attnzoo.core.registry import get_variant
 from attnzoo.core.visibility import cut
 
@@ -62,21 +60,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         k = form.features(k.to(call.dtype), call.key_positions)
         call, form = replace(call, scale=1.0), Pairwise(IDENTITY, "sum")
     assert isinstance(form, Pairwise)
-    form = with_gain(form, q, k, call, "tiled")
-    gain = form.gain
-    assert not isinstance(gain, FromStatistics)
-    gain = None if not isinstance(gain, Tensor) and gain == 1.0 else gain
-
-    def tensor(x: Tensor | float | None) -> Tensor | None:
-        return None if x is None else call.per_query(x)
-
-    vectors = Vectors(tensor(gain), tensor(form.offset), tensor(form.shape), tensor(form.sink))
-    terms = Terms(tensor(form.key_bias), tensor(form.decay), tensor(form.factor))
+    _, rule, vectors, terms, seed = PairwiseCall.of(call, with_gain(form, q, k, call, "tiled"))
     reject_transforms("tiled", q, k, v, call.mask, call.relative_bias, *vectors, *terms)
     result = ops.tiled_forward(
         q=q, k=k, v=v, layout=layout_of(call), origin=call.query_origin - call.key_origin,
-        vectors=vectors, terms=terms, rule=rule_of(form),
-        seed=new_seed(call) if call.dropout_p else None, dropout_p=call.dropout_p,
+        vectors=vectors, terms=terms, rule=rule, seed=seed, dropout_p=call.dropout_p,
         want_lse=call.return_lse,
     )  # fmt: skip
     return result.out, result.lse

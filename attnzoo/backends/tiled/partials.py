@@ -132,5 +132,6 @@ def _weigh(
     wide = None if shape is None else block.of(shape)[..., None]
     s.sub_(block.of(peak)[..., None]).sub_(block.of(tau)[..., None])
     # φ and φ' of a threshold vanish at −∞, so hidden keys need no mask.
+    activation.check_slopes()
     phi = activation.value(s, wide)
     return phi, activation.slope(s, phi, wide)

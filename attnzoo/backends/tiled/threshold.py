@@ -141,6 +141,7 @@ def threshold_sums(
     x: Tensor, tau: Tensor, shape: Tensor | None, activation: Activation
 ) -> tuple[Tensor, Tensor]:
     """Return Σφ and Σφ', both [rows, 1]."""
+    activation.check_slopes()
     at = x - tau
     phi = activation.value(at, shape)
     slope = activation.slope(at, phi, shape)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Rule, Terms, Vectors
+from attnzoo.backends.shared_operands import Rule, Terms, Vectors, rule_of
 from attnzoo.backends.tiled.blocks import (
     Block,
     Hidden,
@@ -28,10 +28,11 @@ from attnzoo.backends.tiled.blocks import (
     product,
     reduce_vector,
 )
-from attnzoo.backends.tiled.dropout import keep_mask
+from attnzoo.backends.tiled.dropout import keep_mask, new_seed
 from attnzoo.backends.tiled.scores import ScoreGradients, Scores, hide
 from attnzoo.backends.tiled.threshold import solve_threshold
 from attnzoo.core.call import Call
+from attnzoo.core.forms import Pairwise
 
 NEG_INF = float("-inf")
 
@@ -44,6 +45,19 @@ class PairwiseCall(NamedTuple):
     vectors: Vectors
     terms: Terms
     seed: Tensor | None = None
+
+    @staticmethod
+    def of(call: Call, form: Pairwise) -> PairwiseCall:
+        """Vectors broadcast to (B, H, Nq), or to (B, H, Nk). A gain from statistics is left out."""
+
+        def tensor(x: object) -> Tensor | None:
+            return call.per_query(x) if isinstance(x, (Tensor, float, int)) else None
+
+        gain = None if not isinstance(form.gain, Tensor) and form.gain == 1.0 else form.gain
+        vectors = Vectors(*map(tensor, (gain, form.offset, form.shape, form.sink)))
+        terms = Terms(**{name: tensor(getattr(form, name)) for name in Terms._fields})
+        seed = new_seed(call) if call.dropout_p else None
+        return PairwiseCall(call, rule_of(form), vectors, terms, seed)
 
     def scores(self, k: Tensor) -> Scores:
         return Scores(
@@ -312,6 +326,7 @@ def _recompute_weights(
         s.sub_(_peak(s) if peak is None else block.of(peak)[..., None])
     if rule.normalize == "threshold" or rule.activation.exponential:
         s.sub_(block.of(tau)[..., None])
+    rule.activation.check_slopes()
     other_slope = None
     if rule.activation.normalizer is not None and rule.activation.normalizer_slope is not None:
         mu = rule.activation.normalizer(s, wide)

@@ -46,7 +46,7 @@ class ScoreTerms(NamedTuple):
     inner: float | None = None  # scale / softcap
     slopes: Tensor | None = None  # [B, H, Nq], of ALiBi
     table: Tensor | None = None  # [H, 2·radius + 1], a bias by relative position
-    radius: int | None = None  # a constant
+    radius: Any = None  # a constant
     key_bias: Tensor | None = None  # [B, H, Nk]
     decay: Tensor | None = None  # [B, H], of DISTANCE
     factor: Tensor | None = None  # [B, H, Nq], of the weights

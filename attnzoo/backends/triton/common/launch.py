@@ -174,8 +174,9 @@ def arguments_of(
     if slopes is not None and slopes.dim() == 2:
         slopes, table, radius = None, slopes, constexpr(slopes.shape[1] // 2)
     score_terms = ScoreTerms(
-        outer_scale(layout), inner, slopes, table, radius, *terms, solved.tau, solved.peak
-    )
+        outer_scale(layout), inner, slopes, table, radius, tau=solved.tau, peak=solved.peak,
+        **terms._asdict(),
+    )  # fmt: skip
     return {
         "q": q, "k": k, "heads": heads, "group": heads // kv_heads if kv_heads else 1,
         "queries": q.shape[2], "keys": k.shape[2], "left": layout.left, "right": layout.right,
