@@ -18,6 +18,8 @@ from helpers.cases import NO_LSE, VARIANTS, params_of, rand
 from helpers.coverage_table import FLASH
 from helpers.kernel_paths import quick_variants
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
 every_variant = pytest.mark.parametrize(
@@ -45,8 +47,8 @@ def scores_around(inputs: Inputs, score: float) -> Inputs:
     [
         (-200.0, torch.float32),
         (80.0, torch.float16),
-        pytest.param(-200.0, torch.float16, marks=pytest.mark.slow),
-        pytest.param(80.0, torch.float32, marks=pytest.mark.slow),
+        slow(-200.0, torch.float16),
+        slow(80.0, torch.float32),
     ],
 )
 @every_variant
@@ -68,7 +70,7 @@ def test_a_polynomial_of_large_scores_does_not_overflow_fp16(order: int) -> None
 # ---- wide heads -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dims", [pytest.param((136, 200), marks=pytest.mark.slow), (256, 24)])
+@pytest.mark.parametrize("dims", [slow((136, 200)), (256, 24)])
 @every_variant
 def test_wide_heads_in_fp32_agree_with_the_definition(variant: str, dims: tuple[int, int]) -> None:
     case = setting(variant, shape=(17, 70), dims=dims, span="causal", lse=variant not in NO_LSE)
@@ -181,7 +183,7 @@ def test_threshold_weights_agree_with_bisection_in_fp64(alpha: float, n: int, ba
 
 @pytest.mark.parametrize("backend", ["flash", "decode"])
 @pytest.mark.parametrize("variant", quick_variants(["sparsemax", "entmax", "asentmax"]))
-@pytest.mark.parametrize("score", [1e5, -1e5, 3e6, 1e8, -1e9])
+@pytest.mark.parametrize("score", [slow(1e5), -1e5, slow(3e6), 1e8, -1e9])
 def test_large_equal_scores_share_the_weight(variant: str, score: float, backend: str) -> None:
     """At |s| ≥ 1e8 no fp32 number lies between s − 1/(α−1) and s, where the threshold is."""
     q, k = torch.ones(1, 1, 1, 1), torch.full((1, 1, 300, 1), score)
@@ -194,7 +196,6 @@ def test_large_equal_scores_share_the_weight(variant: str, score: float, backend
     assert torch.allclose(out[0, 0, 0], v.mean(2)[0, 0], atol=1e-5)
 
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
 BLOCK_SPARSE = [
     pytest.param("entmax", 16, {"is_causal": True}, id="entmax-causal"),
     slow("sparsemax", 16, {}, id="sparsemax"),

@@ -115,7 +115,7 @@ def test_gradients_of_split_groups_agree_with_the_definition(
     assert split["flash_dkdv"] == expected
 
 
-@pytest.mark.parametrize("variant", ["sink", "entmax"])
+@pytest.mark.parametrize("variant", ["sink", pytest.param("entmax", marks=pytest.mark.slow)])
 def test_split_groups_are_deterministic(variant: str, parts: Parts) -> None:
     split = parts(5)
     inputs = make(variant, setting(variant, shape=(70, 70), heads="mqa", span="causal"))
@@ -235,7 +235,7 @@ def test_chunks_of_queries_agree_with_the_definition(
     assert split["flash_forward"] == split["merge_splits"] == expected
 
 
-@pytest.mark.parametrize("variant", ["sink", "sigmoid"])
+@pytest.mark.parametrize("variant", ["sink", pytest.param("sigmoid", marks=pytest.mark.slow)])
 def test_split_keys_are_deterministic(variant: str, parts: Parts) -> None:
     split = parts(8)
     inputs = make(variant, setting(variant, shape=(70, 150), span="causal"))

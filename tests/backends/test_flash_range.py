@@ -152,7 +152,7 @@ def test_a_small_shared_bias_in_decode(
 # ---- tiny and huge weights in 16 bits ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0.02, 0.001, 2.0])
+@pytest.mark.parametrize("size", [pytest.param(0.02, marks=pytest.mark.slow), 0.001, 2.0])
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )

@@ -50,7 +50,7 @@ def launches(batch: int, heads: int, n: int, variant: str, **options: Any) -> La
 
 
 @pytest.mark.usefixtures("visible_operations")
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES_OF_A_BLOCK)
 def test_a_block_takes_few_launches(case: str, causal: bool) -> None:
     """The call has 2^27 scores, which fill 8 blocks of 2^24. The host never waits."""

@@ -82,8 +82,10 @@ def test_a_step_that_ends_by_itself_is_complete(tmp_path: Path) -> None:
 
 
 def test_a_process_that_exceeds_its_limit_is_stopped_with_its_children(tmp_path: Path) -> None:
-    file = tmp_path / "written"
-    child = f"import time; time.sleep(3); open({str(file)!r}, 'w')"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    child = f"import time; pipe = open({str(pipe)!r}, 'w'); time.sleep(60)"
     program = (
         "import subprocess, sys, time\n"
         f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
@@ -95,8 +97,8 @@ def test_a_process_that_exceeds_its_limit_is_stopped_with_its_children(tmp_path:
     )
     line = lines(stage_session)[0]
     assert (line["status"], line["reason"]) == (None, "stopped after 1 s")
-    time.sleep(3)  # the child would have written by now
-    assert not file.exists()
+    wait_until(lambda: is_closed(reader))
+    os.close(reader)
 
 
 def test_steps_that_do_not_fit_are_listed(tmp_path: Path) -> None:
@@ -168,6 +170,14 @@ def alive(number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def is_closed(pipe: int) -> bool:
+    """Whether no process has the other end open."""
+    try:
+        return os.read(pipe, 1) == b""
+    except BlockingIOError:
+        return False
 
 
 def wait_until(happened: Callable[[], bool], seconds: float = 60.0) -> None:

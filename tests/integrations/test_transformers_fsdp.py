@@ -34,7 +34,9 @@ def dtypes(model: Any) -> set[torch.dtype]:
 
 
 @every_option
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_a_converted_model_has_one_dtype(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     variant, options = OPTIONS[name]
     model = convert(llama().to(dtype), variant, **options)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import attnzoo
 from attnzoo.nn import Attention, Cache, KVCache, StateCache, attend
-from helpers.cases import ALL_VARIANTS, NO_SCORE, learned, params_of, rand
+from helpers.cases import ALL_VARIANTS, CASES, NO_SCORE, learned, params_of, rand
 
 LENGTH = 13
 PIECES = [5, 1, 3, 1, 1, 1, 1]  # tokens per decoding call
@@ -84,7 +84,12 @@ STATES = [
 
 
 # Variants without a score do not support ALiBi.
-CALLS = [(v, o) for v in ALL_VARIANTS for o in OPTIONS if (o, v in NO_SCORE) != ("alibi", True)]
+CALLS = [
+    pytest.param(v, o, marks=[pytest.mark.slow] if CASES[v].expensive else [])
+    for v in ALL_VARIANTS
+    for o in OPTIONS
+    if (o, v in NO_SCORE) != ("alibi", True)
+]
 
 
 @pytest.mark.parametrize(("variant", "option"), CALLS)

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnzoo.nn import Transformer
 from attnzoo.nn.segments import restarted
 from attnzoo.nn.transformer import POSITIONS
-from helpers.cases import ALL_VARIANTS, NO_SCORE, rand, unprojected
+from helpers.cases import ALL_VARIANTS, CASES, NO_SCORE, rand, unprojected
 from helpers.errors import WrongCalls, raising
 
 IDS = torch.tensor([[4] * 5 + [2] + [7] * 8, [0] * 14])
@@ -38,8 +38,12 @@ def one_by_one(made: Transformer) -> Tensor:
 
 
 # Variants without a score do not support ALiBi.
-CALLS = [(v, "alibi") for v in ALL_VARIANTS if v not in NO_SCORE]
-CALLS += [(v, "rope") for v in ALL_VARIANTS]
+CALLS = [
+    pytest.param(v, positions, marks=[pytest.mark.slow] if CASES[v].expensive else [])
+    for positions in ("alibi", "rope")
+    for v in ALL_VARIANTS
+    if positions == "rope" or v not in NO_SCORE
+]
 
 
 @pytest.mark.parametrize(("variant", "positions"), CALLS)
