@@ -18,8 +18,6 @@ from transformers import (
     SamModel,
     SiglipConfig,
     SiglipForImageClassification,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from attnzoo.integrations.transformers import convert, revert
@@ -98,20 +96,18 @@ def test_wrong_arguments_raise(
         assert not hasattr(model.config, "attnzoo")
 
 
-def t5() -> T5ForConditionalGeneration:
-    """The encoder has another implementation than the decoder."""
-    sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
-    model = T5ForConditionalGeneration(T5Config(**sizes, num_layers=1)).eval()
-    model.encoder.set_attn_implementation("eager")
-    return model
-
-
 def test_unsupported_features_of_a_model_raise() -> None:
-    model = t5()
+    """A layer that selects keys, as in DeepSeek-V3.2, passes their indices."""
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, keywords: (args, {**keywords, "indices": torch.zeros(1)}),
+            with_kwargs=True,
+        )
     before = state(model)
     message = (
-        "^T5ForConditionalGeneration cannot be converted: attnzoo does not support position_bias, "
-        "which T5Attention uses$"
+        "^LlamaForCausalLM cannot be converted: attnzoo does not support indices, which "
+        "LlamaAttention uses$"
     )
     with pytest.raises(ValueError, match=message):
         convert(model, "ssmax")

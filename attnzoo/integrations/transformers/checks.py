@@ -67,21 +67,24 @@ def check_logits(call: ObservedCall, variant: Variant) -> None:
         )
 
 
-def check_softcap(call: ObservedCall, child: Attention | Wrapper) -> None:
-    """Raises if the variant of a child does not support the host's softcap."""
-    if call.softcap is None:
+def check_score_terms(call: ObservedCall, child: Attention | Wrapper) -> None:
+    """Raises if the variant of a child does not support the host's softcap or its bias."""
+    if call.softcap is None and not call.bias:
         return
     attention = inner(child)
     size = call.qk_dim if child is attention else child.map_dim  # pyright: ignore
     q, k, v = torch.zeros(3, 1, attention.num_heads, 2, size).unbind()
     call_params = {name: torch.zeros(attention.num_heads) for name in attention.given}
     params = {**attention._params(), **call_params}
-    plan = explain(q, k, v, child.variant, is_causal=True, softcap=call.softcap, **params)
-    if plan.reason is not None:
-        raise ValueError(
-            f"variant must support the softcap of {type(call.module).__name__}, got "
-            f"{child.variant!r}: {plan.reason}"
-        )
+    terms = {"softcap": call.softcap, "position_bias": q.new_zeros(2, 2) if call.bias else None}
+    for name, term in terms.items():
+        option = {"attn_mask" if name == "position_bias" else name: term}
+        plan = explain(q, k, v, child.variant, is_causal=True, **option, **params)
+        if plan.reason is not None:
+            raise ValueError(
+                f"variant must support the {name} of {type(call.module).__name__}, got "
+                f"{child.variant!r}: {plan.reason}"
+            )
 
 
 def chosen_variant(name: str, params: dict[str, Any]) -> Variant:

@@ -14,7 +14,7 @@ from attnzoo.integrations.transformers.checks import (
     check_logits,
     check_model,
     check_projections,
-    check_softcap,
+    check_score_terms,
     chosen_variant,
     possible_identity,
     taken_sink,
@@ -197,7 +197,7 @@ def _child(
     dtype = dtype_of(call.module, call.hidden)
     child = new_child(variant.name, call.heads, entry, options, dtype)
     keep_entry(child, new_entry(child, call, params, entry))
-    check_softcap(call, child)
+    check_score_terms(call, child)
     check_gate(call.module, child)
     check_query_layer(model, call.module, child)
     return child

@@ -27,7 +27,7 @@ from attnzoo.nn.checks import check_cross_attention
 # The attribute of all modules of a converted model, whose other layers compute softmax.
 HOST = "_is_attnzoo_host"
 # Keywords that models pass to other attention functions and that attnzoo does not support.
-UNSUPPORTED = ("sinks", "position_bias", "head_mask", "cache", "indices")
+UNSUPPORTED = ("sinks", "head_mask", "cache", "indices")
 
 
 class ObservedCall(NamedTuple):
@@ -39,6 +39,7 @@ class ObservedCall(NamedTuple):
     rows: int  # number of these rows, one per batch entry, head and query
     softcap: float | None = None  # of the host
     sinks: bool = False  # whether the host passes the logits of sinks
+    bias: bool = False  # whether the host passes a bias of the scores
     qk_dim: int = 0  # features of each query and key
     v_dim: int = 0  # features of each value
     number: int = 0  # of the module, in the order of execution
@@ -116,7 +117,7 @@ def attend(
     unused = mask.start, key.shape[2] - mask.stop  # keys before and after those in use
     key, value = key[:, :, mask.start : mask.stop], value[:, :, mask.start : mask.stop]
     options: dict[str, Any] = {
-        **mask.arguments,
+        **masks.with_bias(mask, kwargs.get("position_bias")),
         "segment_ids": packed_segments(module, mask, query, key, kwargs),
         "scale": scaling, "dropout_p": dropout, "enable_gqa": key.shape[1] != query.shape[1],
     }  # fmt: skip
@@ -125,7 +126,8 @@ def attend(
     if calls is not None:
         log_n, rows = _log_n(query, key, value, options)
         dims = query.shape[-1], value.shape[-1]
-        calls.append(ObservedCall(module, heads, log_n, rows, softcap, sinks is not None, *dims))
+        extras = sinks is not None, kwargs.get("position_bias") is not None
+        calls.append(ObservedCall(module, heads, log_n, rows, softcap, *extras, *dims))
     name, params = ("softmax", {}) if sinks is None else _with_sinks(module, variant, sinks)
     options |= params
     need_weights, weights = _need_weights(kwargs), None

@@ -84,6 +84,22 @@ class Mask(NamedTuple):
         return scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
 
 
+def with_bias(mask: Mask, bias: Tensor | None) -> dict[str, Any]:
+    """The arguments of `attnzoo.attention` for a mask, and a bias (1 or B, H, Nq, Nk) if any.
+
+    The bias of T5 is a dense tensor that all layers share. Its gradient is that of a float mask.
+    """
+    arguments, visible = mask.arguments, mask.attn_mask
+    if bias is None:
+        return arguments
+    bias = bias[..., mask.start : mask.stop]
+    if visible is not None and visible.dtype == torch.bool:
+        bias = bias.masked_fill(~visible, float("-inf"))
+    elif visible is not None:
+        bias = bias + visible
+    return arguments | {"attn_mask": bias}
+
+
 def make_mask(
     batch_size: int,
     q_length: int,
