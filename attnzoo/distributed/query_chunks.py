@@ -94,15 +94,15 @@ def meetings(ring: Ring, chunks: Sequence[QueryChunk], source: int) -> Iterator[
     """The chunks of queries that see keys of a rank, and these keys."""
     shards = ring.shards
     for keys, at, index in zip(shards.parts(), shards.positions(source), shards.owned(source)):
-        for number, mine in enumerate(chunks):
-            chunk = mine.among(at, index)
-            if chunk.sees_keys:
-                yield Meeting(number, chunk, keys, at)
+        for number, chunk in enumerate(chunks):
+            met = chunk.among(at, index)
+            if met.sees_keys:
+                yield Meeting(number, met, keys, at)
 
 
 def with_tensors(chunks: Sequence[QueryChunk], flat: Sequence[Tensor | None]) -> list[QueryChunk]:
     size = len(NAMES)
-    return [mine.with_tensors(flat[i * size : (i + 1) * size]) for i, mine in enumerate(chunks)]
+    return [chunk.with_tensors(flat[i * size : (i + 1) * size]) for i, chunk in enumerate(chunks)]
 
 
 def wanted_names(needs: Sequence[bool], count: int) -> list[list[str]]:
@@ -141,10 +141,10 @@ def go_round_back(
     others = [
         {
             name: torch.zeros_like(x, dtype=dtype)
-            for name, x in zip(NAMES, mine.tensors(), strict=True)
+            for name, x in zip(NAMES, chunk.tensors(), strict=True)
             if x is not None and name in names_of and name != "sink"
         }
-        for mine, names_of in zip(chunks, wanted, strict=True)
+        for chunk, names_of in zip(chunks, wanted, strict=True)
     ]
     coming = None
     for source, held in circulate(tensors, ring.ranks):

@@ -45,7 +45,7 @@ def ring_attention(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[QueryChunk]
 ) -> tuple[Tensor, Tensor | None]:
     """The output (B, H, N local, Dv) in the dtype of scores, and lse if the calls ask for it."""
-    flat = [x for mine in chunks for x in mine.tensors()]
+    flat = [x for chunk in chunks for x in chunk.tensors()]
     out, lse = _Attention.apply(ring, chunks, q, k, v, *flat)
     return out, lse if chunks[0].formed.call.return_lse else None
 
@@ -74,7 +74,7 @@ class _Attention(torch.autograd.Function):
         per_chunk = [x for each in saved for x in (each.tau, each.z, each.peak, each.mean)]
         ctx.save_for_backward(q, k, v, out, lse, *per_chunk, *flat)
         ctx.ring = ring
-        ctx.chunks = [mine.with_tensors([None] * len(NAMES)) for mine in chunks]
+        ctx.chunks = [chunk.with_tensors([None] * len(NAMES)) for chunk in chunks]
         return out, lse
 
     @staticmethod
@@ -88,34 +88,36 @@ class _Attention(torch.autograd.Function):
         chunks = with_tensors(ctx.chunks, flat)
         wanted = wanted_names(ctx.needs_input_grad[5:], len(chunks))
         saved = []
-        for i, mine in enumerate(chunks):
+        for i, chunk in enumerate(chunks):
             tau, z, peak, mean = more[4 * i : 4 * i + 4]
-            own_lse = lse[:, :, mine.part] if mine.formed.call.return_lse else None
-            saved.append(TiledSaved(out[:, :, mine.part], own_lse, tau, z, peak, mean))
+            chunk_lse = lse[:, :, chunk.part] if chunk.formed.call.return_lse else None
+            saved.append(TiledSaved(out[:, :, chunk.part], chunk_lse, tau, z, peak, mean))
 
         def gradients(meeting: Meeting, held: Sequence[Tensor]) -> dict[str, Tensor]:
-            mine, i = meeting.chunk, meeting.number
-            call, vectors = mine.formed.call, mine.formed.vectors
+            chunk, i = meeting.chunk, meeting.number
+            call, vectors = chunk.formed.call, chunk.formed.vectors
             # The saved weights include the sink, which `QueryChunk.among` leaves out.
             vectors = vectors._replace(sink=chunks[i].formed.vectors.sink)
-            own_q, own_k, own_v = (x.to(call.dtype) for x in (q[:, :, mine.part], *held))
-            own_dlse = dlse[:, :, mine.part] if call.return_lse else None
+            chunk_q, chunk_k, chunk_v = (x.to(call.dtype) for x in (q[:, :, chunk.part], *held))
+            chunk_dlse = dlse[:, :, chunk.part] if call.return_lse else None
             names = [name for name in wanted[i] if name != "sink"]
-            own_dout = dout[:, :, mine.part]
-            formed = mine.formed._replace(vectors=vectors)
-            return walk.gradients(formed, own_q, own_k, own_v, saved[i], own_dout, own_dlse, names)
+            chunk_dout = dout[:, :, chunk.part]
+            formed = chunk.formed._replace(vectors=vectors)
+            return walk.gradients(
+                formed, chunk_q, chunk_k, chunk_v, saved[i], chunk_dout, chunk_dlse, names
+            )
 
         dq, (dk, dv), others = go_round_back(ctx.ring, chunks, q, (k, v), "kv", wanted, gradients)
-        for mine, each, names, made in zip(chunks, saved, wanted, others, strict=True):
+        for chunk, each, names, made in zip(chunks, saved, wanted, others, strict=True):
             if "sink" in names:  # from whole rows
-                made["sink"] = _sink_gradient(mine, each, dout[:, :, mine.part])
+                made["sink"] = _sink_gradient(chunk, each, dout[:, :, chunk.part])
         return None, None, dq, dk, dv, *flat_gradients(others, flat)
 
 
-def _sink_gradient(mine: QueryChunk, saved: TiledSaved, dout: Tensor) -> Tensor:
-    _, rule, vectors, _, _ = mine.formed
+def _sink_gradient(chunk: QueryChunk, saved: TiledSaved, dout: Tensor) -> Tensor:
+    _, rule, vectors, _, _ = chunk.formed
     assert vectors.sink is not None
-    c = (dout / walk.weight_sum(mine.formed, saved.tau, saved.z)[..., None] * saved.out).sum(-1)
+    c = (dout / walk.weight_sum(chunk.formed, saved.tau, saved.z)[..., None] * saved.out).sum(-1)
     gradient = walk.sink_gradient(rule, c, vectors.sink, saved.tau, vectors.shape)
     return gradient.sum_to_size(vectors.sink.shape)
 
@@ -124,42 +126,42 @@ def _sums(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[QueryChunk]
 ) -> list[TiledSaved]:
     """Forms whose partials merge."""
-    sums = [partials.nothing(mine.formed) for mine in chunks]
+    sums = [partials.nothing(chunk.formed) for chunk in chunks]
     for source, (some_k, some_v) in circulate((k, v), ring.ranks):
-        for i, mine, keys, _ in meetings(ring, chunks, source):
+        for i, chunk, keys, _ in meetings(ring, chunks, source):
             chunk_k, chunk_v = some_k[:, :, keys], some_v[:, :, keys]
-            new = walk.partial(mine.formed, q[:, :, mine.part], chunk_k, chunk_v)
-            sums[i] = partials.merge(mine.formed.rule, sums[i], new)
-    return [walk.divided(mine.formed, x) for mine, x in zip(chunks, sums, strict=True)]
+            new = walk.partial(chunk.formed, q[:, :, chunk.part], chunk_k, chunk_v)
+            sums[i] = partials.merge(chunk.formed.rule, sums[i], new)
+    return [walk.divided(chunk.formed, x) for chunk, x in zip(chunks, sums, strict=True)]
 
 
 def _threshold(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[QueryChunk], needs_grad: bool
 ) -> list[TiledSaved]:
     """Solve for the thresholds, with one round of the keys per step, then sum the outputs."""
-    tops = [partials.nothing(mine.formed).z.fill_(walk.NEG_INF) for mine in chunks]
+    tops = [partials.nothing(chunk.formed).z.fill_(walk.NEG_INF) for chunk in chunks]
     for source, (some_k,) in circulate((k,), ring.ranks):
-        for i, mine, keys, _ in meetings(ring, chunks, source):
-            new = partials.peaks(mine.formed, q[:, :, mine.part], some_k[:, :, keys])
+        for i, chunk, keys, _ in meetings(ring, chunks, source):
+            new = partials.peaks(chunk.formed, q[:, :, chunk.part], some_k[:, :, keys])
             tops[i] = torch.maximum(tops[i], new)
     tops = [top.masked_fill(top == walk.NEG_INF, 0.0) for top in tops]
     taus = _solve(ring, q, k, chunks, tops)
     sums: list[partials.ThresholdPartial | None] = [None] * len(chunks)
     for source, (some_k, some_v) in circulate((k, v), ring.ranks):
-        for i, mine, keys, _ in meetings(ring, chunks, source):
+        for i, chunk, keys, _ in meetings(ring, chunks, source):
             chunk_k, chunk_v = some_k[:, :, keys], some_v[:, :, keys]
-            chunk_q = q[:, :, mine.part]
+            chunk_q = q[:, :, chunk.part]
             new = partials.threshold_partial(
-                mine.formed, chunk_q, chunk_k, chunk_v, tops[i], taus[i], needs_grad
+                chunk.formed, chunk_q, chunk_k, chunk_v, tops[i], taus[i], needs_grad
             )
             old = sums[i]
             sums[i] = new if old is None else partials.ThresholdPartial(*map(torch.add, old, new))
     saved = []
-    for mine, x, top, tau in zip(chunks, sums, tops, taus, strict=True):
-        out, z, _ = partials.nothing(mine.formed)
+    for chunk, x, top, tau in zip(chunks, sums, tops, taus, strict=True):
+        out, z, _ = partials.nothing(chunk.formed)
         out, z, mean, slope = x or (out, z, torch.zeros_like(out), torch.zeros_like(z))
         mean = mean.div_(slope.masked_fill(slope == 0, 1.0)[..., None]) if needs_grad else None
-        done = walk.divided(mine.formed, Partial(out, z, tau))
+        done = walk.divided(chunk.formed, Partial(out, z, tau))
         saved.append(done._replace(peak=top, mean=mean))
     return saved
 
@@ -172,14 +174,14 @@ def _solve(
     for _ in range(MAX_STEPS):
         sums = [(torch.zeros_like(tau), torch.zeros_like(tau)) for tau in taus]
         for source, (some_k,) in circulate((k,), ring.ranks):
-            for i, mine, keys, _ in meetings(ring, chunks, source):
-                own_q, own_k = q[:, :, mine.part], some_k[:, :, keys]
-                new = partials.threshold_sums(mine.formed, own_q, own_k, tops[i], taus[i])
+            for i, chunk, keys, _ in meetings(ring, chunks, source):
+                chunk_q, chunk_k = q[:, :, chunk.part], some_k[:, :, keys]
+                new = partials.threshold_sums(chunk.formed, chunk_q, chunk_k, tops[i], taus[i])
                 sums[i] = (sums[i][0] + new[0], sums[i][1] + new[1])
         done = True
-        for i, mine in enumerate(chunks):
+        for i, chunk in enumerate(chunks):
             excess, step = newton_step(
-                *sums[i], mine.formed.vectors.shape, mine.formed.rule.activation
+                *sums[i], chunk.formed.vectors.shape, chunk.formed.rule.activation
             )
             taus[i] = taus[i] + step
             done = done and (excess.numel() == 0 or solved(largest_excess(excess), step, taus[i]))

@@ -90,7 +90,7 @@ def _by_ring(inputs: Inputs, readies: list[ValidatedCall], forms: list[Form]) ->
     gain = pairwise[0].gain
     if isinstance(gain, FromStatistics):
         with torch.set_grad_enabled(torch.is_grad_enabled() and gain.differentiable):
-            statistics = ring_statistics(ring, q, k, [_bare(mine) for mine in chunks])
+            statistics = ring_statistics(ring, q, k, [_bare(chunk) for chunk in chunks])
         chunks = [
             QueryChunk(part, PairwiseCall.of(call, replace(form, gain=form.gain.of(each))))
             for part, call, form, each in zip(parts, calls, pairwise, statistics, strict=True)
@@ -99,9 +99,9 @@ def _by_ring(inputs: Inputs, readies: list[ValidatedCall], forms: list[Form]) ->
     return ring_attention(ring, q, k, v, chunks)
 
 
-def _bare(mine: QueryChunk) -> QueryChunk:
+def _bare(chunk: QueryChunk) -> QueryChunk:
     """Without the vectors of the form: statistics are those of the logits with their bias."""
-    return mine._replace(formed=mine.formed._replace(vectors=Vectors(), terms=Terms()))
+    return chunk._replace(formed=chunk.formed._replace(vectors=Vectors(), terms=Terms()))
 
 
 def _as_pairwise(

@@ -37,7 +37,7 @@ def ring_statistics(
     ring: Ring, q: Tensor, k: Tensor, chunks: Sequence[QueryChunk]
 ) -> tuple[Statistics, ...]:
     """lse and entropy of the queries of each chunk, over all keys."""
-    flat = [x for mine in chunks for x in mine.tensors()]
+    flat = [x for chunk in chunks for x in chunk.tensors()]
     flat_results = _Statistics.apply(ring, chunks, q, k, *flat)
     return tuple(Statistics(*flat_results[2 * i : 2 * i + 2]) for i in range(len(chunks)))
 
@@ -50,14 +50,14 @@ class _Statistics(torch.autograd.Function):
         chunks = with_tensors(chunks, flat)
         partials: list[PartialStatistics | None] = [None] * len(chunks)
         for source, (held,) in circulate((k,), ring.ranks):
-            for i, mine, keys, _ in meetings(ring, chunks, source):
-                new = statistics(mine.formed.call, q[:, :, mine.part], held[:, :, keys])
+            for i, chunk, keys, _ in meetings(ring, chunks, source):
+                new = statistics(chunk.formed.call, q[:, :, chunk.part], held[:, :, keys])
                 old = partials[i]
                 partials[i] = new if old is None else _merge(old, new)
-        done = [x or _of_nothing(mine) for x, mine in zip(partials, chunks, strict=True)]
+        done = [x or _of_nothing(chunk) for x, chunk in zip(partials, chunks, strict=True)]
         ctx.save_for_backward(q, k, *(x for each in done for x in each), *flat)
         ctx.ring = ring
-        ctx.chunks = [mine.with_tensors([None] * len(mine.tensors())) for mine in chunks]
+        ctx.chunks = [chunk.with_tensors([None] * len(chunk.tensors())) for chunk in chunks]
         return tuple(x for each in done for x in each.all_keys)
 
     @staticmethod
@@ -72,9 +72,9 @@ class _Statistics(torch.autograd.Function):
         wanted = wanted_names(ctx.needs_input_grad[4:], len(chunks))
 
         def gradients(meeting: Meeting, held: Sequence[Tensor]) -> dict[str, Tensor]:
-            mine, i = meeting.chunk, meeting.number
-            call = mine.formed.call
-            chunk_q, chunk_k = (x.to(call.dtype) for x in (q[:, :, mine.part], *held))
+            chunk, i = meeting.chunk, meeting.number
+            call = chunk.formed.call
+            chunk_q, chunk_k = (x.to(call.dtype) for x in (q[:, :, chunk.part], *held))
             partial = PartialStatistics(*more[3 * i : 3 * i + 3])
             grads = Statistics(*grad_outputs[2 * i : 2 * i + 2])
             return statistics_gradients(call, chunk_q, chunk_k, partial, grads, wanted[i])
@@ -83,8 +83,8 @@ class _Statistics(torch.autograd.Function):
         return None, None, dq, dk, *flat_gradients(others, flat)
 
 
-def _of_nothing(mine: QueryChunk) -> PartialStatistics:
-    call = mine.formed.call
+def _of_nothing(chunk: QueryChunk) -> PartialStatistics:
+    call = chunk.formed.call
     rows = (call.batch, call.heads, call.queries)
     peak = torch.full(rows, NEG_INF, dtype=call.dtype, device=call.device)
     return PartialStatistics(peak, torch.zeros_like(peak), torch.zeros_like(peak))

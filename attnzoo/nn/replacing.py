@@ -77,9 +77,9 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
     """
     check_module("model", model)
     _check_no_adapter(model)
-    theirs = {m: n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
-    ours = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
-    both = {*theirs, *ours}
+    torch_layers = {m: n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    layers = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
+    both = {*torch_layers, *layers}
     _check_wrappers(model)
     if not both:
         raise ValueError(
@@ -89,19 +89,19 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
     if "layer" in options:
         raise TypeError("layer must not be given: replace numbers the attention modules itself")
     check_not_of_layers(options)
-    for layer, name in theirs.items():
+    for layer, name in torch_layers.items():
         check_plain_layer(f"model's {name}" if name else "model", layer)
     numbers = {m: number for number, m in enumerate(m for m in model.modules() if m in both)}
-    attends = [layer.new_attend(variant, layer=numbers[layer], **options) for layer in ours]
+    attends = [layer.new_attend(variant, layer=numbers[layer], **options) for layer in layers]
     new: dict[Any, nn.Module] = {
         layer: MultiheadAttention.of(layer, variant, layer=numbers[layer], **options)
-        for layer in theirs
+        for layer in torch_layers
     }
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerDecoderLayer):
             where = ".".join(filter(None, (name, "multihead_attn")))
             check_cross_attention(get_variant(variant), where, module.multihead_attn in both)
-    for layer, attend in zip(ours, attends):
+    for layer, attend in zip(layers, attends):
         layer.attend, layer.layer = attend, numbers[layer]
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # named_children skips repeated modules

@@ -173,11 +173,11 @@ def _check_equal(name: str, child: Any, entry: dict[str, Any]) -> None:
     """Raises if a child made from the entry has other settings or fewer tensors."""
     with torch.random.fork_rng(devices=()), torch.device("cpu"):  # initial values may be random
         new = child_of(entry, torch.float64)
-    for mine, other in ((child, new), (inner(child), inner(new))):
+    for current, other in ((child, new), (inner(child), inner(new))):
         for key, value in vars(other).items():
             if key in FREE or key.startswith("_") or key == "learned":
                 continue
-            present = vars(mine).get(key, "nothing")
+            present = vars(current).get(key, "nothing")
             if isinstance(value, (int, float, str, tuple, type(None))) and present != value:
                 raise _not_saved(name, f"{key}={present!r} instead of {value!r}")
     if more := sorted(_tensors(child) - _tensors(new)):
