@@ -192,8 +192,8 @@ class ScoreGradients:
         if self.call.softcap is None:
             return ds
         # 1 − (z/c)², as (1 − z/c)(1 + z/c), which is exact near |z| = c.
-        near = z / self.call.softcap
-        return ds * (1 - near) * (1 + near)
+        tanh = z / self.call.softcap
+        return ds * (1 - tanh) * (1 + tanh)
 
     def _add_terms(self, block: Block, ds: Tensor, scored: Scored) -> None:
         made = self.made

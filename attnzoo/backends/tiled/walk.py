@@ -1,10 +1,10 @@
 """Output and gradients of a pairwise form, computed block by block.
 
 The backward, with w = φ/Z and dP_ij = dO_i·v_j:
-    dV = wᵀ dO,  dS = (φ' dP − μ' c)/Z.
-c_i depends on ``normalize``: 0 for "none", dO·o for "sum" and "select", Σφ'dP/Σφ' for "threshold".
+    dV = wᵀ dO,  dS = (φ' dP − μ' δ)/Z.
+δ_i depends on ``normalize``: 0 for "none", dO·o for "sum" and "select", Σφ'dP/Σφ' for "threshold".
 μ' is φ', unless the activation has a normalizer. A factor of "none" multiplies dO. A gradient dlse
-of lse is subtracted from c, times Z / (Z without the sink), because lse does not include the sink.
+of lse is subtracted from δ, times Z / (Z without the sink), because lse does not include the sink.
 
 If a query has a NaN among its scores, its whole output is NaN. Other queries are not affected.
 """
@@ -141,15 +141,15 @@ def divided(formed: PairwiseCall, sums: Partial) -> TiledSaved:
         if sink is not None:
             top = torch.maximum(tau, sink)
             top = top.masked_fill(top == NEG_INF, 0.0)  # no keys and no sink
-            down = (tau - top).exp()
-            total = z * down + (sink - top).exp()
-            out.mul_((down / total.masked_fill(total == 0, 1.0))[..., None])
+            rescale = (tau - top).exp()
+            total = z * rescale + (sink - top).exp()
+            out.mul_((rescale / total.masked_fill(total == 0, 1.0))[..., None])
         empty = tau == NEG_INF
         tau, z = tau.masked_fill(empty, 0.0), z.masked_fill(empty, 1.0)
         return TiledSaved(out if sink is not None else out.div_(z[..., None]), lse, tau, z)
     if sink is not None:
-        at = sink.expand(z.shape).clone()
-        z = z + (rule.activation.normalizer or rule.activation.value)(at, shape)
+        x = sink.expand(z.shape).clone()
+        z = z + (rule.activation.normalizer or rule.activation.value)(x, shape)
     if rule.eps:
         z = z + (rule.eps * (-tau).exp() if rule.activation.shifted else rule.eps)
     z = z.masked_fill(z == 0, 1.0)
@@ -185,7 +185,7 @@ def gradients(
         wide = None if shape is None else block.of(shape)[..., None]
         if rule.activation.shifted:
             wide = block.of(tau)[..., None]
-        phi, slope, other_slope = _recompute_weights(rule, s, hidden, block, tau, wide, peak)
+        phi, slope, mu_slope = _recompute_weights(rule, s, hidden, block, tau, wide, peak)
         # Dividing dO by Z divides both dV and dP.
         do_z = do[block.part].to(call.dtype)
         if rule.normalize != "none":
@@ -204,28 +204,30 @@ def gradients(
                 made["factor"][block.part] = torch.linalg.vecdot(phi, dp)
             dp.mul_(block.of(factor)[..., None])
         mean_of = mean if rule.normalize == "threshold" else out
-        c = _mean_gradient(rule, block, do_z, mean_of, dp, slope)
+        delta = _mean_gradient(rule, block, do_z, mean_of, dp, slope)
         if "sink" in made:
-            assert c is not None
+            assert delta is not None
             assert sink is not None
             shapes = None if wide is None else wide[..., 0]
-            made["sink"][block.part] = sink_gradient(rule, c, block.of(sink), block.of(tau), shapes)
+            made["sink"][block.part] = sink_gradient(
+                rule, delta, block.of(sink), block.of(tau), shapes
+            )
         if call.return_lse:
-            assert c is not None
+            assert delta is not None
             assert lse is not None
             assert dlse is not None
             # ∂lse/∂s = φ / (Z without the sink). Without keys lse is constant.
-            c = c - block.of(dlse).masked_fill(block.of(lse) == NEG_INF, 0.0) / block.of(z)
-        if c is not None and other_slope is None:
-            dp.sub_(c[..., None])
+            delta = delta - block.of(dlse).masked_fill(block.of(lse) == NEG_INF, 0.0) / block.of(z)
+        if delta is not None and mu_slope is None:
+            dp.sub_(delta[..., None])
         if "shape" in made:
             assert rule.activation.shape_slope is not None
             shape_slope = rule.activation.shape_slope(s, phi, wide)
             hide(shape_slope, hidden, 0.0)
             made["shape"][block.part] = (shape_slope * dp).sum(-1)
         ds = dp.mul_(slope)
-        if c is not None and other_slope is not None:
-            ds -= other_slope.mul_(c[..., None])
+        if delta is not None and mu_slope is not None:
+            ds -= mu_slope.mul_(delta[..., None])
         if "offset" in made:
             made["offset"][block.part] = -ds.sum(-1)
         grads.add(block, ds, queries, scored)
@@ -234,7 +236,7 @@ def gradients(
 
 
 def weight_sum(formed: PairwiseCall, tau: Tensor, z: Tensor) -> Tensor:
-    """Z of the weights, from the saved τ and Z."""
+    """Z with the sink, from the saved τ and Z. The saved Z of a softmax is without it."""
     sink = formed.vectors.sink
     return z + _relative(sink, tau).exp() if formed.rule.online and sink is not None else z
 
@@ -327,25 +329,25 @@ def _recompute_weights(
     if rule.normalize == "threshold" or rule.activation.exponential:
         s.sub_(block.of(tau)[..., None])
     rule.activation.check_slopes()
-    other_slope = None
+    mu_slope = None
     if rule.activation.normalizer is not None and rule.activation.normalizer_slope is not None:
         mu = rule.activation.normalizer(s, wide)
-        other_slope = rule.activation.normalizer_slope(s, mu, wide)
-        hide(other_slope, hidden, 0.0)
+        mu_slope = rule.activation.normalizer_slope(s, mu, wide)
+        hide(mu_slope, hidden, 0.0)
     phi = rule.activation.value(s, wide)
     hide(phi, hidden, 0.0)
     slope = rule.activation.slope(s, phi, wide)
     if slope is not phi:
         hide(slope, hidden, 0.0)
-    return phi, slope, other_slope
+    return phi, slope, mu_slope
 
 
 def _mean_gradient(
     rule: Rule, block: Block, do_z: Tensor, mean: Tensor | None, dp: Tensor, slope: Tensor
 ) -> Tensor | None:
-    """Return c/Z [b, h, rows] (c: see the module docstring), or None if c = 0.
+    """Return δ/Z [b, h, rows] (see the module docstring), or None if δ = 0.
 
-    ``mean``: r with c = dO·r. None for a threshold whose keys are all here.
+    ``mean``: r with δ = dO·r. None for a threshold whose keys are all here.
     """
     if rule.normalize == "none":
         return None
@@ -355,10 +357,12 @@ def _mean_gradient(
     return (do_z * mean[block.part]).sum(-1)
 
 
-def sink_gradient(rule: Rule, c: Tensor, sink: Tensor, tau: Tensor, shape: Tensor | None) -> Tensor:
-    """The gradient of the sink, −c/Z · μ'(sink − τ), from the result c/Z of `_mean_gradient`."""
-    at = _relative(sink, tau) if rule.activation.exponential else sink
+def sink_gradient(
+    rule: Rule, delta: Tensor, sink: Tensor, tau: Tensor, shape: Tensor | None
+) -> Tensor:
+    """The gradient of the sink, −δ/Z · μ'(sink − τ). ``delta``: δ/Z, from `_mean_gradient`."""
+    x = _relative(sink, tau) if rule.activation.exponential else sink
     phi = rule.activation
     if phi.normalizer is not None and phi.normalizer_slope is not None:
-        return -c * phi.normalizer_slope(at, phi.normalizer(at, shape), shape)
-    return -c * phi.slope(at, phi.value(at.clone(), shape), shape)
+        return -delta * phi.normalizer_slope(x, phi.normalizer(x, shape), shape)
+    return -delta * phi.slope(x, phi.value(x.clone(), shape), shape)

@@ -91,18 +91,18 @@ def walk(
             product = times(q_side, Side(k_tile, sides.k, first, local), tile.D, tile)  # [BM, BN]
         product = capped(product, terms.inner, tile.PRECISION)
         if rule.ONLINE:
-            s, scaled = factored(product, factor, i, j[None, :], scoring, rule, EDGE, HIDES)
+            s, row_factor = factored(product, factor, i, j[None, :], scoring, rule, EDGE, HIDES)
             # [BM]. The factor multiplies a maximum instead of a tile; see `factor_out`.
-            m_new = tl.maximum(m, tl.max(s, 1) * scaled)
+            m_new = tl.maximum(m, tl.max(s, 1) * row_factor)
             base = m_new
             if HIDES:
                 # −∞ − (−∞) would be NaN for a query that has not seen a key. Relative to 0, its p
-                # and decay are 2^−∞ = 0.
+                # and rescale are 2^−∞ = 0.
                 base = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2(s * scaled[:, None] - base[:, None])  # [BM, BN]
-            decay = tl.exp2(m - base)
-            z = z * decay + tl.sum(p, 1)
-            acc *= decay[:, None]
+            p = tl.exp2(s * row_factor[:, None] - base[:, None])  # [BM, BN]
+            rescale = tl.exp2(m - base)
+            z = z * rescale + tl.sum(p, 1)
+            acc *= rescale[:, None]
             m = m_new
         else:
             # [BM, BN]
@@ -111,9 +111,9 @@ def walk(
             if rule.SHIFTED:
                 m_new = tl.maximum(m, tl.max(s, 1))
                 p, _, mu, _ = activate(s, m_new[:, None], seen, rule, HIDES)
-                decay = tl.exp2(m - m_new)
-                z = z * decay + tl.sum(mu, 1)
-                acc *= decay[:, None]
+                rescale = tl.exp2(m - m_new)
+                z = z * rescale + tl.sum(mu, 1)
+                acc *= rescale[:, None]
                 m = m_new
             else:
                 p, _, mu, _ = activate(s, scoring.loaded.shape, seen, rule, HIDES)
@@ -141,12 +141,12 @@ def finish(acc, m, z, at, index, queries, loaded, vectors, terms, saved, eps, ru
             tl.store(saved.stat + at + index, tl.where(empty, 0.0, m), mask=inside)
             tl.store(saved.weight_sum + at + index, tl.where(empty, 1.0, z), mask=inside)
         if vectors.sink is not None:
-            last = tl.load(vectors.sink + at + index, mask=inside, other=0.0) * rule.UNIT
-            top = tl.maximum(m, last)
+            sink = tl.load(vectors.sink + at + index, mask=inside, other=0.0) * rule.UNIT
+            top = tl.maximum(m, sink)
             top = tl.where(top == float("-inf"), 0.0, top)
-            down = tl.exp2(m - top)
-            acc *= down[:, None]
-            z = z * down + tl.exp2(last - top)
+            rescale = tl.exp2(m - top)
+            acc *= rescale[:, None]
+            z = z * rescale + tl.exp2(sink - top)
             m = top
             empty = z == 0.0
         acc /= tl.where(empty, 1.0, z)[:, None]
@@ -154,8 +154,8 @@ def finish(acc, m, z, at, index, queries, loaded, vectors, terms, saved, eps, ru
             tl.store(saved.stat + at + index, tl.where(empty, 0.0, m + tl.log2(z)), mask=inside)
     elif rule.SUM:
         if vectors.sink is not None:
-            last = tl.load(vectors.sink + at + index, mask=inside, other=0.0)[:, None] * rule.UNIT
-            _, _, mu, _ = activate(last, loaded.shape, None, rule, False)
+            sink = tl.load(vectors.sink + at + index, mask=inside, other=0.0)[:, None] * rule.UNIT
+            _, _, mu, _ = activate(sink, loaded.shape, None, rule, False)
             z += tl.sum(mu, 1)
         if eps is not None:
             z += eps * tl.exp2(-m) if rule.SHIFTED else eps

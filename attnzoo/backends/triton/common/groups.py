@@ -42,7 +42,7 @@ def mapped(function: Callable[..., Any], value: Any, *path: int) -> Any:
 class ScoreTerms(NamedTuple):
     """The factors and terms of scores and weights beside `Vectors`; tensors are contiguous fp32."""
 
-    scale: float  # factor of q·k, or of tanh(inner · q·k)
+    scale: float  # factor of q·k, or with a softcap the softcap, factor of tanh(inner · q·k)
     inner: float | None = None  # scale / softcap
     slopes: Tensor | None = None  # [B, H, Nq], of ALiBi
     table: Tensor | None = None  # [H, 2·radius + 1], a bias by relative position
@@ -76,7 +76,7 @@ class Saved(NamedTuple):
 
     With SUM, stat is Z. With ONLINE and no weight_sum, stat is log2 Σ 2^s. With ONLINE and
     weight_sum, stat is the largest score m and weight_sum is Σ 2^{s−m}. With SHIFTED, stat is M and
-    weight_sum is Z. lse, and with ONLINE weight_sum and the m beside it, do not include the sink.
+    weight_sum is Z. Z and log2 Σ 2^s include the sink; m, Σ 2^{s−m} and lse do not.
     Of a query without keys stat is 0 with ONLINE, weight_sum and Z are 1, and lse is −∞.
     """
 
@@ -212,7 +212,7 @@ class QueryVectors(NamedTuple):
     """
 
     gain: Any  # 1 where there is none
-    factor: Any  # gain · scale · UNIT
+    factor: Any  # gain · scale · UNIT, of the products; `ScoreTerms.factor` is of the weights
     tau: Any  # subtracted from the scores by φ, in their unit
     shape: Any
     slope: Any  # of ALiBi, · UNIT

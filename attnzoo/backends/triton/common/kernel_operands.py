@@ -43,10 +43,11 @@ def operands_of(
         return None if value is None else call.expanded(value)
 
     gain_vector, key_bias, decay = None, None, None
+    # With a softcap, a gain of 0 would make scale / softcap 0 / 0.
     if isinstance(gain, Tensor) or (gain == 0.0 and layout.softcap is not None):
         gain_vector = call.expanded(gain)
     elif gain != 1.0:
-        # gain · c · tanh(z / c) with both scale and c multiplied by the gain.
+        # gain · c · tanh(scale · q·k / c): both change, because the kernels take scale / c.
         softcap = None if layout.softcap is None else layout.softcap * gain
         layout = layout._replace(scale=layout.scale * gain, softcap=softcap)
     if form.key_bias is not None:

@@ -112,17 +112,17 @@ def flash_dq(
         o_matrix = Matrix(o, o_n * tile.ALIGN, queries, None, b, h)
         mean = _output_products(mean, do_side, o_matrix, tile)
     elif rule.MEAN is not None:
-        mean, change = _mean_over_keys(
+        mean, dshape = _mean_over_keys(
             low, high, q_side, do_side, i, sides, scoring, blocks, row.per_z, rule, tile
         )
         if rule.MEAN == "slopes" and gradients.shape is not None:
-            tl.store(gradients.shape + block.at + index, change, mask=index < queries)
+            tl.store(gradients.shape + block.at + index, dshape, mask=index < queries)
     if gradients.sink is not None:
         # The sink acts as a key whose value is 0.
         _, _, _, slope = activate(row.sink, loaded.shape, None, rule, False)
         dsink = -slope * mean * row.sink_per_z
         tl.store(gradients.sink + block.at + i, dsink, mask=i < queries)
-    mean *= row.per_z
+    mean *= row.per_z  # δ/Z from here on
     if normalizers.dlse is not None:
         mean -= row.dlse
     if rule.MEAN is not None:
@@ -172,7 +172,7 @@ def _load_normalizers(i, at, count, tau, vectors, normalizers, terms, rule):
     """Return the `RowNormalizers` of the queries i [BM, 1]. Store 1/Z."""
     per_z = tl.full(i.shape, 1.0, tl.float32)
     sink, dlse, sink_per_z = per_z, per_z, per_z
-    # The saved maximum and sum of a softmax do not include the sink.
+    # The Z saved for a softmax is without the sink. Without a saved Z, tau includes the sink.
     ADDS_SINK: tl.constexpr = vectors.sink is not None and rule.ONLINE
     if vectors.sink is not None:
         sink = tl.load(vectors.sink + at + i, mask=i < count, other=0.0) * rule.UNIT - tau
@@ -258,7 +258,8 @@ def _weights(
 ):  # fmt: skip
     """Return j [1, BN], k [BN, D], and q·k, s − τ, the visible keys, φ, φ', μ' and dO·v [BM, BN].
 
-    They are those of block n, or of the block in entry n of the list ``blocks``.
+    They are those of block n, or of the block in entry n of the list ``blocks``. With a softcap,
+    tanh takes the place of q·k.
     """
     block = n
     if blocks is not None:

@@ -86,6 +86,7 @@ def describe_backward(
     normalizers = normalizers._replace(z=None, dlse=None)  # δ contains dlse
     if terms.factor is not None:
         normalizers = normalizers._replace(per_z=terms.factor)
+    # The sink is in per_z or in tau already, the factor in per_z.
     vectors, terms = vectors._replace(sink=None), terms._replace(factor=None)
     args = {
         **launch.arguments_of(q, k, layout, vectors, terms, ranges, solved),

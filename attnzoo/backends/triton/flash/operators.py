@@ -28,17 +28,17 @@ from attnzoo.core.forms import Statistics
 def _modules() -> tuple[Any, ...]:
     """The modules that launch kernels. Importing them once is faster than in every call."""
     from attnzoo.backends.triton.common import launch, prepared
-    from attnzoo.backends.triton.flash import launch as forward
-    from attnzoo.backends.triton.flash import launch_backward as backward
+    from attnzoo.backends.triton.flash import launch as flash_launch
+    from attnzoo.backends.triton.flash import launch_backward
 
-    return launch, prepared, forward, backward
+    return launch, prepared, flash_launch, launch_backward
 
 
 @operator
 def flash_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
-    launch, prepared, forward, _ = _modules()
+    launch, prepared, flash_launch, _ = _modules()
     operands = *aligned(q, k), aligned_layout(layout), launch.architecture(q.device)
-    return prepared.launch(forward.describe_stats, *operands)
+    return prepared.launch(flash_launch.describe_stats, *operands)
 
 
 @flash_statistics.fake
@@ -56,16 +56,16 @@ def flash_threshold(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, terms: Terms, layout: Layout, rule: Rule
 ) -> Solved:
     """Solve for τ and make the block map, whose tile size depends on v's head dimension."""
-    launch, prepared, forward, _ = _modules()
+    launch, prepared, flash_launch, _ = _modules()
     call = aligned_layout(layout), rule, vectors, terms
     operands = *aligned(q, k), v, *call, launch.architecture(q.device)
-    return prepared.launch(forward.describe_threshold, *operands)
+    return prepared.launch(flash_launch.describe_threshold, *operands)
 
 
 @flash_threshold.fake
 def _(*, q: Tensor, k: Tensor, v: Tensor) -> Solved:
-    _, _, forward, _ = _modules()
-    return forward.new_solved(q, k, v)
+    _, _, flash_launch, _ = _modules()
+    return flash_launch.new_solved(q, k, v)
 
 
 @flash_threshold.flops
@@ -91,11 +91,11 @@ def flash_forward(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, terms: Terms, solved: Solved,
     layout: Layout, rule: Rule, want_lse: bool,
 ) -> FlashResult:  # fmt: skip
-    launch, prepared, forward, _ = _modules()
+    launch, prepared, flash_launch, _ = _modules()
     machine = launch.architecture(q.device), launch.processors(q.device)
     call = aligned_layout(layout), rule, vectors, terms, solved
     operands = *aligned(q, k, v), *call, want_lse, *machine
-    return FlashResult(*prepared.launch(forward.describe_forward, *operands))
+    return FlashResult(*prepared.launch(flash_launch.describe_forward, *operands))
 
 
 @flash_forward.fake
@@ -122,14 +122,14 @@ def flash_backward(
     layout: Layout, rule: Rule, out: Tensor, stat: Tensor | None, weight_sum: Tensor | None,
     lse: Tensor | None, dout: Tensor, dlse: Tensor | None, wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    launch, prepared, _, backward = _modules()
+    launch, prepared, _, launch_backward = _modules()
     dout, q, k, v, out = aligned(dout, q, k, v, out)
     if dlse is not None and lse is not None:
         # For a query without keys lse is the constant −∞, so its dlse has no effect. The kernels
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
     grads = prepared.launch(
-        backward.describe_backward, dout, dlse, q, k, v, out, stat, weight_sum,
+        launch_backward.describe_backward, dout, dlse, q, k, v, out, stat, weight_sum,
         aligned_layout(layout), rule, vectors, terms, solved, wanted,
         launch.architecture(q.device), launch.processors(q.device),
     )  # fmt: skip

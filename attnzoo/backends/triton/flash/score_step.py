@@ -108,15 +108,15 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
             s = tl.where(seen, s, float("-inf"))
     p, slope, _, mu_slope = activate(s - loaded.tau, loaded.shape, seen, rule, HIDES)
     # δ includes 1/Z and, except with a gradient of the key bias, the gain. So must dP.
-    factor = tl.full(i.shape, 1.0, tl.float32) if group.dkey_bias is not None else loaded.gain
+    dp_factor = tl.full(i.shape, 1.0, tl.float32) if group.dkey_bias is not None else loaded.gain
     if normalizers.per_z is not None:
         per_z = load_vector(normalizers.per_z, row, i, count, 1.0, EDGE)
         p *= per_z
-        factor *= per_z
+        dp_factor *= per_z
     delta = 0.0
     if normalizers.delta is not None:
         delta = load_vector(normalizers.delta, row, i, count, 0.0, EDGE)
-    ds = score_gradients(dp * factor, delta, slope, mu_slope, rule)
+    ds = score_gradients(dp * dp_factor, delta, slope, mu_slope, rule)
     if group.dkey_bias is not None:
         total += tl.sum(ds, 0 if tile.TRANSPOSED else 1)
         ds *= loaded.gain
