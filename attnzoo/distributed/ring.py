@@ -117,8 +117,9 @@ class _Attention(torch.autograd.Function):
 def _sink_gradient(chunk: QueryChunk, saved: TiledSaved, dout: Tensor) -> Tensor:
     _, rule, vectors, _, _ = chunk.formed
     assert vectors.sink is not None
-    c = (dout / walk.weight_sum(chunk.formed, saved.tau, saved.z)[..., None] * saved.out).sum(-1)
-    gradient = walk.sink_gradient(rule, c, vectors.sink, saved.tau, vectors.shape)
+    z = walk.weight_sum(chunk.formed, saved.tau, saved.z)
+    delta = (dout / z[..., None] * saved.out).sum(-1)
+    gradient = walk.sink_gradient(rule, delta, vectors.sink, saved.tau, vectors.shape)
     return gradient.sum_to_size(vectors.sink.shape)
 
 
