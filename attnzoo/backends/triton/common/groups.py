@@ -50,6 +50,7 @@ class ScoreTerms(NamedTuple):
     key_bias: Tensor | None = None  # [B, H, Nk]
     decay: Tensor | None = None  # [B, H], of DISTANCE
     factor: Tensor | None = None  # [B, H, Nq], of the weights
+    plain: Any = None  # a constant: whether scores are multiples of the products q·k
     tau: Tensor | None = None  # [B, H, Nq], in the unit: a solved τ, or a softmax's saved stat
     peak: Tensor | None = None  # [B, H, Nq]: what a solved τ is relative to
 

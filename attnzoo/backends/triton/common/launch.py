@@ -28,6 +28,7 @@ from attnzoo.backends.triton.common.groups import (
 from attnzoo.backends.triton.common.kernel_operands import (
     UNSOLVED,
     Solved,
+    adds_terms,
     has_aligned_rows,
     is_peaked,
     unit_of,
@@ -175,7 +176,7 @@ def arguments_of(
         slopes, table, radius = None, slopes, constexpr(slopes.shape[1] // 2)
     score_terms = ScoreTerms(
         outer_scale(layout), inner, slopes, table, radius, tau=solved.tau, peak=solved.peak,
-        **terms._asdict(),
+        plain=constexpr(not adds_terms(layout, vectors, terms)), **terms._asdict(),
     )  # fmt: skip
     return {
         "q": q, "k": k, "heads": heads, "group": heads // kv_heads if kv_heads else 1,

@@ -121,12 +121,7 @@ def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr
     """
     loaded, vectors, terms, size = scoring.loaded, scoring.vectors, scoring.terms, scoring.size
     s, seen = product * loaded.factor, j < size.keys  # [BM, BN], [1, BN]
-    MULTIPLE: tl.constexpr = (
-        scoring.visible.mask is None and terms.slopes is None and terms.table is None
-        and rule.DISTANCE is None
-    )  # fmt: skip
-    PLAIN: tl.constexpr = MULTIPLE and terms.key_bias is None and vectors.offset is None
-    if terms.peak is not None and PLAIN:
+    if terms.peak is not None and terms.plain:
         s = (product - loaded.peak) * loaded.factor - loaded.threshold
     elif terms.peak is not None:
         # Rounded here, as the peak was. Fused with the subtraction of the peak, it would not give 0
@@ -150,7 +145,7 @@ def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr
         s -= loaded.offset * rule.UNIT
     if HIDES:
         s, seen = hide(s, i, j, scoring, rule.UNIT, EDGE)
-    if terms.peak is not None and not PLAIN:
+    if terms.peak is not None and not terms.plain:
         s = (s - loaded.peak) - loaded.threshold
     return s, seen
 

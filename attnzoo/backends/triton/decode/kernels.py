@@ -196,11 +196,6 @@ def decode_threshold(
     loaded = load_vectors(zero, row, 1, vectors, terms, rule)
     head = load_head(b, h, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, vectors, terms, visible, strides, size)
-    MULTIPLE: tl.constexpr = (
-        visible.mask is None and terms.slopes is None and terms.table is None
-        and rule.DISTANCE is None
-    )  # fmt: skip
-    PLAIN: tl.constexpr = MULTIPLE and terms.key_bias is None and vectors.offset is None
     a = loaded.shape - 1.0  # α − 1, [1, 1]
     if rule.ALPHA is not None:
         a = tl.full([1, 1], rule.ALPHA - 1.0, tl.float32)
@@ -220,7 +215,7 @@ def decode_threshold(
         tl.store(candidates + length + tl.cumsum(alive, 1) - 1, s - base[:, None], mask=alive > 0)
         length += tl.sum(alive)
         has_nan = tl.maximum(has_nan, tl.max((s != s).to(tl.int32)))
-        if PLAIN:
+        if terms.plain:
             signed = tl.where(loaded.factor < 0.0, -product, product)
             signed = tl.where(s > float("-inf"), signed, float("-inf"))
             largest = tl.maximum(largest, tl.max(signed, 1))
@@ -240,7 +235,7 @@ def decode_threshold(
     # tl.max ignores NaN, so τ is set to NaN for queries with NaN among their scores.
     t = tl.where(has_nan > 0, float("nan"), t)
     peak_score = base
-    if PLAIN:  # a product, see `scores`
+    if terms.plain:  # a product, see `scores`
         largest = tl.where(largest == float("-inf"), 0.0, largest)
         peak_score = tl.where(tl.reshape(loaded.factor, [1]) < 0.0, -largest, largest)
     at = row + tl.arange(0, 1)

@@ -83,10 +83,6 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
     visible, terms, normalizers, size = group.visible, group.terms, group.normalizers, group.size
     MASKED: tl.constexpr = visible.mask is not None or visible.k_segments is not None
     HIDES: tl.constexpr = EDGE or MASKED
-    ADDED: tl.constexpr = (
-        visible.mask is not None or terms.key_bias is not None or terms.slopes is not None
-        or terms.table is not None or group.vectors.offset is not None or rule.DISTANCE is not None
-    )  # fmt: skip
     WINDOW: tl.constexpr = size.left is not None or size.right is not None
     # ``row``: offset of the block in vectors [B, H, Nq]. ``count``: number of queries from it on.
     row, count = group.at + member.to(tl.int64) * size.queries + begin, size.queries - begin
@@ -104,7 +100,7 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
             seen & (i < count), i, j, size.keys - count, size.left, size.right, tile.TRANSPOSED
         )
         # Otherwise `activate` sets the weights of hidden keys to 0.
-        if rule.VANISHES and (ADDED or rule.PEAKED or WINDOW):
+        if rule.VANISHES and (not terms.plain or rule.PEAKED or WINDOW):
             s = tl.where(seen, s, float("-inf"))
     p, slope, _, mu_slope = activate(s - loaded.tau, loaded.shape, seen, rule, HIDES)
     # δ includes 1/Z and, except with a gradient of the key bias, the gain. So must dP.

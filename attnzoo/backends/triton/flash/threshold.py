@@ -75,12 +75,7 @@ def threshold(
     # 0 for large scores. Where something is added to the products, r is the score.
     late = tl.full([tile.BLOCK_M, 1], 1.0, tl.float32)
     factor, sign = loaded.factor, late
-    MULTIPLE: tl.constexpr = (
-        visible.mask is None and terms.slopes is None and terms.table is None
-        and rule.DISTANCE is None
-    )  # fmt: skip
-    PLAIN: tl.constexpr = MULTIPLE and terms.key_bias is None and vectors.offset is None
-    if PLAIN:
+    if terms.plain:
         # late is not 0, because 0 times the −∞ of hidden keys is NaN. A NaN must stay.
         late = tl.maximum(tl.abs(factor), 1e-37, propagate_nan=tl.PropagateNan.ALL)
         if FLIPS:
@@ -137,7 +132,7 @@ def threshold(
     # Here 0 again for a query without keys, even if its gain is NaN.
     first = tl.where(m == float("-inf"), 0.0, m)
     base = tl.where(m == float("-inf"), 0.0, m * tl.reshape(late, [tile.BLOCK_M]))
-    if PLAIN:
+    if terms.plain:
         first = tl.where(tl.reshape(factor, [tile.BLOCK_M]) < 0.0, -first, first)
     store_threshold(solved.peak, solved.tau, block.at + index, first, base, t, index < queries)
     tl.store(solved.counts + map_row, length)
