@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 def uses_transforms(*tensors: Tensor | None) -> bool:
     """Whether a torch.func transform is active or one of the tensors has a tangent."""
+    # There is no public name for either question.
     if torch._C._are_functorch_transforms_active():
         return True
     if forward_ad._current_level < 0:  # no tensor has a tangent

@@ -41,6 +41,10 @@ def is_readable(x: Tensor) -> bool:
     return x.is_cpu and has_values(x)
 
 
+# Torch has no public names for what the following functions ask: whether torch.jit traces, a
+# torch.func transform is active, or a mode intercepts operations.
+
+
 def has_values(x: Tensor) -> bool:
     """Whether x has values that Python may branch on: not on meta, in a graph or in a transform."""
     return not (

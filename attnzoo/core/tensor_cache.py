@@ -69,6 +69,7 @@ class TensorCache:
         current = torch.cuda.current_device()
         if self.device.index not in (None, current):  # its stream may be capturing
             return None
+        # torch.cuda.current_stream() makes an object in each call. Only the number is needed.
         return torch._C._cuda_getCurrentRawStream(current)
 
 

@@ -99,6 +99,7 @@ def key_of(
         if type(x) not in _PLAIN or x.is_nested:
             return None
         key += (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
+    # The public question is per type of device, and the tensors may be on any.
     if torch._C._is_any_autocast_enabled():
         return None
     for x in arguments.values():  # always the same arguments, in the same order
