@@ -72,12 +72,9 @@ def walk(
     products with key 0.
     ``factor``: from `factor_out`, or None.
     """
-    terms, visible = scoring.terms, scoring.visible
+    terms = scoring.terms
     local = tl.arange(0, tile.BLOCK_N)
-    HIDES: tl.constexpr = (
-        EDGE or visible.mask is not None or visible.k_segments is not None
-        or terms.key_bias is not None
-    )  # fmt: skip
+    HIDES: tl.constexpr = EDGE or rule.HIDES
     for n in range(low, high):
         block = n
         if blocks is not None:

@@ -46,11 +46,10 @@ class ScoreTerms(NamedTuple):
     inner: float | None = None  # scale / softcap
     slopes: Tensor | None = None  # [B, H, Nq], of ALiBi
     table: Tensor | None = None  # [H, 2·radius + 1], a bias by relative position
-    radius: Any = None  # a constant
+    radius: Any = None  # a constant, to compute with: in an assigned tuple it is a scalar
     key_bias: Tensor | None = None  # [B, H, Nk]
     decay: Tensor | None = None  # [B, H], of DISTANCE
     factor: Tensor | None = None  # [B, H, Nq], of the weights
-    plain: Any = None  # a constant: whether scores are multiples of the products q·k
     tau: Tensor | None = None  # [B, H, Nq], in the unit: a solved τ, or a softmax's saved stat
     peak: Tensor | None = None  # [B, H, Nq]: what a solved τ is relative to
 
@@ -135,6 +134,8 @@ class RuleConstants(NamedTuple):
     DISTANCE_SLOPE: Any = None  # function (t, decay) -> the slopes of DISTANCE in decay
     MEAN: str | None = None  # how δ is computed, see `flash.backward_q`
     PLAIN_DELTA: bool | None = None
+    PLAIN: bool | None = None  # scores are multiples of the products q·k
+    HIDES: bool | None = None  # keys that causality and window allow may be hidden
     ALPHA: float | None = None  # of a threshold; None: `Vectors.shape` holds it
 
 

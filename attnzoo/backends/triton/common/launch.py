@@ -156,10 +156,10 @@ def mask_align(mask: Tensor | None) -> int:
 
 
 def arguments_of(
-    q: Tensor, k: Tensor, layout: Layout, vectors: Vectors, terms: Terms, ranges: Tensor | None,
-    solved: Solved = UNSOLVED, mask_unit: int | None = None,
+    q: Tensor, k: Tensor, layout: Layout, rule: RuleConstants, vectors: Vectors, terms: Terms,
+    ranges: Tensor | None, solved: Solved = UNSOLVED, mask_unit: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The arguments shared by all kernels that read q and k.
+    """The arguments shared by all kernels that read q and k. PLAIN and HIDES of ``rule`` are set.
 
     The strides of the mask are in units of ``mask_unit`` entries, by default of `mask_align`.
     """
@@ -170,13 +170,15 @@ def arguments_of(
         b, h, m, n = mask.stride()
         b, h, m = (s // unit if size > 1 else 0 for s, size in zip((b, h, m), mask.shape))
         m, n = None if mask.shape[2] == 1 else m, None if n == 1 else n
+    plain = not adds_terms(layout, vectors, terms)
+    hides = any(x is not None for x in (mask, layout.k_segments, terms.key_bias))
     inner = None if layout.softcap is None else layout.scale / layout.softcap
     slopes, table, radius = layout.relative_bias, None, None
     if slopes is not None and slopes.dim() == 2:
         slopes, table, radius = None, slopes, constexpr(slopes.shape[1] // 2)
     score_terms = ScoreTerms(
         outer_scale(layout), inner, slopes, table, radius, tau=solved.tau, peak=solved.peak,
-        plain=constexpr(not adds_terms(layout, vectors, terms)), **terms._asdict(),
+        **terms._asdict(),
     )  # fmt: skip
     return {
         "q": q, "k": k, "heads": heads, "group": heads // kv_heads if kv_heads else 1,
@@ -184,6 +186,7 @@ def arguments_of(
         "visible": Visible(mask, layout.q_segments, layout.k_segments, ranges),
         "mask_b": b, "mask_h": h, "mask_m": m, "mask_n": n,
         "terms": score_terms, "vectors": vectors,
+        "rule": rule._replace(**constants(dict, PLAIN=plain, HIDES=hides)),
     }  # fmt: skip
 
 

@@ -104,10 +104,10 @@ def by_distance(DISTANCE: tl.constexpr, i, j, size, decay):
 
 
 @triton.jit
-def relative_entry(i, j, size, RADIUS: tl.constexpr):
+def relative_entry(i, j, size, radius):
     """Return the entries of a table, radius + clamp(p_j − p_i), for a tile of scores."""
     position = j - (i + (size.keys - size.queries))
-    return tl.minimum(tl.maximum(position, -RADIUS), RADIUS) + RADIUS
+    return tl.minimum(tl.maximum(position, -radius), radius) + radius
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr
     """
     loaded, vectors, terms, size = scoring.loaded, scoring.vectors, scoring.terms, scoring.size
     s, seen = product * loaded.factor, j < size.keys  # [BM, BN], [1, BN]
-    if terms.peak is not None and terms.plain:
+    if terms.peak is not None and rule.PLAIN:
         s = (product - loaded.peak) * loaded.factor - loaded.threshold
     elif terms.peak is not None:
         # Rounded here, as the peak was. Fused with the subtraction of the peak, it would not give 0
@@ -145,7 +145,7 @@ def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr
         s -= loaded.offset * rule.UNIT
     if HIDES:
         s, seen = hide(s, i, j, scoring, rule.UNIT, EDGE)
-    if terms.peak is not None and not terms.plain:
+    if terms.peak is not None and not rule.PLAIN:
         s = (s - loaded.peak) - loaded.threshold
     return s, seen
 

@@ -215,7 +215,7 @@ def decode_threshold(
         tl.store(candidates + length + tl.cumsum(alive, 1) - 1, s - base[:, None], mask=alive > 0)
         length += tl.sum(alive)
         has_nan = tl.maximum(has_nan, tl.max((s != s).to(tl.int32)))
-        if terms.plain:
+        if rule.PLAIN:
             signed = tl.where(loaded.factor < 0.0, -product, product)
             signed = tl.where(s > float("-inf"), signed, float("-inf"))
             largest = tl.maximum(largest, tl.max(signed, 1))
@@ -235,7 +235,7 @@ def decode_threshold(
     # tl.max ignores NaN, so τ is set to NaN for queries with NaN among their scores.
     t = tl.where(has_nan > 0, float("nan"), t)
     peak_score = base
-    if terms.plain:  # a product, see `scores`
+    if rule.PLAIN:  # a product, see `scores`
         largest = tl.where(largest == float("-inf"), 0.0, largest)
         peak_score = tl.where(tl.reshape(loaded.factor, [1]) < 0.0, -largest, largest)
     at = row + tl.arange(0, 1)

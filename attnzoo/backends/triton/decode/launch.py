@@ -73,7 +73,7 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, block_n: int, processors: int)
 
 def _walk(
     kernel: Any, q: Tensor, k: Tensor, layout: Layout, rule: Rule | None, vectors: Vectors,
-    terms: Terms, rule_constants: RuleConstants, arch: int, processors: int,
+    terms: Terms, constants_of_rule: RuleConstants, arch: int, processors: int,
     solved: Solved = UNSOLVED, **operands: Any,
 ) -> list[Launch]:  # fmt: skip
     """Return launches of which the last is that of a kernel with a loop over keys.
@@ -85,9 +85,9 @@ def _walk(
     # One tile holds all queries.
     ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
     args = {
-        **launch.arguments_of(q, k, layout, vectors, terms, ranges, solved, 1),
+        **launch.arguments_of(q, k, layout, constants_of_rule, vectors, terms, ranges, solved, 1),
         **launch.strides(unit_of(q), **tensors), "partials": Partials(),
-        "rule": rule_constants, **operands,
+        **operands,
     }  # fmt: skip
     block_m = max(16, triton.next_power_of_2(args["group"] * args["queries"]))
     shared_mask = layout.mask is None or layout.mask.shape[1] == 1
@@ -144,7 +144,7 @@ def _describe_threshold(
     act = launch.function("Activation.triton", rule.activation.triton)
     solver = {
         **args, "candidates": torch.empty_like(products), "solved": solved, "vectors": vectors,
-        "rule": constants(RuleConstants, ACT=act, ALPHA=launch.alpha_of(rule), **scores),
+        "rule": args["rule"]._replace(**constants(dict, ACT=act, ALPHA=launch.alpha_of(rule))),
         "tile": Tile(BLOCK_N=args["tile"].BLOCK_N, PRECISION=args["tile"].PRECISION),
         "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip

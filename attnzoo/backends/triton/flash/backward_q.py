@@ -308,17 +308,17 @@ def _mean_over_keys(low, high, q_side, do_side, i, sides, scoring, blocks, per_z
 
 
 @triton.jit
-def _store_table_entries(ds, table_rows, i, j, size, RADIUS: tl.constexpr):
+def _store_table_entries(ds, table_rows, i, j, size, radius):
     """Store the gradients of a table's entries, for the queries i.
 
     Return the sums [BM] of the first and of the last entry. Each other entry belongs to one key of
     a query, so no two stores meet.
     """
-    LAST: tl.constexpr = 2 * RADIUS
-    entry = relative_entry(i, j, size, RADIUS)  # [BM, BN]
+    last = 2 * radius
+    entry = relative_entry(i, j, size, radius)  # [BM, BN]
     before = tl.sum(tl.where(entry == 0, ds, 0.0), 1)
-    after = tl.sum(tl.where(entry == LAST, ds, 0.0), 1)
-    inside = (entry > 0) & (entry < LAST) & (i < size.queries)
+    after = tl.sum(tl.where(entry == last, ds, 0.0), 1)
+    inside = (entry > 0) & (entry < last) & (i < size.queries)
     tl.store(table_rows + entry, ds, mask=inside)
     return before, after
 
@@ -329,14 +329,11 @@ def _sum_over_keys(
     gradients, table_rows, rule, tile, PRODUCTS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add the blocks of keys [low, high) to Σ dS k and to the sums that are wanted."""
-    terms, visible, size, decay = scoring.terms, scoring.visible, scoring.size, scoring.head.decay
+    terms, size, decay = scoring.terms, scoring.size, scoring.head.decay
     ds_sum, distance_sum, product_sum = sums.ds, sums.distance, sums.product
     weight_sum, shape_sum, decay_sum = sums.weight, sums.shape, sums.decay
     before_sum, after_sum = sums.before, sums.after
-    HIDES: tl.constexpr = (
-        EDGE or visible.mask is not None or visible.k_segments is not None
-        or terms.key_bias is not None
-    )  # fmt: skip
+    HIDES: tl.constexpr = EDGE or rule.HIDES
     for n in range(low, high):
         j, k_tile, product, x, seen, phi, slope, mu_slope, dp = _weights(
             n, blocks, q_side, do_side, i, sides, scoring, rule, tile, EDGE, HIDES

@@ -93,13 +93,13 @@ def describe_forward(
     if rule.online:
         after = factor_after_maximum(q, layout, vectors, terms, arch)
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
+    of_rule = launch.constants_of(rule, v, LATE=after)
     args = {
-        **launch.arguments_of(q, k, layout, vectors, terms, ranges, solved),
+        **launch.arguments_of(q, k, layout, of_rule, vectors, terms, ranges, solved),
         **strides(unit_of(q), q=q, k=k, v=v, o=out), "v": v, "o": out,
         **descriptors(config, arch, config.block_n, k=k, v=v),
         "maps": Maps(solved.blocks, solved.counts), "saved": Saved(stat, weight_sum, lse),
         "partials": Partials(), "eps": rule.eps or None, "splits": None,
-        "rule": launch.constants_of(rule, v, LATE=after),
         "tile": tile_constants(config, q, v, layout, MAP_M=size and size.queries),
     }  # fmt: skip
     forward = Launch(flash_forward, programs_of(q, config.block_m), args, config)
@@ -119,11 +119,11 @@ def describe_stats(
     lse, entropy = new_vector(q), new_vector(q)
     ranges, before = ranges_of(layout, config.block_m, arch)
     after = factor_after_maximum(q, layout, Vectors(), Terms(), arch)
+    rule = constants(RuleConstants, UNIT=1.0 / LN2.value, LATE=after)
     args = {
-        **launch.arguments_of(q, k, layout, Vectors(), Terms(), ranges),
+        **launch.arguments_of(q, k, layout, rule, Vectors(), Terms(), ranges),
         **strides(unit_of(q), q=q, k=k), **descriptors(config, arch, config.block_n, k=k),
         "lse": lse, "entropy": entropy,
-        "rule": constants(RuleConstants, UNIT=1.0 / LN2.value, LATE=after),
         "tile": tile_constants(config, q, None, layout),
     }  # fmt: skip
     stats = Launch(row_stats, programs_of(q, config.block_m), args, config)
@@ -150,13 +150,13 @@ def describe_threshold(
     size = map_size_of(q, v)
     config = config_of("threshold", arch, q, v, layout, rule, vectors, terms, size)
     ranges, before = ranges_of(layout, config.block_m, arch)
+    of_rule = constants(
+        RuleConstants, ACT=launch.function("Activation.triton", phi.triton), UNIT=1.0,
+        ALPHA=launch.alpha_of(rule), DISTANCE=launch.distance_of(rule),
+    )  # fmt: skip
     args = {
-        **launch.arguments_of(q, k, layout, vectors, terms, ranges),
+        **launch.arguments_of(q, k, layout, of_rule, vectors, terms, ranges),
         **strides(unit_of(q), q=q, k=k), "solved": solved,
-        "rule": constants(
-            RuleConstants, ACT=launch.function("Activation.triton", phi.triton), UNIT=1.0,
-            ALPHA=launch.alpha_of(rule), DISTANCE=launch.distance_of(rule),
-        ),
         "tile": tile_constants(config, q, None, layout),
         "FLIPS": vectors.gain is not None or launch.outer_scale(layout) < 0.0,
     }  # fmt: skip

@@ -58,17 +58,18 @@ def describe_backward(
     )  # fmt: skip
     vector_gradients = {n: grads.get(n) for n in "gain offset shape sink factor decay".split()}
     gradients = Gradients(**vector_gradients, slopes=slopes, table=table)
+    rule_of_dq = launch.constants_of(
+        rule, v, **_slopes(rule, grads), MEAN=_mean_source(rule, q),
+        PLAIN_DELTA="key_bias" in grads,
+    )  # fmt: skip
+    rule_of_dkdv = launch.constants_of(rule, v)
     ranges, before_dq = (None, []) if size else ranges_of(layout, of_dq.block_m, arch)
     args = {
-        **launch.arguments_of(q, k, layout, vectors, terms, ranges, solved),
+        **launch.arguments_of(q, k, layout, rule_of_dq, vectors, terms, ranges, solved),
         **descriptors(of_dq, arch, of_dq.block_n, k=k, v=v),
         **strides(unit, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]),
         "v": v, "do": do, "o": out, "dq": grads["q"], "maps": Maps(solved.blocks, solved.counts),
         "normalizers": normalizers, "gradients": gradients,
-        "rule": launch.constants_of(
-            rule, v, **_slopes(rule, grads), MEAN=_mean_source(rule, q),
-            PLAIN_DELTA="key_bias" in grads,
-        ),
         "tile": flash.tile_constants(of_dq, q, v, layout, MAP_M=size and size.queries),
     }  # fmt: skip
     zeroed = () if table is None else (table,)
@@ -89,12 +90,11 @@ def describe_backward(
     # The sink is in per_z or in tau already, the factor in per_z.
     vectors, terms = vectors._replace(sink=None), terms._replace(factor=None)
     args = {
-        **launch.arguments_of(q, k, layout, vectors, terms, ranges, solved),
+        **launch.arguments_of(q, k, layout, rule_of_dkdv, vectors, terms, ranges, solved),
         **descriptors(of_dkdv, arch, of_dkdv.block_m, q=q, do=do),
         **strides(unit, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
         "v": v, "do": do, "dk": grads["k"], "dv": grads["v"], "normalizers": normalizers,
         "gradients": Gradients(key_bias=grads.get("key_bias")),
-        "rule": launch.constants_of(rule, v),
         "tile": flash.tile_constants(
             of_dkdv, q, v, layout, MAP_M=size and size.queries, MAP_N=size and size.keys,
             TRANSPOSED=of_dkdv.transposed,

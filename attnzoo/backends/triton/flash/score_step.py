@@ -100,7 +100,7 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
             seen & (i < count), i, j, size.keys - count, size.left, size.right, tile.TRANSPOSED
         )
         # Otherwise `activate` sets the weights of hidden keys to 0.
-        if rule.VANISHES and (not terms.plain or rule.PEAKED or WINDOW):
+        if rule.VANISHES and (not rule.PLAIN or rule.PEAKED or WINDOW):
             s = tl.where(seen, s, float("-inf"))
     p, slope, _, mu_slope = activate(s - loaded.tau, loaded.shape, seen, rule, HIDES)
     # δ includes 1/Z and, except with a gradient of the key bias, the gain. So must dP.

@@ -75,7 +75,7 @@ def threshold(
     # 0 for large scores. Where something is added to the products, r is the score.
     late = tl.full([tile.BLOCK_M, 1], 1.0, tl.float32)
     factor, sign = loaded.factor, late
-    if terms.plain:
+    if rule.PLAIN:
         # late is not 0, because 0 times the −∞ of hidden keys is NaN. A NaN must stay.
         late = tl.maximum(tl.abs(factor), 1e-37, propagate_nan=tl.PropagateNan.ALL)
         if FLIPS:
@@ -132,7 +132,7 @@ def threshold(
     # Here 0 again for a query without keys, even if its gain is NaN.
     first = tl.where(m == float("-inf"), 0.0, m)
     base = tl.where(m == float("-inf"), 0.0, m * tl.reshape(late, [tile.BLOCK_M]))
-    if terms.plain:
+    if rule.PLAIN:
         first = tl.where(tl.reshape(factor, [tile.BLOCK_M]) < 0.0, -first, first)
     store_threshold(solved.peak, solved.tau, block.at + index, first, base, t, index < queries)
     tl.store(solved.counts + map_row, length)
@@ -197,15 +197,12 @@ def add_weights(
 @triton.jit
 def block_scores(block, q_side, i, k_matrix, scoring, rule, tile, EDGE: tl.constexpr):
     """Return r [BM, BN] of a block of keys, −∞ for hidden keys."""
-    terms, visible = scoring.terms, scoring.visible
+    terms = scoring.terms
     local, first = tl.arange(0, tile.BLOCK_N), tl.full([], tile.BLOCK_N, tl.int32) * block
     k_tile = load_block(k_matrix, first, local, tl.arange(0, tile.BLOCK_D), tile.D, EDGE)  # [BN, D]
     product = times(q_side, Side(k_tile, k_matrix, first, local), tile.D, tile)
     product = capped(product, terms.inner, tile.PRECISION)
-    HIDES: tl.constexpr = (
-        EDGE or visible.mask is not None or visible.k_segments is not None
-        or terms.key_bias is not None
-    )  # fmt: skip
+    HIDES: tl.constexpr = EDGE or rule.HIDES
     r, _ = scores(product, i, (first + local)[None, :], scoring, rule, EDGE, HIDES)
     return r
 
