@@ -111,3 +111,17 @@ def test_wrong_tables(arguments: dict[str, Any], error: type[Exception], message
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RelativeBias(**{"num_heads": 4, **arguments})
+
+
+@pytest.mark.parametrize("argument", ["alibi", "relative_bias"])
+def test_the_gradient_of_16_bit_values_is_rounded_once(argument: str) -> None:
+    """It is a sum over segments, which are calls of their own, or over blocks."""
+    ids = torch.arange(30).repeat_interleave(torch.arange(1, 31))
+    q, k, v, do = rand(4, 1, 2, len(ids), 8).float().unbind()
+    values = (rand(2, 9, seed=1) if argument == "relative_bias" else torch.ones(2)).bfloat16()
+    gradients = []
+    for leaf in (values.clone(), values.float()):
+        options: dict[str, Any] = {argument: leaf.requires_grad_()}
+        out = attnzoo.attention(q, k, v, segment_ids=ids[None], **options)
+        gradients += torch.autograd.grad(out, leaf, do)
+    assert torch.equal(gradients[0], gradients[1].bfloat16())
