@@ -86,7 +86,7 @@ class Call(Visibility):
     scale: float
     input_dtype: torch.dtype
     softcap: float | None = None
-    relative_bias: Tensor | None = None  # [1, H, W]
+    relative_bias: Tensor | None = None  # [1, H, W] in `dtype`
     dropout_p: float = 0.0
     return_lse: bool = False
     needs_grad: bool = False
@@ -111,7 +111,7 @@ class Call(Visibility):
         if self.mask is not None and self.mask.dtype != torch.bool:
             bias = self.mask.masked_fill(~visible_entries(self.mask), 0.0).to(self.dtype)
         if self.relative_bias is not None:
-            bias = bias + bias_of(self.relative_bias.to(self.dtype), self.distance)
+            bias = bias + bias_of(self.relative_bias, self.distance)
         return bias
 
     @property

@@ -74,26 +74,36 @@ def check_relative_bias(
     check_dense(name, x)
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
-    if table is None and x.shape != (heads,):
-        raise ValueError(
-            f"alibi must have one slope per query head, shape ({heads},), got {tuple(x.shape)}"
-        )
-    width = x.shape[-1] if x.dim() == 2 else 0
-    if table is not None and (width < 3 or width % 2 == 0 or x.shape[0] != heads):
-        raise ValueError(
-            f"relative_bias must have an odd number of at least 3 entries per query head, shape "
-            f"({heads}, 2R + 1), got {tuple(x.shape)}"
-        )
+    check_shape(name, x, heads, "query head")
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
     return as_values(name, x, dtype)
 
 
+def check_shape(name: str, x: Tensor, heads: int, unit: str) -> None:
+    """Raise unless the argument has one slope, or one row of a table, per ``unit``."""
+    if name == "alibi" and x.shape != (heads,):
+        raise ValueError(
+            f"alibi must have one slope per {unit}, shape ({heads},), got {tuple(x.shape)}"
+        )
+    width = x.shape[1] if x.dim() == 2 else 0
+    if name == "relative_bias" and (width < 3 or width % 2 == 0 or x.shape[0] != heads):
+        raise ValueError(
+            f"relative_bias must have an odd number of at least 3 entries per {unit}, shape "
+            f"({heads}, 2R + 1), got {tuple(x.shape)}"
+        )
+
+
 def as_values(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values [1, H, W] of an argument whose shape and dtype are valid."""
-    if is_readable(x) and not bool(x.detach().to(dtype).isfinite().all()):
+    """The values [1, H, W] of an argument whose shape and dtype are valid.
+
+    They have the dtype of scores, so that the gradients of several blocks or segments are not
+    added in 16 bits.
+    """
+    values = x.to(dtype)
+    if is_readable(x) and not bool(values.detach().isfinite().all()):
         raise ValueError(f"{name} must be finite in {dtype}, got {_not_finite(x, dtype)}")
-    return x.view(1, -1, 1) if x.dim() == 1 else x[None]
+    return values.view(1, -1, 1) if x.dim() == 1 else values[None]
 
 
 def _not_finite(x: Tensor, dtype: torch.dtype) -> str:

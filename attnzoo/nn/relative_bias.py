@@ -7,7 +7,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from attnzoo.core.checks import check_bool, is_int, plain, shown
+from attnzoo.core.checks import (
+    check_bool,
+    check_device_and_dtype,
+    check_sizes,
+    is_int,
+    shown,
+)
 
 
 class RelativeBias(nn.Module):
@@ -61,25 +67,29 @@ class RelativeBias(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_device_and_dtype(device, dtype)
+        check_sizes(num_heads=num_heads)
         self.bidirectional = check_bool("bidirectional", bidirectional)
         least = 4 if self.bidirectional else 2
-        for name, number, smallest in (
-            ("num_heads", num_heads, 1), ("num_buckets", num_buckets, least),
-        ):  # fmt: skip
-            if not is_int(plain(number)) or number < smallest:
-                raise ValueError(
-                    f"{name} must be an int of at least {smallest}, got {shown(number)}"
-                )
+        if not is_int(num_buckets) or num_buckets < least:
+            raise ValueError(
+                f"num_buckets must be an int of at least {least}, got {shown(num_buckets)}"
+            )
         if self.bidirectional and num_buckets % 2:
             raise ValueError(f"num_buckets must be even with bidirectional, got {num_buckets}")
         exact = num_buckets // least
-        if not is_int(plain(max_distance)) or max_distance <= exact:
+        if not is_int(max_distance) or max_distance <= exact:
             raise ValueError(
                 f"max_distance must be an int above {exact}, the number of buckets for single "
                 f"positions, got {shown(max_distance)}"
             )
         self.num_heads, self.num_buckets, self.max_distance = num_heads, num_buckets, max_distance
-        self.weight = nn.Parameter(torch.zeros(num_buckets, num_heads, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(num_buckets, num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Resets the weight to 0, also after ``to_empty``."""
+        nn.init.zeros_(self.weight)
 
     def buckets(self) -> Tensor:
         """The bucket of each relative position −max_distance … max_distance, int64."""

@@ -117,13 +117,18 @@ def biased(name: str, carrier: str, low: float) -> tuple[attnzoo.Pairwise, dict[
         away = (torch.arange(40)[:, None] - torch.arange(40)).abs()
         options["attn_mask"] = ((away == 8) | (away == 9))[None, None]
         options["alibi"] = torch.full((2,), -low / 8)
+    elif carrier == "table":
+        options["relative_bias"] = torch.full((2, 5), low)
     return attnzoo.Pairwise(activation, normalize, **fields), options
 
 
 @pytest.mark.parametrize(
     ("carrier", "low"),
-    [("mask", -1e9), ("mask", -3e38), ("key bias", -1e9), ("offset", -1e9), ("alibi", -1e9)],
-)
+    [
+        ("mask", -1e9), ("mask", -3e38), ("key bias", -1e9), ("offset", -1e9), ("alibi", -1e9),
+        ("table", -1e9), ("table", -3e38),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("name", BIASED)
 def test_a_bias_that_all_scores_share(name: str, carrier: str, low: float) -> None:
     """τ and lse are stored relative to the largest score: at −1e9 their fp32 sum is −1e9."""

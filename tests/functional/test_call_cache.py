@@ -74,6 +74,11 @@ def test_cached_call_gives_the_results_of_a_new_call(variant: str, layout: str) 
         ("ssmax", {"s": torch.ones(2)}, {"s": torch.tensor([1.0, math.nan])}),
         ("entmax", {"alpha": torch.full((2,), 1.5)}, {"alpha": torch.full((2,), 2.5)}),
         ("softmax", {"alibi": torch.ones(2)}, {"alibi": torch.tensor([1.0, math.inf])}),
+        (
+            "softmax",
+            {"relative_bias": torch.ones(2, 3)},
+            {"relative_bias": torch.full((2, 3), math.inf)},
+        ),
         ("softmax", {}, {"backend": "none such"}),
         ("softmax", {}, {"return_lse": None}),
     ],

@@ -106,8 +106,33 @@ def test_wrong_tables(arguments: dict[str, Any], error: type[Exception], message
         ({"num_buckets": 7}, "num_buckets must be even with bidirectional, got 7"),
         ({"max_distance": 8}, "max_distance must be an int above 8, .*, got 8"),
         ({"max_distance": 9.5}, "max_distance must be an int above 8, .*, got 9.5"),
+        ({"device": "gpu"}, "device must be the name of a device, .*, got 'gpu'"),
+        ({"dtype": torch.int32}, "dtype must be fp16, bf16, fp32 or fp64, got torch.int32"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         RelativeBias(**{"num_heads": 4, **arguments})
+
+
+def test_a_module_made_on_the_meta_device_can_be_reset() -> None:
+    bias = RelativeBias(4, device="meta")
+    assert bias().shape == (4, 257)
+    bias = bias.to_empty(device="cpu")
+    torch.nn.init.ones_(bias.weight)
+    bias.reset_parameters()
+    assert torch.equal(bias.weight, torch.zeros(32, 4))
+
+
+@pytest.mark.parametrize("argument", ["alibi", "relative_bias"])
+def test_the_gradient_of_16_bit_values_is_rounded_once(argument: str) -> None:
+    """It is a sum over segments, which are calls of their own, or over blocks."""
+    ids = torch.arange(30).repeat_interleave(torch.arange(1, 31))
+    q, k, v, do = rand(4, 1, 2, len(ids), 8).float().unbind()
+    values = (rand(2, 9, seed=1) if argument == "relative_bias" else torch.ones(2)).bfloat16()
+    gradients = []
+    for leaf in (values.clone(), values.float()):
+        options: dict[str, Any] = {argument: leaf.requires_grad_()}
+        out = attnzoo.attention(q, k, v, segment_ids=ids[None], **options)
+        gradients += torch.autograd.grad(out, leaf, do)
+    assert torch.equal(gradients[0], gradients[1].bfloat16())

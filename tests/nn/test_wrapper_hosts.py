@@ -213,6 +213,11 @@ WRONG: WrongCalls = [
         r"alibi must have one slope per head, shape \(4,\), got \(8,\)",
     ),
     (
+        lambda: call("differential", relative_bias=torch.ones(H, 6)),
+        ValueError,
+        r"entries per head, shape \(4, 2R \+ 1\), got \(4, 6\)",
+    ),
+    (
         lambda: call("differential", attn_mask=torch.ones(B, 2 * H, N, N).bool()),
         ValueError,
         r"attn_mask must have 1 or 4 heads, got \(2, 8, 7, 7\)",

@@ -20,6 +20,7 @@ from attnzoo.core.checks import (
     is_int,
     shown,
 )
+from attnzoo.core.relative_bias import check_shape
 from attnzoo.functional.prepare import autocast_dtype
 from attnzoo.nn.attention import projecting_attention
 from attnzoo.nn.cache import Cache
@@ -250,12 +251,7 @@ class Wrapper(nn.Module):
 
     def _values_per_map(self, name: str, values: Tensor) -> Tensor:
         """ALiBi's slopes or the rows of a table of H heads, for the M·H heads of the attention."""
-        one, dims, more = ("slope", 1, "") if name == "alibi" else ("row", 2, " 2R + 1")
-        if values.dim() != dims or values.shape[0] != self.num_heads:
-            raise ValueError(
-                f"{name} must have one {one} per head, shape ({self.num_heads},{more}), got "
-                f"{tuple(values.shape)}"
-            )
+        check_shape(name, values, self.num_heads, "head")
         return self._spread(values, 0)
 
     def _mask_per_map(self, mask: Tensor) -> Tensor:

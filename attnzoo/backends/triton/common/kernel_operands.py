@@ -68,7 +68,6 @@ def layout_of(call: Call) -> Layout:
         mask = mask.view(torch.uint8)
     bias = call.relative_bias
     if bias is not None:
-        bias = bias.to(call.dtype)
         bias = call.expanded(bias) if is_alibi(bias) else bias[0].contiguous()
     q_segments, k_segments = (x if x is None else x.contiguous() for x in segments)
     return Layout(

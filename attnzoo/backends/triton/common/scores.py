@@ -134,7 +134,7 @@ def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr
         s -= loaded.slope * tl.abs(i + (size.keys - size.queries) - j)
     if terms.table is not None:
         entry = relative_entry(i, j, size, terms.radius)
-        s += tl.load(terms.table + scoring.head.table + entry) * rule.UNIT
+        s += in_unit(tl.load(terms.table + scoring.head.table + entry), rule.UNIT)
     if terms.key_bias is not None:
         # Both may be much larger than their difference, which is therefore formed first.
         added = tl.load(terms.key_bias + scoring.head.key_bias + j, mask=seen, other=0.0)
