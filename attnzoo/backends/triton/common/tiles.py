@@ -69,27 +69,27 @@ SAFE: dict[tuple[str, int], Row] = {
     ("dkdv", 32): {128: SMALL},
     ("decode", 32): {128: SMALL},
 }
-# Tiles for 16 bits in which an architecture differs from sm_90, by table and kernel. Classes that
-# are left out here have the tile of the tables above.
+# Rows for 16 bits in which an architecture differs from sm_90, by table and kernel. Classes above
+# the last one in a row have the tile of the tables above.
 OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
     80: {
-        ("plain", "forward"): {
-            **dict.fromkeys((64, 128), Config(128, 64, 8, 2)), 256: Config(64, 64, 8, 1),
+        ("plain", "forward"): {128: Config(128, 64, 8, 2), 256: Config(64, 64, 8, 1)},
+        ("plain", "dq"): {
+            64: full(128, 64, 8, 2), 128: full(32, 64, 8, 1), 256: full(32, 32, 8, 2),
         },
-        ("plain", "dq"): {128: full(32, 64, 8, 1), 256: full(32, 32, 8, 2)},
         ("plain", "dkdv"): {
             64: full(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: full(64, 16, 8, 2),
         },
-        ("safe", "forward"): dict.fromkeys((64, 128), full(64, 32, 8, 2)),
+        ("safe", "forward"): {128: full(64, 32, 8, 2)},
         ("safe", "dkdv"): {64: Config(32, 64, 4, 1), 128: Config(64, 32, 8, 2)},
         ("safe", "dq"): {64: full(32, 64, 4, 2), 128: full(16, 64, 8, 1)},
     },
     100: {
-        ("plain", "forward"): {64: full(128, 64, 8, 2), 256: Config(64, 64, 4, 2)},
-        ("plain", "dq"): {256: Config(64, 64, 8, 1)},
-        ("plain", "dkdv"): {
-            **dict.fromkeys((64, 128), full(64, 128, 8, 2)), 256: Config(64, 64, 8, 1),
+        ("plain", "forward"): {
+            64: full(128, 64, 8, 2), 128: Config(128, 128, 8, 2), 256: Config(64, 64, 4, 2),
         },
+        ("plain", "dq"): {128: full(128, 64, 8, 2), 256: Config(64, 64, 8, 1)},
+        ("plain", "dkdv"): {128: full(64, 128, 8, 2), 256: Config(64, 64, 8, 1)},
         ("safe", "dq"): {128: full(64, 32, 8, 2)},
     },
 }  # fmt: skip
@@ -123,15 +123,16 @@ def tile_of_table(kernel: str, arch: int, bits: int, head_dim: int, safe: bool) 
     config = None
     if safe:
         row = SAFE.get((kernel, bits), {})
-        config = overrides.get(("safe", kernel), {}).get(limit) or of_class(row, limit)
+        config = of_class(overrides.get(("safe", kernel), {}), limit) or of_class(row, limit)
     if config is None:
         row = PLAIN[kernel, bits]
-        config = overrides.get(("plain", kernel), {}).get(limit) or of_class(row, limit)
+        config = of_class(overrides.get(("plain", kernel), {}), limit) or of_class(row, limit)
     assert config is not None
     return config
 
 
 def of_class(row: Row, limit: int) -> Config | None:
+    """The tile of the class, or of the next larger one."""
     return next((row[n] for n in LIMITS if n >= limit and n in row), None)
 
 
