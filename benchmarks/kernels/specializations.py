@@ -175,16 +175,16 @@ def of_groups(
 def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
     """The specializations of most calls: bf16 without extras, and the stages of decoding.
 
-    Terms of the form, rare activations, "decode short" and SPLIT are compiled once, for sm_90 and a
-    head dimension of 128, SPLIT with a softmax only. A learned power has small tiles, whose work is
-    done more than once, and is left out.
+    Terms of the scores, rare activations, "decode short" and SPLIT are compiled once, for sm_90 and
+    a head dimension of 128, SPLIT and a table with a softmax only. A learned power has small tiles,
+    whose work is done more than once, and is left out.
     """
     rare = {name for kind, name in kinds().items() if kind in RARE}
     for spec in specializations(archs, list(QUICK_DIMS)):
         common = spec.dtype == "bf16" or spec.kernel in STAGES
         if not common or spec.activation in (kinds()["family"], kinds()["factor-family"]):
             continue
-        if spec.extra == SPLIT and spec.activation != kinds()["online"]:
+        if spec.extra in (SPLIT, "table") and spec.activation != kinds()["online"]:
             continue
         special = spec.extra in (SPLIT, *TERMS) or "short" in spec.kernel
         if special or spec.activation in rare:

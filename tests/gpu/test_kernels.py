@@ -47,7 +47,7 @@ SETTINGS = {
         "shape": (333, 333), "dtype": torch.float32, "span": "window", "dims": (40, 24),
         "bias": "alibi", "segments": True,
     },
-    "causal, bf16, 256": {"shape": (300, 300), "dims": (256, 256)},
+    "causal, bf16, 256": {"shape": (300, 300), "dims": (256, 256), "bias": "table"},
     "masked, bf16, 128": {"shape": (300, 384), "mask": "bool"},
     "masked, bf16, 256": {
         "shape": (130, 257), "mask": "float", "dims": (256, 256), "heads": "2 heads", "lse": True,
@@ -56,7 +56,7 @@ SETTINGS = {
 
 
 TOKENS = {
-    "one query, bf16, 128": {"shape": (1, 5000), "span": "causal"},
+    "one query, bf16, 128": {"shape": (1, 5000), "span": "causal", "bias": "table"},
     "four queries, mqa, fp16, 64": {
         "shape": (4, 3000), "dtype": torch.float16, "dims": (64, 64), "mask": "keys",
         "heads": "mqa",
@@ -81,7 +81,7 @@ def supported(variant: str, setting: dict[str, Any]) -> dict[str, Any]:
     """A row for `agreement.make`: ``PLAIN`` with the setting, as far as the variant supports it."""
     row = {**PLAIN, **setting}
     if variant in NO_SCORE:
-        row.update(alibi=False, mask=row["mask"].replace("float", "bool"))
+        row.update(bias=None, mask=row["mask"].replace("float", "bool"))
     if variant in NO_LSE:
         row["lse"] = False
     if variant in CAUSAL_ONLY and row["span"] == "full":

@@ -46,6 +46,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     },
     "output gate of forgetting": lambda: attnzoo.nn.OutputGate("forgetting", HEADS, 24),
     "Taylor": lambda: attnzoo.nn.Taylor(24, HEADS, bias=True),
+    "RelativeBias": lambda: attnzoo.nn.RelativeBias(HEADS),
     "MultiheadAttention": lambda: MultiheadAttention(24, HEADS, variant="sink", add_bias_kv=True),
     "separate projections": lambda: MultiheadAttention(24, HEADS, kdim=8, variant="forgetting"),
     "differential layer": lambda: MultiheadAttention(24, HEADS, wrapper="differential"),
