@@ -28,7 +28,6 @@ from attnzoo.backends.triton.common.scores import (
     capped,
     load_head,
     load_vectors,
-    relative_entry,
     score_gradients,
     scores,
 )
@@ -314,12 +313,11 @@ def _store_table_entries(ds, table_rows, i, j, size, radius):
     Return the sums [BM] of the first and of the last entry. Each other entry belongs to one key of
     a query, so no two stores meet.
     """
-    last = 2 * radius
-    entry = relative_entry(i, j, size, radius)  # [BM, BN]
-    before = tl.sum(tl.where(entry == 0, ds, 0.0), 1)
-    after = tl.sum(tl.where(entry == last, ds, 0.0), 1)
-    inside = (entry > 0) & (entry < last) & (i < size.queries)
-    tl.store(table_rows + entry, ds, mask=inside)
+    entry = j - (i + (size.keys - size.queries - radius))  # [BM, BN], not clamped
+    is_first, is_last = entry <= 0, entry >= 2 * radius
+    before = tl.sum(tl.where(is_first, ds, 0.0), 1)
+    after = tl.sum(tl.where(is_last, ds, 0.0), 1)
+    tl.store(table_rows + entry, ds, mask=(i < size.queries) & ~(is_first | is_last))
     return before, after
 
 

@@ -115,7 +115,7 @@ def _with_addresses(config: Config, mapped: bool) -> Config:
     """
     if mapped:
         return config._replace(warps=8, part=64)
-    return config._replace(block_n=max(16, config.block_n // 2))
+    return config._replace(block_n=min(32, config.block_n))
 
 
 def _slopes(rule: Rule, grads: Collection[str]) -> dict[str, Any]:
