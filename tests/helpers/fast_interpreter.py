@@ -2,7 +2,8 @@
 
 The interpreter spends most time on Python objects for types and shapes, not on numbers. Each
 function here makes a replacement for a private function of Triton. The replacement handles common
-cases faster, except for `index_by_item`, with which Triton 3.6 supports numpy 2.4 and newer. A
+cases faster. Two mend it: with `index_by_item` Triton 3.6 supports numpy 2.4 and newer, and
+`convert_bf16` is right below the smallest normal number, where Triton's conversion is not. A
 private function that the installed version of Triton lacks is not replaced.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from benchmarks.kernels.interpreter import index_by_item
 
@@ -24,6 +27,7 @@ def speed_up_interpreter() -> None:
         (interpreter, "_patch_lang", patch_once),
         (interpreter, "_patch_lang_tensor", index_by_item),
         (interpreter, "_get_np_dtype", remember_dtypes),
+        (interpreter, "_convert_float", convert_bf16),
         (semantic.TritonSemantic, "broadcast_impl_value", skip_equal_shapes),
         (semantic.TritonSemantic, "binary_op_type_checking_impl", skip_equal_types),
         (semantic.TritonSemantic, "binary_op_sanitize_overflow_impl", skip_unused_checks),
@@ -34,6 +38,20 @@ def speed_up_interpreter() -> None:
         original = getattr(owner, name, None)
         if original is not None:
             setattr(owner, name, faster(original))
+
+
+def convert_bf16(original: Any) -> Any:
+    """Convert between fp32 and bf16 by a shift. As in Triton, fp32 is truncated."""
+    from triton.language import bfloat16, float32
+
+    def convert(x: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if rounding is None and (source, target) == (float32, bfloat16):
+            return (x.view(np.uint32) >> 16).astype(np.uint16)
+        if rounding is None and (source, target) == (bfloat16, float32):
+            return x.view(np.uint16).astype(np.uint32) << 16
+        return original(x, source, target, rounding)
+
+    return convert
 
 
 def patch_once(original: Any) -> Any:
