@@ -114,8 +114,8 @@ def one_by_one(
         for name in leaves.keys() - spans:
             x = leaves[name]
             span = key_span if name == "log_gates" else query_span
-            whole = x.dim() < 2 or name == "relative_bias"
-            params[name] = x if whole else x[None, :, slice(*span)]
+            is_shared = x.dim() < 2 or name == "relative_bias"
+            params[name] = x if is_shared else x[None, :, slice(*span)]
         result = attnzoo.attention(q, k, v, variant, backend="eager", **options, **params)
         out, lse = result if options.get("return_lse") else (result, None)
         outs.append(out[0].transpose(0, 1))
