@@ -41,7 +41,7 @@ def is_readable(x: Tensor) -> bool:
     return x.is_cpu and has_values(x)
 
 
-# Torch has no public names for what the following functions ask: whether torch.jit traces, a
+# Torch exports no public names for what the following functions ask: whether torch.jit traces, a
 # torch.func transform is active, or a mode intercepts operations.
 
 

@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-# The public collectives are not differentiable, and a compiler cannot trace all of them.
+# They return their results. The public collectives write into tensors of the caller.
 # torch 2.13 renamed these, and warns of the old names.
 _gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 _reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor

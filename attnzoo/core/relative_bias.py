@@ -28,6 +28,7 @@ def bias_of(values: Tensor, distance: Tensor) -> Tensor:
 
 
 def is_alibi(values: Tensor) -> bool:
+    """Whether the values are slopes, not a table."""
     return values.shape[-1] == 1
 
 
@@ -66,8 +67,7 @@ def check_relative_bias(
         return None
     if alibi is not None and table is not None:
         raise ValueError(
-            f"relative_bias must be None with alibi, got {shown(table)}; a table can contain the "
-            "slopes"
+            f"relative_bias must be None with alibi, got {shown(table)}; pass one of the two"
         )
     x: Any = alibi if table is None else table
     name = "alibi" if table is None else "relative_bias"

@@ -16,12 +16,8 @@ from attnzoo.core.collectives import Ranks, circulate, pass_on
 from attnzoo.core.visibility import cut
 from attnzoo.distributed.layout import Shards
 
-NAMES = (
-    "mask",
-    "relative_bias",
-    *Vectors._fields,
-    *Terms._fields,
-)  # the tensors of one chunk, besides q
+# The tensors of one chunk, besides q
+NAMES = ("mask", "relative_bias", *Vectors._fields, *Terms._fields)
 _PER_KEY = ("mask", "key_bias")
 
 

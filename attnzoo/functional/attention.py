@@ -124,8 +124,8 @@ def attention(
             position. Otherwise a pair (left, right): a query sees the keys p − left … p + right.
         alibi: Slopes (H,); −slope·|p − j| is added to the scores (after any gain).
         relative_bias: A table r (H, 2R + 1), instead of slopes: r[h, R + clamp(j − p, −R, R)] is
-            added to the scores (after any gain). Queries at least R positions away from a key share
-            an entry. `attnzoo.nn.RelativeBias` makes the table of T5.
+            added to the scores (after any gain). All keys R or more positions before a query share
+            the first entry, all R or more behind it the last. `attnzoo.nn.RelativeBias` is T5's.
         segment_ids: Int (B, N), or a pair (B, Nq), (B, Nk). A query sees only the keys of its own
             segment.
         softcap: c > 0; the logits become c·tanh(scale·q·k/c), before any gain. None: no softcap.

@@ -20,16 +20,16 @@ class RelativeBias(nn.Module):
     """A learned bias of the scores by relative position, shared by positions far away (T5).
 
     The relative position p_j − p_i of key j and query i selects one of ``num_buckets`` learned
-    numbers per head. Positions less than ``exact`` away have a bucket each. Farther ones share
-    buckets whose sizes grow with log |p_j − p_i|, up to ``max_distance``; all beyond share the last
-    one. With ``bidirectional``, keys behind the query have half of the buckets.
+    numbers per head. Keys before and after the query have half of the buckets each. On each side,
+    half of the buckets hold one position each, the nearest. The others hold ranges of positions,
+    whose lengths grow in proportion to the distance, up to ``max_distance``.
 
     Args:
         num_heads: H.
         num_buckets: number of learned values per head; even if ``bidirectional``.
         max_distance: the distance from which on all positions share a bucket.
-        bidirectional: whether keys behind the query have buckets of their own. If False, they have
-            the bucket of position 0; for causal calls.
+        bidirectional: whether keys after the query have buckets. If False, they have the bucket of
+            position 0, and all others belong to keys before it; for causal calls.
         device, dtype: of the weight.
 
     Attributes:
@@ -38,8 +38,9 @@ class RelativeBias(nn.Module):
 
     Returns:
         The table (H, 2·max_distance + 1), for ``relative_bias`` of `attnzoo.attention`. The weight
-        gets its gradient through the table. No (Nq, Nk) matrix is built on backends that work in
-        blocks. Layers may share one module, as in T5.
+        gets its gradient through the table. `tiled`, `flash` and `decode` build no (Nq, Nk) matrix;
+        `flash` needs a buffer of (B, H, Nq, 2·max_distance + 1) fp32 numbers for the gradient.
+        Layers may share one module, as in T5.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.

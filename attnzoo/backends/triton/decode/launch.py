@@ -73,7 +73,7 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, block_n: int, processors: int)
 
 def _walk(
     kernel: Any, q: Tensor, k: Tensor, layout: Layout, rule: Rule | None, vectors: Vectors,
-    terms: Terms, constants_of_rule: RuleConstants, arch: int, processors: int,
+    terms: Terms, rule_constants: RuleConstants, arch: int, processors: int,
     solved: Solved = UNSOLVED, **operands: Any,
 ) -> list[Launch]:  # fmt: skip
     """Return launches of which the last is that of a kernel with a loop over keys.
@@ -85,7 +85,7 @@ def _walk(
     # One tile holds all queries.
     ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
     args = {
-        **launch.arguments_of(q, k, layout, constants_of_rule, vectors, terms, ranges, solved, 1),
+        **launch.arguments_of(q, k, layout, rule_constants, vectors, terms, ranges, solved, 1),
         **launch.strides(unit_of(q), **tensors), "partials": Partials(),
         **operands,
     }  # fmt: skip

@@ -93,9 +93,9 @@ def describe_forward(
     if rule.online:
         after = factor_after_maximum(q, layout, vectors, terms, arch)
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
-    of_rule = launch.constants_of(rule, v, LATE=after)
+    rule_constants = launch.constants_of(rule, v, LATE=after)
     args = {
-        **launch.arguments_of(q, k, layout, of_rule, vectors, terms, ranges, solved),
+        **launch.arguments_of(q, k, layout, rule_constants, vectors, terms, ranges, solved),
         **strides(unit_of(q), q=q, k=k, v=v, o=out), "v": v, "o": out,
         **descriptors(config, arch, config.block_n, k=k, v=v),
         "maps": Maps(solved.blocks, solved.counts), "saved": Saved(stat, weight_sum, lse),
@@ -150,12 +150,12 @@ def describe_threshold(
     size = map_size_of(q, v)
     config = config_of("threshold", arch, q, v, layout, rule, vectors, terms, size)
     ranges, before = ranges_of(layout, config.block_m, arch)
-    of_rule = constants(
+    rule_constants = constants(
         RuleConstants, ACT=launch.function("Activation.triton", phi.triton), UNIT=1.0,
         ALPHA=launch.alpha_of(rule), DISTANCE=launch.distance_of(rule),
     )  # fmt: skip
     args = {
-        **launch.arguments_of(q, k, layout, of_rule, vectors, terms, ranges),
+        **launch.arguments_of(q, k, layout, rule_constants, vectors, terms, ranges),
         **strides(unit_of(q), q=q, k=k), "solved": solved,
         "tile": tile_constants(config, q, None, layout),
         "FLIPS": vectors.gain is not None or launch.outer_scale(layout) < 0.0,
