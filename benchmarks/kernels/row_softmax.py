@@ -203,6 +203,6 @@ def describe(algorithm: str, x: Tensor, out: Tensor, block: int = COLUMNS) -> La
         block: columns per block.
     """
     args = {"x": x, "out": out, "columns": x.shape[1], "BLOCK": block}
-    narrow = x.shape[1] % unit_of(x) or x.data_ptr() % 16 or out.data_ptr() % 16
-    args["ALIGN"] = 1 if narrow else unit_of(x)
+    unaligned = x.shape[1] % unit_of(x) or x.data_ptr() % 16 or out.data_ptr() % 16
+    args["ALIGN"] = 1 if unaligned else unit_of(x)
     return Launch(KERNELS[algorithm], x.shape[0], args, Config(1, block, 8, 2))

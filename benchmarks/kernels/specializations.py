@@ -179,7 +179,7 @@ def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
     a head dimension of 128, SPLIT and a table with a softmax only. A learned power has small tiles,
     whose work is done more than once, and is left out.
     """
-    rare = {name for kind, name in kinds().items() if kind in RARE}
+    rare_activations = {name for kind, name in kinds().items() if kind in RARE}
     for spec in specializations(archs, list(QUICK_DIMS)):
         common = spec.dtype == "bf16" or spec.kernel in STAGES
         if not common or spec.activation in (kinds()["family"], kinds()["factor-family"]):
@@ -187,7 +187,7 @@ def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
         if spec.extra in (SPLIT, "table") and spec.activation != kinds()["online"]:
             continue
         special = spec.extra in (SPLIT, *TERMS) or "short" in spec.kernel
-        if special or spec.activation in rare:
+        if special or spec.activation in rare_activations:
             once = (spec.arch, spec.head_dim) == ("sm_90", 128)
             if once and spec.extra in ("", SPLIT, *TERMS):
                 yield spec
