@@ -23,7 +23,7 @@ from attnzoo.core.checks import is_known, is_readable
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.core.visibility import visible_entries
 
-# The same function, but not to `replace_sdpa`, which redirects users' calls only. It takes 3 µs more.
+# The same function, but `replace_sdpa` does not redirect it. A call takes 3 µs more.
 OVERLOAD = torch.ops.aten.scaled_dot_product_attention.default
 # A row of this many scores is wider than any AVX-512 vector; see `_remove_nan`.
 WIDER_THAN_A_VECTOR = 64

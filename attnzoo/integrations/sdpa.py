@@ -64,6 +64,8 @@ class RedirectionMode(TorchFunctionMode):
                 "replace_sdpa does not support torch.nn.MultiheadAttention, which may compute "
                 "softmax without scaled_dot_product_attention: use attnzoo.nn.replace for it"
             )
+        if func is Tensor.unflatten:  # torch's compiler cannot trace this method inside of a mode
+            func = torch.unflatten
         return func(*args, **kwargs)
 
     def redirect(
