@@ -21,6 +21,7 @@ from attnzoo.functional.probabilities import probabilities
 from attnzoo.functional.topk import TopK, topk_probabilities
 from attnzoo.functional.use_backend import use_backend
 from attnzoo.functional.varlen import varlen_attention
+from attnzoo.integrations.sdpa import replace_sdpa
 from attnzoo.losses.probabilities import linear_topk
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ __all__ = [
     "nn",
     "probabilities",
     "register_variant",
+    "replace_sdpa",
     "topk_probabilities",
     "use_backend",
     "varlen_attention",
