@@ -142,8 +142,9 @@ class Attention(VariantParameters):
         cache: Cache | None = None,
         need_weights: bool = False,
         return_lse: bool = False,
+        return_max_logits: bool = False,
         **keywords: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Attention of the queries to the keys.
 
         Args:
@@ -154,12 +155,14 @@ class Attention(VariantParameters):
                 causally to all tokens so far and are appended to the cache.
             need_weights: also return the weights, computed from the variant's dense definition.
             return_lse: also return the log-sum-exp, for variants that are a softmax of scores.
+            return_max_logits: also return the largest logit of each head, for variants with logits.
             **keywords: the other keywords of `attnzoo.attention` except softcap, and the parameters
                 named by ``given``. Other parameters of the variant are not accepted.
 
         Returns:
             The output (B, H, Nq, Dv). With ``need_weights`` (output, weights (B, H, Nq, Nk)). With
-            ``return_lse`` (output, lse (B, H, Nq)).
+            ``return_lse`` (output, lse (B, H, Nq)). With ``return_max_logits`` the maxima (H,) come
+            last.
 
         Raises:
             ValueError, TypeError: an argument is wrong; the message names it.
@@ -181,9 +184,12 @@ class Attention(VariantParameters):
                     f"{self.given}"
                 )
         options: dict[str, Any] = {**keywords, **params, "return_lse": return_lse}
+        options["return_max_logits"] = return_max_logits
         if self.softcap is not None:
             options["softcap"] = self.softcap
         if check_bool("need_weights", need_weights):
+            if return_max_logits:
+                raise ValueError("return_max_logits must be False with need_weights, got True")
             if self.sharding is not None:
                 raise ValueError("need_weights must be False for a sharded sequence, got True")
             if cache is not None:
@@ -235,6 +241,16 @@ class Attention(VariantParameters):
             relative_bias: Tensor | None = None, segment_ids: Segments = None,
             dropout_p: float = 0.0, backend: str | None = None, **params: Tensor,
         ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+        @overload
+        def __call__(
+            self, q: Tensor, k: Tensor, v: Tensor, *, cache: Cache | None = None,
+            need_weights: Literal[False] = False, return_lse: bool = False,
+            return_max_logits: Literal[True],
+            attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+            enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
+            relative_bias: Tensor | None = None, segment_ids: Segments = None,
+            dropout_p: float = 0.0, backend: str | None = None, **params: Tensor,
+        ) -> tuple[Tensor, ...]: ...  # fmt: skip
         def __call__(self, *args: Any, **keywords: Any) -> Any: ...
 
     @overload
