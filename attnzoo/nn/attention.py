@@ -78,6 +78,7 @@ class Attention(VariantParameters):
     queries = 1  # per head; a wrapper may need more
     projections: Projections | None
     sharding: Sharding | None = None  # see `attnzoo.distributed.shard_sequence`
+    max_logits: Tensor | None = None  # (H,), if a `QKClip` records the largest logits
 
     def __init__(
         self,
@@ -184,12 +185,29 @@ class Attention(VariantParameters):
                     f"{self.given}"
                 )
         options: dict[str, Any] = {**keywords, **params, "return_lse": return_lse}
-        options["return_max_logits"] = return_max_logits
+        records = self.training and self.max_logits is not None
+        options["return_max_logits"] = return_max_logits or records
         if self.softcap is not None:
             options["softcap"] = self.softcap
+        result = self._attend(q, k, v, cache, need_weights, options)
+        return self._recorded(result, return_max_logits) if records else result
+
+    def _recorded(
+        self, result: Tensor | tuple[Tensor, ...], return_max_logits: bool
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Adds the maxima, the last of the results, to `max_logits`; returns the others."""
+        *others, largest = result
+        assert self.max_logits is not None
+        self.max_logits = torch.maximum(self.max_logits.to(largest), largest)
+        if return_max_logits:
+            return result
+        return others[0] if len(others) == 1 else tuple(others)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, need_weights: bool,
+        options: dict[str, Any],
+    ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
         if check_bool("need_weights", need_weights):
-            if return_max_logits:
-                raise ValueError("return_max_logits must be False with need_weights, got True")
             if self.sharding is not None:
                 raise ValueError("need_weights must be False for a sharded sequence, got True")
             if cache is not None:
@@ -244,7 +262,7 @@ class Attention(VariantParameters):
         @overload
         def __call__(
             self, q: Tensor, k: Tensor, v: Tensor, *, cache: Cache | None = None,
-            need_weights: Literal[False] = False, return_lse: bool = False,
+            need_weights: bool = False, return_lse: bool = False,
             return_max_logits: Literal[True],
             attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
             enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
@@ -360,11 +378,10 @@ def projecting_attention(
     return new
 
 
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any
-) -> tuple[Tensor, Tensor]:
-    """The output (B, H, Nq, Dv), and the weights (B, H, Nq, Nk) after dropout."""
-    weights = attention_weights(q, k, v, variant, **arguments)
-    if not isinstance(weights, Tensor):
+def _dense(q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any) -> tuple[Tensor, ...]:
+    """The output (B, H, Nq, Dv), the weights (B, H, Nq, Nk) after dropout, and the maxima."""
+    if check_bool("return_lse", arguments["return_lse"]):
         raise ValueError("return_lse must be False with need_weights, got True")
-    return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), weights
+    result = attention_weights(q, k, v, variant, **arguments)
+    weights, *largest = (result,) if isinstance(result, Tensor) else result
+    return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), weights, *largest

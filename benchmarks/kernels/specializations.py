@@ -44,8 +44,8 @@ class Specialization(NamedTuple):
         the name of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has
         no head dimension and no activation.
     extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head);
-    "fp32 mask" (as under autocast); SPLIT; "peak" (of "stats", only the maximum); or "all" (all of
-        EXTRAS, a sink and dlse).
+        "fp32 mask" (as under autocast); SPLIT; "peak" (of "stats", only the maximum); or "all" (all
+        of EXTRAS, a sink and dlse).
     """
 
     kernel: str

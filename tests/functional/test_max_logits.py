@@ -154,8 +154,11 @@ def test_attention_weights_and_modules_return_it() -> None:
     assert lse.shape == (1, 2, 6)
     assert torch.equal(largest, want)
     assert torch.equal(Attention("softmax", 2)(q, k, v, return_max_logits=True)[1], want)
-    with pytest.raises(ValueError, match="return_max_logits must be False with need_weights"):
-        Attention("softmax", 2)(q, k, v, return_max_logits=True, need_weights=True)
+    out, weights, largest = Attention("softmax", 2)(
+        q, k, v, return_max_logits=True, need_weights=True
+    )
+    assert torch.allclose(out, weights @ v)
+    assert torch.equal(largest, want)
     with pytest.raises(ValueError, match="return_max_logits must be False for Laser"):
         Laser("softmax", 2, 8)(q, k, v, return_max_logits=True)
 
