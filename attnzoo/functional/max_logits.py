@@ -78,9 +78,10 @@ class Results(NamedTuple):
     @staticmethod
     def of(result: Tensor | tuple[Tensor, ...], arguments: dict[str, Any]) -> Results:
         """Undo `returned`, with the ``arguments`` of the call."""
-        values = iter((result,) if isinstance(result, Tensor) else result)
-        asked = True, arguments["return_lse"], arguments["return_max_logits"]
-        return Results(*[next(values) if each else None for each in asked])
+        if isinstance(result, Tensor):
+            return Results(result, None, None)
+        lse = result[1] if arguments["return_lse"] else None
+        return Results(result[0], lse, result[-1] if arguments["return_max_logits"] else None)
 
     @property
     def returned(self) -> Tensor | tuple[Tensor, ...]:

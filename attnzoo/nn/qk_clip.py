@@ -68,8 +68,8 @@ class QKClip:
         ]
         if not self.layers:
             raise ValueError(
-                "model must contain MultiheadAttention or Transformer layers of attnzoo; for others "
-                "pass the result of return_max_logits=True to qk_clip_"
+                "model must contain MultiheadAttention or Transformer layers of attnzoo; for "
+                "others pass the result of return_max_logits=True to qk_clip_"
             )
         for layer in self.layers:
             _check_layer(layer)
@@ -92,10 +92,9 @@ class QKClip:
         for layer, largest in zip(self.layers, self.max_logits, strict=True):
             for of_queries, of_keys in _projections(layer):
                 qk_clip_(of_queries, of_keys, largest, self.threshold)
-            if isinstance(layer, MultiheadAttention) and layer.bias_k is not None:
-                # The appended key. The queries are scaled above.
-                if layer.num_kv_heads == layer.num_heads:
-                    _scale(layer.bias_k.view(-1), _factors(largest, self.threshold).sqrt())
+            key = getattr(layer, "bias_k", None)  # appended by the layer
+            if key is not None and key.numel() == _projections(layer)[0][0].shape[0]:
+                _scale(key.view(-1), _factors(largest, self.threshold).sqrt())
         self._reset()
 
     def _reset(self) -> None:
@@ -208,10 +207,10 @@ def _projections(layer: Layer) -> list[tuple[Tensor, Tensor]]:
         q, k, _ = layer.qkv.weight.split(layer.sizes)
         return [(q, k)]
     queries, width = layer.widths
-    if layer.in_proj_weight is not None:
-        pairs = [layer.in_proj_weight.split([queries, width, width])[:2]]
-    else:
-        pairs = [(layer.q_proj_weight, layer.k_proj_weight)]
-    if layer.in_proj_bias is not None:
-        pairs.append(layer.in_proj_bias.split([queries, width, width])[:2])
+    pairs = []
+    for packed in (layer.in_proj_weight, layer.in_proj_bias):
+        if packed is not None:
+            pairs.append((packed[:queries], packed[queries : queries + width]))
+    if layer.q_proj_weight is not None and layer.k_proj_weight is not None:
+        pairs.append((layer.q_proj_weight, layer.k_proj_weight))
     return pairs
