@@ -15,6 +15,7 @@ from attnzoo.core.plugins import Plugin, load_plugin
 from attnzoo.core.registry import get_variant, list_variants, register_variant
 from attnzoo.core.variant import REQUIRED, Param, Projection, Variant
 from attnzoo.functional.attention import attention, attention_weights
+from attnzoo.functional.attention_received import attention_received
 from attnzoo.functional.explain import Plan, explain
 from attnzoo.functional.linear_attention import LinearState, linear_attention
 from attnzoo.functional.probabilities import probabilities
@@ -44,6 +45,7 @@ __all__ = [
     "TopK",
     "Variant",
     "attention",
+    "attention_received",
     "attention_weights",
     "explain",
     "get_variant",

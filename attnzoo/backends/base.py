@@ -25,6 +25,12 @@ class Run(Protocol):
         ...
 
 
+class MaxLogits(Protocol):
+    def __call__(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        """Return the largest logit of each head, (H,), for a call without softcap and bias."""
+        ...
+
+
 class Scan(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None
@@ -48,6 +54,7 @@ class Backend:
     """One way to compute a form. `attnzoo.backends.BACKENDS` lists all of them.
 
     ``scan`` is None for backends that cannot continue from the state of a linear form.
+    ``max_logits`` is None for backends that have no scores; `tiled` then computes the logits.
     ``walks_segments``: whether the backend computes only the scores of keys near a query's own
     segment. A call with segments is not split for such a backend; see `functional.packed`.
     ``any_alignment``: whether the last query may have another position than the last key.
@@ -58,5 +65,6 @@ class Backend:
     unsupported: Unsupported
     run: Run
     scan: Scan | None = None
+    max_logits: MaxLogits | None = None
     walks_segments: bool = False
     any_alignment: bool = False

@@ -55,4 +55,15 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     return call.by_group(w, v.to(call.dtype)), lse
 
 
-BACKEND = Backend("eager", ("definition",), unsupported, run, any_alignment=True)
+def max_logits(q: Tensor, k: Tensor, call: Call) -> Tensor:
+    logits = call.scores(q, k)
+    if not call.sees_all:
+        logits = logits.masked_fill(~call.visible, float("-inf"))
+    of_heads = logits.transpose(0, 1).flatten(1)
+    # The added entry is the maximum of no logits.
+    return torch.nn.functional.pad(of_heads, (0, 1), value=float("-inf")).amax(-1)
+
+
+BACKEND = Backend(
+    "eager", ("definition",), unsupported, run, max_logits=max_logits, any_alignment=True
+)

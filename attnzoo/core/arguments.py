@@ -43,6 +43,7 @@ def check_call(
     softcap: float | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    return_max_logits: bool = False,
 ) -> Call:
     """Validate the common arguments, without reading values on a GPU, and make the `Call`."""
     check_tensors("B, H, N, D", {"q": q, "k": k, "v": v})
@@ -51,6 +52,7 @@ def check_call(
     kv_heads, keys = k.shape[1:3]
     check_heads(("q", "k"), heads, kv_heads, enable_gqa)
     is_causal, return_lse = check_bool("is_causal", is_causal), check_bool("return_lse", return_lse)
+    return_max_logits = check_bool("return_max_logits", return_max_logits)
     dtype = score_dtype(q)
     left, right = _bounds(window, is_causal)
     # A bound beyond all keys has no effect. Dropping it keeps sums of positions within int64.
@@ -77,6 +79,7 @@ def check_call(
         segments=_segments(segment_ids, batch, queries, keys, q.device),
         dropout_p=check_probability("dropout_p", dropout_p),
         return_lse=return_lse,
+        return_max_logits=return_max_logits,
     )
 
 

@@ -71,6 +71,7 @@ class Call(Visibility):
         key_origin: Position of the first key.
         dropout_p: Dropout probability; backends apply it to the weights.
         return_lse: Whether lse is returned too.
+        return_max_logits: Whether the largest logit of each head is returned too.
         needs_grad: Whether a gradient may be needed.
 
     Example:
@@ -89,6 +90,7 @@ class Call(Visibility):
     relative_bias: Tensor | None = None  # [1, H, W] in `dtype`
     dropout_p: float = 0.0
     return_lse: bool = False
+    return_max_logits: bool = False
     needs_grad: bool = False
 
     # ---- for variants ---------------------------------------------------------------------

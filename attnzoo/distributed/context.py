@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnzoo.backends.selection import check_backend
 from attnzoo.core.arguments import ARGUMENTS, check_tensors
 from attnzoo.core.call import in_full_precision
-from attnzoo.core.checks import shown
+from attnzoo.core.checks import check_bool, shown
 from attnzoo.core.collectives import Ranks
 from attnzoo.core.forms import Linear
 from attnzoo.core.rank_agreement import agreed, described, ranks_of
@@ -75,6 +75,7 @@ def context_parallel_attention(
 
     Returns:
         The output (B, H, N/R, Dv) in q's dtype, or a pair (output, lse), as for `attention`.
+        ``return_max_logits`` is not supported.
 
     Raises:
         ValueError: An argument is wrong, the ranks pass different arguments, or the method does not
@@ -163,6 +164,8 @@ def _checked(
     if k.shape[2] != local:
         raise ValueError(f"q and k must have equal lengths, got {local} and {k.shape[2]}")
     shards = shards_of(layout, ranks.count, local)
+    if check_bool("return_max_logits", arguments.get("return_max_logits", False)):
+        raise ValueError("return_max_logits must be False for a sharded sequence, got True")
     common = {name: value for name, value in arguments.items() if name in ARGUMENTS}
     params = {name: value for name, value in arguments.items() if name not in ARGUMENTS}
     mask = common.get("attn_mask")

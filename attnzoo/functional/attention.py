@@ -12,6 +12,7 @@ from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import shown
 from attnzoo.functional import packed
 from attnzoo.functional.call_cache import find, key_of
+from attnzoo.functional.max_logits import Results, max_logits, max_logits_of
 from attnzoo.functional.prepare import check_supported, prepare
 from attnzoo.functional.run_on_backend import run_on_backend
 from attnzoo.functional.use_backend import named_backend
@@ -38,6 +39,7 @@ def attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
     **params: Tensor | float | None,
 ) -> Tensor: ...
 @overload
@@ -59,6 +61,7 @@ def attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = False,
     **params: Tensor | float | None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -80,8 +83,10 @@ def attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: bool,
+    return_max_logits: Literal[False] = False,
     **params: Tensor | float | None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
 def attention(
     q: Tensor,
     k: Tensor,
@@ -100,8 +105,30 @@ def attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: bool = False,
+    return_max_logits: Literal[True],
     **params: Tensor | float | None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: str = "softmax",
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: int | tuple[int, int] | None = None,
+    alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    **params: Tensor | float | None,
+) -> Tensor | tuple[Tensor, ...]:
     """Attention with the normalizer of a variant: out_i = Σ_j w_ij v_j.
 
     The variant turns the logits z_ij = scale · q_i·k_j into the weights w_ij. The layout and
@@ -135,6 +162,10 @@ def attention(
             is the one of `use_backend`, or lets the library choose (see `explain`).
         return_lse: Also return lse_i = log Σ_j exp(s_ij) of the scores s_ij after gain and bias.
             Supported by variants that are a softmax of scores. The sum does not include a sink.
+        return_max_logits: Also return the largest logit of each head, max scale · q_i·k_j over the
+            batch and all visible keys, before softcap, gain and bias. It costs one more pass over
+            the keys and has no gradient. `attnzoo.nn.QKClip` bounds it. Supported by variants with
+            logits.
         **params: Parameters of the variant: a number, or a tensor () or (H,) with one value per
             query head; (B, H, Nq) or (B, H, Nk) where the variant accepts one value per query or
             per key; (H, …) where it has a feature map.
@@ -142,7 +173,8 @@ def attention(
     Returns:
         The output (B, H, Nq, Dv) in q's dtype. With ``return_lse`` a pair (output, lse), lse of
         shape (B, H, Nq) in fp32 (fp64 for fp64 inputs). A query without visible keys has output 0,
-        lse −inf and gradient 0.
+        lse −inf and gradient 0. With ``return_max_logits`` the last element of the tuple is the
+        maximum, (H,) in lse's dtype; −inf if no query of the head has a visible key.
 
     Raises:
         ValueError: An argument has a wrong value or shape, or the call is unsupported by the
@@ -178,26 +210,28 @@ def attention(
         softcap=softcap,
         dropout_p=dropout_p,
         return_lse=return_lse,
+        return_max_logits=return_max_logits,
     )
     backend = named_backend(backend)
     # The number of calls depends on the ids of segments that are split, so nothing is cached.
     split = segment_ids is not None and packed.splits(q, backend)
     key = None if split else key_of(q, k, v, variant, backend, arguments, params)
-    cached = find(key, variant, arguments, params)
+    cached, largest = find(key, variant, arguments, params), None
     if cached is not None:
         chosen, call, form = cached
         out, lse = chosen.run(q, k, v, call, form)
+        if call.return_max_logits:
+            largest = max_logits(q, k, call, chosen)
     else:
         ready = prepare(q, k, v, variant, arguments | params)
         call = ready.call
         check_backend(backend)
         out, lse = run_on_backend(ready, backend, key, params)
+        if call.return_max_logits:
+            largest = max_logits_of(ready, backend)
     if out.dtype != call.input_dtype:
         out = out.to(call.input_dtype)
-    if not return_lse:
-        return out
-    assert lse is not None
-    return out, lse
+    return Results(out, lse, largest).returned
 
 
 def with_signature_of(source: F) -> Callable[[Callable[..., Any]], F]:
@@ -229,8 +263,8 @@ def attention_weights(
         q, k, v and all others: As for `attention`.
 
     Returns:
-        The weights (B, H, Nq, Nk) in q's dtype, after dropout. With ``return_lse`` a pair (weights,
-        lse) as in `attention`.
+        The weights (B, H, Nq, Nk) in q's dtype, after dropout. With ``return_lse`` and
+        ``return_max_logits`` a tuple that begins with the weights, as in `attention`.
 
     Raises:
         ValueError: As for `attention`.
@@ -251,5 +285,5 @@ def attention_weights(
     check_supported(ready)
     with in_full_precision(ready.call.device):
         w, lse = eager.weights(ready.q, ready.k, ready.call, ready.definition)
-    w = w.to(ready.call.input_dtype)
-    return (w, lse) if ready.call.return_lse else w
+    largest = max_logits_of(ready, "eager") if ready.call.return_max_logits else None
+    return Results(w.to(ready.call.input_dtype), lse, largest).returned

@@ -71,6 +71,7 @@ def explain(
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     **params: Tensor | float | None,
 ) -> Plan:
     """Which backend `attention` would use for these arguments, and why, without running it.
@@ -104,6 +105,7 @@ def explain(
         softcap=softcap,
         dropout_p=dropout_p,
         return_lse=return_lse,
+        return_max_logits=return_max_logits,
     )
     ready = prepare(q, k, v, variant, arguments | params)
     backend = named_backend(backend)

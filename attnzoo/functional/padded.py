@@ -14,6 +14,7 @@ from torch import Tensor
 from attnzoo.core.registry import get_variant
 from attnzoo.core.varlen_arguments import Packed, TokenParams
 from attnzoo.functional.attention import attention
+from attnzoo.functional.max_logits import Results
 
 
 class PaddedRows(NamedTuple):
@@ -48,8 +49,8 @@ def padded_attention(
     backend: str | None,
     arguments: dict[str, Any],
     token_params: TokenParams,
-) -> tuple[Tensor, Tensor | None]:
-    """The output (Tq, H, Dv) of `varlen_attention`, and lse (H, Tq) if the call asks for it."""
+) -> Results:
+    """The results of `varlen_attention`: the output (Tq, H, Dv), lse (H, Tq), the maxima (H,)."""
     queries, keys = (
         PaddedRows.of(ends, x.shape[0], width)
         for ends, x, width in zip(inputs.ends, (inputs.query, inputs.key), inputs.longest)
@@ -76,7 +77,5 @@ def padded_attention(
         """(S, H, max_q, …) as (Tq, H, …)."""
         return x.transpose(1, 2)[row, place]
 
-    if isinstance(result, Tensor):
-        return unpadded(result), None
-    out, lse = result
-    return unpadded(out), unpadded(lse).T
+    out, lse, largest = Results.of(result, arguments)
+    return Results(unpadded(out), None if lse is None else unpadded(lse).T, largest)

@@ -146,6 +146,8 @@ def _needs_logits(variant: Variant, call: Call) -> str | None:
         )
     if call.softcap is not None:
         return f"{variant.name} has no logits: softcap must be None, got {call.softcap}"
+    if call.return_max_logits:
+        return f"{variant.name} has no logits: return_max_logits must be False, got True"
     return None
 
 

@@ -22,6 +22,7 @@ from attnzoo.core.varlen_arguments import (
 )
 from attnzoo.functional import packed
 from attnzoo.functional.attention import attention
+from attnzoo.functional.max_logits import Results, max_logits, max_logits_of_segments
 from attnzoo.functional.packed import Runs, Segment
 from attnzoo.functional.padded import padded_attention, sequences
 from attnzoo.functional.prepare import prepare
@@ -54,6 +55,7 @@ def varlen_attention(
     backend: str | None = None,
     return_lse: Literal[False] = False,
     return_aux: None = None,
+    return_max_logits: Literal[False] = False,
     **params: Tensor | float | None,
 ) -> Tensor: ...
 @overload
@@ -79,6 +81,7 @@ def varlen_attention(
     backend: str | None = None,
     return_lse: Literal[True],
     return_aux: None = None,
+    return_max_logits: Literal[False] = False,
     **params: Tensor | float | None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -104,8 +107,10 @@ def varlen_attention(
     backend: str | None = None,
     return_lse: bool = False,
     return_aux: AuxRequest | None = None,
+    return_max_logits: Literal[False] = False,
     **params: Tensor | float | None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -128,8 +133,34 @@ def varlen_attention(
     backend: str | None = None,
     return_lse: bool = False,
     return_aux: AuxRequest | None = None,
+    return_max_logits: Literal[True],
     **params: Tensor | float | None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]: ...
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int | Tensor,
+    max_k: int | Tensor,
+    variant: str = "softmax",
+    *,
+    is_causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+    return_lse: bool = False,
+    return_aux: AuxRequest | None = None,
+    return_max_logits: bool = False,
+    **params: Tensor | float | None,
+) -> Tensor | tuple[Tensor, ...]:
     """Attention within each of several packed sequences: out_i = Σ_j w_ij v_j.
 
     Sequence s has the queries ``cu_seq_q[s]`` … ``cu_seq_q[s + 1] − 1`` and the keys
@@ -163,13 +194,15 @@ def varlen_attention(
         backend: As for `attention`.
         return_lse: As for `attention`.
         return_aux: As in torch: ``AuxRequest(lse=True)`` is the same as ``return_lse``.
+        return_max_logits: As for `attention`; the maximum is over all sequences.
         **params: Parameters of the variant, as for `attention`; a tensor with one value per query
             or per key is (H, Tq) or (H, Tk).
 
     Returns:
         The output (Tq, H, Dv) in the dtype of ``query``. With ``return_lse`` a pair (output, lse),
         lse of shape (H, Tq) in fp32 (fp64 for fp64 inputs). A query of a sequence without keys has
-        output 0, lse −inf and gradient 0.
+        output 0, lse −inf and gradient 0. With ``return_max_logits`` the last element of the tuple
+        is the maximum, (H,), in lse's dtype.
 
     Raises:
         ValueError: An argument has a wrong value or shape, or the call is unsupported by the
@@ -221,13 +254,10 @@ def varlen_attention(
         relative_bias=relative_bias,
         dropout_p=dropout_p,
         return_lse=return_lse,
+        return_max_logits=return_max_logits,
     )
     token_params = with_batch(variant, params, query, key)
-    out, lse = _attend(inputs, variant, backend, arguments, token_params)
-    if not return_lse:
-        return out
-    assert lse is not None
-    return out, lse
+    return _attend(inputs, variant, backend, arguments, token_params).returned
 
 
 def _attend(
@@ -236,26 +266,29 @@ def _attend(
     backend: str | None,
     arguments: dict[str, Any],
     token_params: TokenParams,
-) -> tuple[Tensor, Tensor | None]:
-    """The output (Tq, H, Dv), and lse (H, Tq) if the call asks for it."""
+) -> Results:
+    """The output (Tq, H, Dv), and lse (H, Tq) and the maxima (H,) if the call asks for them."""
     q, k, v = (x.transpose(0, 1)[None] for x in (inputs.query, inputs.key, inputs.value))
     options = arguments | token_params.values
     if not inputs.attends:
         options |= {name: token_params.values[name][..., :0] for name in token_params.of_keys}
         result = attention(q, k[:, :, :0], v[:, :, :0], variant, backend=backend, **options)
-        out, lse = (result, None) if isinstance(result, Tensor) else result
+        out, lse, largest = Results.of(result, options)
     elif inputs.lengths is not None and not is_recorded():
         ready = prepare(q, k, v, variant, options)
+        runs = _runs(*inputs.lengths)
         with in_full_precision(q.device):
-            out, lse = packed.attend_segments(ready, _runs(*inputs.lengths), backend)
+            out, lse = packed.attend_segments(ready, runs, backend)
+        of_runs = ready.call.return_max_logits
+        largest = max_logits_of_segments(ready, runs, backend) if of_runs else None
     else:
         walked = None
         if inputs.ends[0] is inputs.ends[1]:
             walked = _walked(q, k, v, inputs.ends[0], variant, backend, options)
         if walked is None:
             return padded_attention(inputs, variant, backend, arguments, token_params)
-        out, lse = walked
-    return out[0].transpose(0, 1), None if lse is None else lse[0]
+        out, lse, largest = walked
+    return Results(out[0].transpose(0, 1), None if lse is None else lse[0], largest)
 
 
 def _runs(queries: list[int], keys: list[int]) -> Runs:
@@ -273,7 +306,7 @@ def _walked(
     variant: str,
     backend: str | None,
     arguments: dict[str, Any],
-) -> tuple[Tensor, Tensor | None] | None:
+) -> Results | None:
     """Run the sequences as segments of one row; None if no backend walks them in this call."""
     ids = sequences(ends, q.shape[2])[None]
     ready = prepare(q, k, v, variant, arguments | {"segment_ids": ids})
@@ -286,5 +319,7 @@ def _walked(
         first = next(able, None)
         if first is None or not BACKENDS[first.backend].walks_segments:
             return None
-        out, lse = BACKENDS[first.backend].run(ready.q, ready.k, ready.v, call, first.form)
-    return out.to(call.input_dtype), lse
+        runner = BACKENDS[first.backend]
+        out, lse = runner.run(ready.q, ready.k, ready.v, call, first.form)
+    largest = max_logits(ready.q, ready.k, call, runner) if call.return_max_logits else None
+    return Results(out.to(call.input_dtype), lse, largest)

@@ -8,6 +8,7 @@ from attnzoo.nn.mixture_output import MixtureOutput
 from attnzoo.nn.multihead import MultiheadAttention
 from attnzoo.nn.optimizer import parameter_groups
 from attnzoo.nn.output_layer import OutputLayer, TargetLoss
+from attnzoo.nn.qk_clip import QKClip, qk_clip_
 from attnzoo.nn.relative_bias import RelativeBias
 from attnzoo.nn.replacing import replace
 from attnzoo.nn.schedule import ParameterSchedule
@@ -39,6 +40,7 @@ __all__ = [
     "OutputGate",
     "OutputLayer",
     "ParameterSchedule",
+    "QKClip",
     "RelativeBias",
     "StateCache",
     "TargetLoss",
@@ -48,5 +50,6 @@ __all__ = [
     "attend",
     "host_attention",
     "parameter_groups",
+    "qk_clip_",
     "replace",
 ]

@@ -78,6 +78,7 @@ class Attention(VariantParameters):
     queries = 1  # per head; a wrapper may need more
     projections: Projections | None
     sharding: Sharding | None = None  # see `attnzoo.distributed.shard_sequence`
+    max_logits: Tensor | None = None  # (H,), if a `QKClip` records the largest logits
 
     def __init__(
         self,
@@ -142,8 +143,9 @@ class Attention(VariantParameters):
         cache: Cache | None = None,
         need_weights: bool = False,
         return_lse: bool = False,
+        return_max_logits: bool = False,
         **keywords: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Attention of the queries to the keys.
 
         Args:
@@ -154,12 +156,14 @@ class Attention(VariantParameters):
                 causally to all tokens so far and are appended to the cache.
             need_weights: also return the weights, computed from the variant's dense definition.
             return_lse: also return the log-sum-exp, for variants that are a softmax of scores.
+            return_max_logits: also return the largest logit of each head, for variants with logits.
             **keywords: the other keywords of `attnzoo.attention` except softcap, and the parameters
                 named by ``given``. Other parameters of the variant are not accepted.
 
         Returns:
             The output (B, H, Nq, Dv). With ``need_weights`` (output, weights (B, H, Nq, Nk)). With
-            ``return_lse`` (output, lse (B, H, Nq)).
+            ``return_lse`` (output, lse (B, H, Nq)). With ``return_max_logits`` the maxima (H,) come
+            last.
 
         Raises:
             ValueError, TypeError: an argument is wrong; the message names it.
@@ -181,8 +185,28 @@ class Attention(VariantParameters):
                     f"{self.given}"
                 )
         options: dict[str, Any] = {**keywords, **params, "return_lse": return_lse}
+        records = self.training and self.max_logits is not None
+        options["return_max_logits"] = return_max_logits or records
         if self.softcap is not None:
             options["softcap"] = self.softcap
+        result = self._attend(q, k, v, cache, need_weights, options)
+        return self._recorded(result, return_max_logits) if records else result
+
+    def _recorded(
+        self, result: Tensor | tuple[Tensor, ...], return_max_logits: bool
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Adds the maxima, the last of the results, to `max_logits`; returns the others."""
+        *others, largest = result
+        assert self.max_logits is not None
+        self.max_logits = torch.maximum(self.max_logits.to(largest), largest)
+        if return_max_logits:
+            return result
+        return others[0] if len(others) == 1 else tuple(others)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, need_weights: bool,
+        options: dict[str, Any],
+    ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
         if check_bool("need_weights", need_weights):
             if self.sharding is not None:
                 raise ValueError("need_weights must be False for a sharded sequence, got True")
@@ -235,6 +259,16 @@ class Attention(VariantParameters):
             relative_bias: Tensor | None = None, segment_ids: Segments = None,
             dropout_p: float = 0.0, backend: str | None = None, **params: Tensor,
         ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+        @overload
+        def __call__(
+            self, q: Tensor, k: Tensor, v: Tensor, *, cache: Cache | None = None,
+            need_weights: bool = False, return_lse: bool = False,
+            return_max_logits: Literal[True],
+            attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+            enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
+            relative_bias: Tensor | None = None, segment_ids: Segments = None,
+            dropout_p: float = 0.0, backend: str | None = None, **params: Tensor,
+        ) -> tuple[Tensor, ...]: ...  # fmt: skip
         def __call__(self, *args: Any, **keywords: Any) -> Any: ...
 
     @overload
@@ -344,11 +378,10 @@ def projecting_attention(
     return new
 
 
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any
-) -> tuple[Tensor, Tensor]:
-    """The output (B, H, Nq, Dv), and the weights (B, H, Nq, Nk) after dropout."""
-    weights = attention_weights(q, k, v, variant, **arguments)
-    if not isinstance(weights, Tensor):
+def _dense(q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any) -> tuple[Tensor, ...]:
+    """The output (B, H, Nq, Dv), the weights (B, H, Nq, Nk) after dropout, and the maxima."""
+    if check_bool("return_lse", arguments["return_lse"]):
         raise ValueError("return_lse must be False with need_weights, got True")
-    return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), weights
+    result = attention_weights(q, k, v, variant, **arguments)
+    weights, *largest = (result,) if isinstance(result, Tensor) else result
+    return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), weights, *largest

@@ -23,6 +23,7 @@ STATE_DEFAULTS = {
     "softcap": None,
     "dropout_p": 0.0,
     "return_lse": False,
+    "return_max_logits": False,
     "backend": None,
 }
 

@@ -135,7 +135,7 @@ def describe_flash(spec: Specialization) -> Any:
         name = names.get(spec.kernel, "flash_forward")
         return next(each for each in launches if each.kernel.__name__ == name)
     if spec.kernel == "stats":
-        return launch.describe_stats(q, q, layout, arch)[0][-1]
+        return launch.describe_stats(q, q, layout, "peak" in extras_of(spec), arch)[0][-1]
     if spec.kernel == "threshold":
         return launch.describe_threshold(q, q, q, layout, rule, vectors, terms, arch)[0][-1]
     stat = None if rule.normalize == "none" else new_vector(q)

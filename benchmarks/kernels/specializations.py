@@ -44,7 +44,8 @@ class Specialization(NamedTuple):
         the name of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has
         no head dimension and no activation.
     extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head);
-    "fp32 mask" (as under autocast); SPLIT; or "all" (all of EXTRAS, a sink and dlse).
+        "fp32 mask" (as under autocast); SPLIT; "peak" (of "stats", only the maximum); or "all" (all
+        of EXTRAS, a sink and dlse).
     """
 
     kernel: str
@@ -102,7 +103,7 @@ GROUPS = (
     Group(FLASH, "none threshold", "bf16", QUICK_DIMS, ("full no gain",)),
     Group(PASSES, "online", "bf16", POWERS, (*EXTRAS, *PADDED, *MODELS)),
     Group(FLASH, "none threshold", "bf16", POWERS, ("mask", "keys", *PADDED)),
-    Group(("stats",), "online", "bf16", POWERS, ("mask",)),
+    Group(("stats",), "online", "bf16", POWERS, ("mask", "peak")),
     Group((*PASSES, "threshold"), "online none threshold", "bf16", POWERS, ("key-bias", "table")),
     Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("softcap",)),
     Group(PASSES, "online", "bf16", POWERS, ("distance", "distance full")),

@@ -63,7 +63,7 @@ def test_kernels_for_sm_90_and_sm_100_load_aligned_keys_and_values_by_tma(
     kind = f"tensordesc<bf16[1, 1, {args['tile'].BLOCK_N.value}, 64]>"
     wanted = kind if arch in (90, 100) else None
     assert args["k_descriptor"] == args["v_descriptor"] == wanted
-    assert (describe_stats(q, q, CAUSAL, arch)[0][-1].args["k_descriptor"] is None) == (
+    assert (describe_stats(q, q, CAUSAL, False, arch)[0][-1].args["k_descriptor"] is None) == (
         wanted is None
     )
 

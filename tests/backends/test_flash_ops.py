@@ -74,6 +74,7 @@ def operands(form: str, gradient: bool) -> dict[str, Any]:
 def test_opcheck_statistics() -> None:
     q, k, _ = qkv()
     opcheck(flash_ops.flash_statistics, q=q, k=k, layout=ALL)
+    opcheck(flash_ops.flash_max_logits, q=q, k=k, layout=ALL)
 
 
 @pytest.mark.parametrize("shape", [None, 1 + VECTOR.clamp(0.1, 1)], ids=["entmax15", "q_exp"])

@@ -259,7 +259,7 @@ def test_results_agree_with_the_definition(form: str, case: Case) -> None:
     "case", [pytest.param(c, marks=[] if c.quick else [slow], id=ids(c)) for c in CASES]
 )
 def test_statistics_agree_with_the_definition(case: Case) -> None:
-    """lse = log Σ e^s, and the entropy of the softmax."""
+    """lse = log Σ e^s, the entropy of the softmax, and the largest score of each head."""
     q, k = inputs(case)[:2]
     mask = mask_of(case)
     if mask is not None and mask.dtype == torch.bool:
@@ -272,6 +272,8 @@ def test_statistics_agree_with_the_definition(case: Case) -> None:
     seen = (s > float("-inf")).any(-1)
     entropy = -torch.xlogy(p, p).sum(-1)
     assert torch.allclose(statistics.entropy.double()[..., seen], entropy[..., seen], atol=1e-5)
+    largest = flash_ops.flash_max_logits(q=q, k=k, layout=layout)
+    assert torch.allclose(largest.double(), s.amax((0, 2, 3)), rtol=1e-6, atol=1e-5)
 
 
 # ---- entries of a mask ------------------------------------------------------------------------

@@ -71,6 +71,11 @@ def test_opcheck_statistics(gradient: bool) -> None:
     opcheck(statistics.tiled_statistics, q=q, k=k, layout=layout, origin=2)
 
 
+def test_opcheck_max_logits() -> None:
+    (q, k, _), layout = operands(gradient=False)
+    opcheck(statistics.tiled_max_logits, q=q.detach(), k=k.detach(), layout=layout, origin=2)
+
+
 def test_key_of_a_builtin_activation_is_its_name() -> None:
     """An exported program contains these keys.
 

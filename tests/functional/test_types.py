@@ -25,6 +25,8 @@ pair = tuple[Tensor, Tensor]
 assert_type(attnzoo.attention(q, k, v, "ssmax", is_causal=True, s=0.2), Tensor)
 assert_type(attnzoo.attention(q, k, v, return_lse=True, window=(2, 0)), pair)
 assert_type(attnzoo.attention(q, k, v, return_lse=flag), Tensor | pair)
+out, lse, largest = attnzoo.attention(q, k, v, return_lse=True, return_max_logits=True)
+assert_type(largest, Tensor)
 assert_type(attnzoo.attention_weights(q, k, v, "entmax", alpha=torch.tensor(1.7)), Tensor)
 assert_type(attnzoo.attention_weights(q, k, v, "topk", top_k=3, return_lse=True), pair)
 print(attnzoo.explain(q, k, v, "sigmoid", bias=None).chosen)

@@ -21,7 +21,7 @@ from attnzoo.backends import eager
 from attnzoo.backends.base import Backend
 from attnzoo.backends.tiled import operators as ops
 from attnzoo.backends.tiled.blocks import Block, blocks, layout_of
-from attnzoo.backends.tiled.statistics import with_gain
+from attnzoo.backends.tiled.statistics import max_logits, with_gain
 from attnzoo.backends.tiled.walk import NEG_INF, PairwiseCall
 from attnzoo.backends.transforms import reject_transforms
 from attnzoo.core.activations import IDENTITY
@@ -115,5 +115,6 @@ def _cut_param(value: Any, name: str, block: Block, form: Definition) -> Any:
 
 
 BACKEND = Backend(
-    "tiled", ("pairwise", "linear", "definition"), unsupported, run, any_alignment=True
-)
+    "tiled", ("pairwise", "linear", "definition"), unsupported, run, max_logits=max_logits,
+    any_alignment=True,
+)  # fmt: skip

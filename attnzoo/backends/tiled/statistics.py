@@ -1,4 +1,4 @@
-"""Computes lse and entropy of the logits (with bias, without gain) in one pass over the keys.
+"""Computes lse and entropy of the logits (with bias, without gain), or their maximum, in one pass.
 
 m = max s,  Z = Σ e^{s−m},  T = Σ (s−m) e^{s−m},  lse = m + log Z,  H = log Z − T/Z
 dS = p · (dlse − dH (log p + H)),  p = e^{s − lse}
@@ -6,6 +6,7 @@ dS = p · (dlse − dH (log p + H)),  p = e^{s − lse}
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
@@ -105,6 +106,34 @@ def statistics(call: Call, q: Tensor, k: Tensor) -> PartialStatistics:
         peak[part], log_sum[part] = m, z.log()
         entropy[part] = (z.log() - s.mul_(e).sum(-1) / z).masked_fill(empty, 0.0)
     return PartialStatistics(peak, log_sum, entropy)
+
+
+@operator
+def tiled_max_logits(*, q: Tensor, k: Tensor, layout: Layout, origin: int) -> Tensor:
+    with in_full_precision(q.device):
+        call = call_of(q, k, layout, origin)
+        scores, largest = Scores(call, k), q.new_full(q.shape[1:2], -math.inf, dtype=call.dtype)
+        for block in blocks(call):
+            top = scores.of(block, scores.queries(block, q)).s.amax((0, 2, 3))
+            largest[block.heads] = torch.maximum(largest[block.heads], top)
+    return largest
+
+
+@tiled_max_logits.fake
+def _(*, q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[1:2], dtype=score_dtype(q))
+
+
+@tiled_max_logits.flops
+def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
+    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+
+
+def max_logits(q: Tensor, k: Tensor, call: Call) -> Tensor:
+    """The largest logit of each head (H,), for a call without softcap and bias."""
+    reject_transforms("tiled", q, k, call.mask)
+    origin = call.query_origin - call.key_origin
+    return tiled_max_logits(q=q, k=k, layout=layout_of(call), origin=origin)
 
 
 def statistics_gradients(

@@ -177,7 +177,7 @@ def gradients(
     others = {"offset": vectors.offset, "shape": shape, "sink": sink, "factor": factor}
     others = {name: x for name, x in others.items() if name in wanted and x is not None}
     made = {name: torch.zeros_like(tau) for name in others}
-    second = Scratch(call)
+    second, only_values = Scratch(call), list(wanted) == ["v"]
     for block in blocks(call):
         queries = scores.queries(block, q)
         scored = scores.of(block, queries)
@@ -191,12 +191,15 @@ def gradients(
         if rule.normalize != "none":
             do_z = do_z / block.of(z_with_sink)[..., None]
         flat_do = block.flat(do_z)
-        dp = product(flat_do, values[block.kv, block.keys], second).view(s.shape)
         keep = None if seed is None else keep_mask(block, call, seed)
         flat_phi = block.flat(phi if keep is None else phi * keep)
+        of_values = flat_do
         if factor is not None:
-            flat_do = block.flat(do_z * block.of(factor)[..., None])
-        dv[block.kv, block.keys].baddbmm_(flat_phi.transpose(1, 2), flat_do)
+            of_values = block.flat(do_z * block.of(factor)[..., None])
+        dv[block.kv, block.keys].baddbmm_(flat_phi.transpose(1, 2), of_values)
+        if only_values:
+            continue
+        dp = product(flat_do, values[block.kv, block.keys], second).view(s.shape)
         if keep is not None:
             dp.mul_(keep)
         if factor is not None:

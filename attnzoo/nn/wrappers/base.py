@@ -190,9 +190,10 @@ class Wrapper(nn.Module):
             gate: the gate from `projected`, (B, H, Nq, G); None if the wrapper has none.
             cache: a cache from `new_cache`, as for `Attention`.
             need_weights: also return the weights.
-            **keywords: the other keywords of `Attention.forward` except ``return_lse``. ``scale``
-                is that of D features. ``alibi`` and ``relative_bias`` have H heads, masks have 1 or
-                H. ``enable_gqa`` is True by default.
+            **keywords: the other keywords of `Attention.forward` except ``return_lse`` and
+                ``return_max_logits``. ``scale`` is that of D features. ``alibi`` and
+                ``relative_bias`` have H heads, masks have 1 or H. ``enable_gqa`` is True by
+                default.
 
         Returns:
             The output (B, H, Nq, Dv). With ``need_weights`` (output, weights (B, H, Nq, Nk)): the
@@ -205,8 +206,9 @@ class Wrapper(nn.Module):
         self._check_inputs(q, k, v, keywords.pop("enable_gqa", True))
         self._check_gate(gate, q)
         gate = None if gate is None else widened(gate)  # outputs are combined in fp32
-        if check_bool("return_lse", keywords.pop("return_lse", False)):
-            raise ValueError(f"return_lse must be False for {type(self).__name__}, got True")
+        for name in ("return_lse", "return_max_logits"):
+            if check_bool(name, keywords.pop(name, False)):
+                raise ValueError(f"{name} must be False for {type(self).__name__}, got True")
         options = {**keywords, "enable_gqa": True}
         for name in ("alibi", "relative_bias"):
             if isinstance(values := options.get(name), Tensor):

@@ -50,4 +50,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     return flash.without_padding(attended.out, call), attended.lse
 
 
-BACKEND = Backend("decode", ("pairwise",), unsupported, run, walks_segments=True)
+BACKEND = Backend(
+    "decode", ("pairwise",), unsupported, run, max_logits=flash.max_logits, walks_segments=True
+)

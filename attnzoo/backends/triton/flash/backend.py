@@ -132,8 +132,15 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     return without_padding(attended.out, call), attended.lse
 
 
+def max_logits(q: Tensor, k: Tensor, call: Call) -> Tensor:
+    reject_transforms("flash", q, k)
+    return ops.flash_max_logits(q=pad_columns(q), k=pad_columns(k), layout=layout_of(call))
+
+
 def without_padding(out: Tensor, call: Call) -> Tensor:
     return out if out.shape[3] == call.value_dim else out[..., : call.value_dim]
 
 
-BACKEND = Backend("flash", ("pairwise",), unsupported, run, walks_segments=True)
+BACKEND = Backend(
+    "flash", ("pairwise",), unsupported, run, max_logits=max_logits, walks_segments=True
+)

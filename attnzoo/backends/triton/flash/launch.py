@@ -113,21 +113,23 @@ def describe_forward(
 
 
 def describe_stats(
-    q: Tensor, k: Tensor, layout: Layout, arch: int
-) -> tuple[list[Launch], Statistics]:
+    q: Tensor, k: Tensor, layout: Layout, only_peak: bool, arch: int
+) -> tuple[list[Launch], Statistics | Tensor]:
+    """Return the launches, and the statistics or, if ``only_peak``, the largest scores."""
     config = config_of("stats", arch, q, q, layout, None, Vectors(), Terms(), None)
-    lse, entropy = new_vector(q), new_vector(q)
+    results = new_vector(q) if only_peak else Statistics(new_vector(q), new_vector(q))
+    outputs = {"peak": results} if isinstance(results, Tensor) else results._asdict()
     ranges, before = ranges_of(layout, config.block_m, arch)
     after = factor_after_maximum(q, layout, Vectors(), Terms(), arch)
     rule = constants(RuleConstants, UNIT=1.0 / LN2.value, LATE=after)
     args = {
         **launch.arguments_of(q, k, layout, rule, Vectors(), Terms(), ranges),
         **strides(unit_of(q), q=q, k=k), **descriptors(config, arch, config.block_n, k=k),
-        "lse": lse, "entropy": entropy,
+        "lse": None, "entropy": None, "peak": None, **outputs,
         "tile": tile_constants(config, q, None, layout),
     }  # fmt: skip
     stats = Launch(row_stats, programs_of(q, config.block_m), args, config)
-    return [*before, stats], Statistics(lse, entropy)
+    return [*before, stats], results
 
 
 def new_solved(q: Tensor, k: Tensor, v: Tensor) -> Solved:

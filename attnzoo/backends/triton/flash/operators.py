@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from attnzoo.backends import flops
@@ -37,8 +38,28 @@ def _modules() -> tuple[Any, ...]:
 @operator
 def flash_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
     launch, prepared, flash_launch, _ = _modules()
-    operands = *aligned(q, k), aligned_layout(layout), launch.architecture(q.device)
+    operands = *aligned(q, k), aligned_layout(layout), False, launch.architecture(q.device)
     return prepared.launch(flash_launch.describe_stats, *operands)
+
+
+@operator
+def flash_max_logits(*, q: Tensor, k: Tensor, layout: Layout) -> Tensor:
+    """The largest score of each head, (H,)."""
+    if 0 in q.shape or 0 in k.shape:
+        return q.new_full(q.shape[1:2], float("-inf"), dtype=torch.float32)
+    launch, prepared, flash_launch, _ = _modules()
+    operands = *aligned(q, k), aligned_layout(layout), True, launch.architecture(q.device)
+    return prepared.launch(flash_launch.describe_stats, *operands).amax((0, 2))
+
+
+@flash_max_logits.fake
+def _(*, q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[1:2], dtype=torch.float32)
+
+
+@flash_max_logits.flops
+def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
+    return 2 * flops.pairs(q, k, layout) * q.shape[3]
 
 
 @flash_statistics.fake

@@ -1,7 +1,8 @@
 """Computes lse = log Σ e^s and the entropy of softmax(s), in nats, in one pass over the keys.
 
 Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q and
-the keys that causality and window allow, and writes its block of lse and entropy.
+the keys that causality and window allow, and writes its block of lse and entropy. Given ``peak``
+instead, it writes the largest score of each query, and computes no exponentials.
 
 With Z = Σ e^{s−m} and T = Σ (s−m) e^{s−m}: lse = m + log Z, H = log Z − T/Z. When the maximum m
 changes to m', T becomes e^{m−m'} (T + (m−m') Z).
@@ -24,7 +25,7 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def row_stats(
-    q, k, k_descriptor, lse, entropy, vectors, terms, visible,
+    q, k, k_descriptor, lse, entropy, peak, vectors, terms, visible,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     heads, group, queries, keys, left, right, rule, tile,
 ):  # fmt: skip
@@ -48,17 +49,37 @@ def row_stats(
     low, full, high = blocks_of_keys(block, visible.ranges, size, tile)
     if tile.SPLIT:
         m, z, t = _add_keys(
-            m, z, t, low, full, q_side, factor, i, k_matrix, scoring, rule, tile, False
+            m,
+            z,
+            t,
+            low,
+            full,
+            q_side,
+            factor,
+            i,
+            k_matrix,
+            scoring,
+            rule,
+            tile,
+            False,
+            peak is not None,
         )
         low = full
-    m, z, t = _add_keys(m, z, t, low, high, q_side, factor, i, k_matrix, scoring, rule, tile, True)
-    store_statistics(m, z, t, lse + block.at + index, entropy + block.at + index, index < queries)
+    m, z, t = _add_keys(
+        m, z, t, low, high, q_side, factor, i, k_matrix, scoring, rule, tile, True, peak is not None
+    )
+    inside = index < queries
+    if peak is None:
+        store_statistics(m, z, t, lse + block.at + index, entropy + block.at + index, inside)
+    else:
+        tl.store(peak + block.at + index, out_of_unit(m, 1.0 / LN2), mask=inside)
 
 
 @triton.jit
 def _add_keys(
-    m, z, t, low, high, q_side, factor, i, k_matrix, scoring, rule, tile, EDGE: tl.constexpr
-):
+    m, z, t, low, high, q_side, factor, i, k_matrix, scoring, rule, tile, EDGE: tl.constexpr,
+    ONLY_PEAK: tl.constexpr,
+):  # fmt: skip
     """Return m, Z and T [BM], updated with the blocks of keys [low, high)."""
     visible = scoring.visible
     local, d = tl.arange(0, tile.BLOCK_N), tl.arange(0, tile.BLOCK_D)
@@ -70,7 +91,10 @@ def _add_keys(
         product = times(q_side, Side(k_tile, k_matrix, first, local), tile.D, tile)  # [BM, BN]
         product = capped(product, scoring.terms.inner, tile.PRECISION)
         s, scaled = factored(product, factor, i, j, scoring, rule, EDGE, HIDES)
-        m, z, t = add_scores(m, z, t, s, scaled, HIDES)
+        if ONLY_PEAK:
+            m = tl.maximum(m, tl.max(s, 1) * scaled)
+        else:
+            m, z, t = add_scores(m, z, t, s, scaled, HIDES)
     return m, z, t
 
 
