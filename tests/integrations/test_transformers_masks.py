@@ -142,6 +142,22 @@ def test_mask_of_another_call_raises() -> None:
         read_mask(made, True, 12, 14)
 
 
+def test_mask_of_one_query_without_causality_holds_for_all_queries() -> None:
+    """As in BridgeTower, where eager attention broadcasts it."""
+    padding = left_padding().bool()
+    both = {"mask_function": bidirectional_mask_function, "attention_mask": padding}
+    one, every = make_mask(2, 1, 12, **both), make_mask(2, 12, 12, **both)
+    assert isinstance(one, Mask) and isinstance(every, Mask)
+    broadcast, expected = (read_mask(mask, False, 12, 12) for mask in (one, every))
+    assert broadcast.shape == expected.shape
+    q, k, v = torch.randn(3, 2, 4, 12, 8)
+    shown = [attnzoo.attention(q, k, v, **mask.arguments) for mask in (broadcast, expected)]
+    assert torch.equal(*shown)
+    causal = make_mask(2, 1, 12, q_offset=11, attention_mask=padding)
+    with pytest.raises(ValueError, match="for 12 queries and 12 keys, .* got one for 1 queries"):
+        read_mask(causal, False, 12, 12)
+
+
 @pytest.mark.parametrize("name", functions())
 def test_mask_added_to_scores_hides_the_same_keys_as_the_dense_one(name: str) -> None:
     function, expected = functions()[name]
