@@ -62,7 +62,12 @@ def in_process(family: str) -> list[dict[str, Any]]:
         child.kill()
         child.join()
         rows.append(row_of(family, "", "not tried", problem))
-    print(family, [(row["model"], row["result"], row["reason"][:150]) for row in rows], file=sys.stderr, flush=True)
+    print(
+        family,
+        [(row["model"], row["result"], row["reason"][:150]) for row in rows],
+        file=sys.stderr,
+        flush=True,
+    )
     return rows
 
 
@@ -143,7 +148,9 @@ def trial_of_depth(family: str, kind: Any, layers: int) -> dict[str, Any]:
             convert(model, variant, inputs=batch, start="identity")
     except Exception as error:
         other = " ".join(attention_classes(model))
-        return row_of(family, name, "refused", first_line(error), inputs=inputs, other_attention=other)
+        return row_of(
+            family, name, "refused", first_line(error), inputs=inputs, other_attention=other
+        )
     details = {
         "variant": variant, "inputs": inputs, "other_attention": " ".join(attention_classes(model)),
         "converted": sum("attnzoo" in module._modules for module in model.modules()),

@@ -83,7 +83,9 @@ def tiny_config(kind: type, layers: int = 2, default: Any = None) -> Any:
                 chosen[field.name] = tiny_config(type(part), layers, part)
         elif value is not None and (small := _small(field.name, value, layers)) != value:
             chosen[field.name] = small
-    heads = [getattr(default, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    heads = [
+        getattr(default, name, None) for name in ("num_attention_heads", "num_key_value_heads")
+    ]
     if heads[0] is not None and heads[0] == heads[1] and "num_key_value_heads" in chosen:
         chosen["num_key_value_heads"] = HEADS
     if "mrope_section" in getattr(kind, "ignore_keys_at_rope_validation", ()):
@@ -140,10 +142,20 @@ def batches(model: Any) -> Iterator[dict[str, Any]]:
     mels = _setting(model, "num_mel_bins", None) or _setting(model, "feature_size", 16)
     steps = _setting(model, "max_source_positions", None)
     steps = 2 * steps if steps else _setting(model, "max_length", 64)
-    image, film = torch.randn(2, channels, height, width), torch.randn(2, frames, channels, height, width)
+    image, film = (
+        torch.randn(2, channels, height, width),
+        torch.randn(2, frames, channels, height, width),
+    )
     text = _text(names)
-    sound = [torch.randn(2, mels, steps), torch.randn(2, steps, mels), torch.randn(2, 2000), torch.randn(2, 1, 2000)]
-    decoder = {"decoder_input_ids": torch.randint(3, 60, (2, 5))} if "decoder_input_ids" in names else {}
+    sound = [
+        torch.randn(2, mels, steps),
+        torch.randn(2, steps, mels),
+        torch.randn(2, 2000),
+        torch.randn(2, 1, 2000),
+    ]
+    decoder = (
+        {"decoder_input_ids": torch.randint(3, 60, (2, 5))} if "decoder_input_ids" in names else {}
+    )
     shapes: dict[str, list[Any]] = {
         "pixel_values": [image, film], "pixel_values_videos": [film], "input_values": sound[::-1],
         "input_features": sound, "inputs_embeds": [torch.randn(2, 7, WIDTH)],
@@ -152,7 +164,10 @@ def batches(model: Any) -> Iterator[dict[str, Any]]:
         for extra in ({}, decoder, text):
             yield {main: value, **extra}
     if "input_ids" in names:
-        for extra in ({**decoder}, {**decoder, "pixel_values": image} if "pixel_values" in names else {}):
+        for extra in (
+            {**decoder},
+            {**decoder, "pixel_values": image} if "pixel_values" in names else {},
+        ):
             yield {**text, **extra}
             yield {"input_ids": text["input_ids"], **extra}
     if "grid_thw" in names:
