@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +21,9 @@ from torch import Tensor
 
 from attnzoo.integrations.transformers import convert, revert
 from scripts import tiny_models
+from scripts.families_table import FIELDS, RESULTS, TOLERANCE
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results" / "families.json"
-TOLERANCE = 1e-5
 SECONDS, MEMORY = 60, 8 * 2**30  # of one family
-FIELDS = (
-    "family", "model", "result", "reason", "variant", "inputs", "converted", "other_attention",
-    "output_error", "gradient_error",
-)  # fmt: skip
 
 
 def main(names: list[str]) -> None:

@@ -158,7 +158,8 @@ def test_mask_of_one_query_without_causality_holds_for_all_queries() -> None:
     padding = left_padding().bool()
     both = {"mask_function": bidirectional_mask_function, "attention_mask": padding}
     one, every = make_mask(2, 1, 12, **both), make_mask(2, 12, 12, **both)
-    assert isinstance(one, Mask) and isinstance(every, Mask)
+    assert isinstance(one, Mask)
+    assert isinstance(every, Mask)
     broadcast, expected = (read_mask(mask, False, 12, 12) for mask in (one, every))
     assert broadcast.shape == expected.shape
     q, k, v = torch.randn(3, 2, 4, 12, 8)

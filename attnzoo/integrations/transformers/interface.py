@@ -24,8 +24,8 @@ from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
 from attnzoo.nn.checks import check_cross_attention
 
-# The attribute of all modules of a converted model, whose other layers compute softmax. It is "eager"
-# in a part that supports only transformers' eager attention, otherwise "any".
+# The attribute of all modules of a converted model, whose other layers compute softmax. It is
+# "eager" in a part that supports only transformers' eager attention, otherwise "any".
 HOST = "_is_attnzoo_host"
 IMPLEMENTATIONS = ("sdpa", "flash_attn", "flex_attn")
 # Keywords that models pass to other attention functions and that attnzoo does not support.
