@@ -20,6 +20,7 @@ from evals.reporting.trials import documented
 from evals.tasks import EXPERIMENTS
 from scripts import variant_facts as facts
 from scripts.call_path import call_path
+from scripts.families_table import families_facts, families_table
 from scripts.kernels_table import kernels_table
 from scripts.profile_table import profile_table
 from scripts.support_table import support_table
@@ -110,6 +111,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "forms": lambda page: forms_table(),
     "support": lambda page: support_table(),
     "versions": lambda page: versions_table(),
+    "families": lambda page: families_table(),
+    "families-facts": lambda page: families_facts(),
     "call-path": lambda page: call_path(),
     "evals": lambda page: scores(RESULTS),
     "results": lambda page: overview(RESULTS),

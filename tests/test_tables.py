@@ -13,6 +13,7 @@ import attnzoo
 from commandline.errors import UsageError
 from scripts import tables, variant_facts
 from scripts.call_path import call_path
+from scripts.families_table import FIELDS, RESULTS, TOLERANCE, families_facts, families_table
 from scripts.kernels_table import kernels_table
 from scripts.profile_table import profile_table
 from scripts.support_table import support_table
@@ -133,6 +134,62 @@ def test_versions_are_those_that_the_project_requires_and_tests(tmp_path: Path) 
         "| transformers | 5.17 or later | 5.17.0 | 5.23.0 |",
         "| numpy | any | 2.4.6 | 2.5.2 |",
     ]
+
+
+def family_rows() -> list[dict[str, Any]]:
+    names = "family", "model", "result", "reason", "variant", "inputs", "other_attention"
+    equal = "equal", "", "softmax"
+    interface = "ValueError: model must use transformers' AttentionInterface, which BModel does not"
+    none = "ValueError: model must have attention layers, but CModel called none"
+    values = [
+        ("a", "AModel", *equal, "input_ids attention_mask", ""),
+        ("a", "AVisionModel", "not tried", "inputs: TypeError: …", None, None, None),
+        ("b", "BModel", "refused", interface, None, "input_ids", "BAttention"),
+        ("c", "CModel", "refused", none, None, "pixel_values", ""),
+        ("d", "DModel", *equal, "pixel_values", ""),
+        ("d", "DTextModel", "refused", interface, None, "input_ids", "DAttention"),
+        ("e", "EModel", "differs", "", "softmax", "input_ids", ""),
+        ("f", "", "not tried", "no model of its own", None, None, None),
+        ("g", "GModel", "equal", "", "sink", "input_ids decoder_input_ids", ""),
+    ]
+    errors = {"output_error": 0.5, "gradient_error": 1e-7}
+    return [dict(zip(names, row, strict=True)) | errors for row in values]
+
+
+def test_families_are_grouped_by_result_and_reason(tmp_path: Path) -> None:
+    path = tmp_path / "families.json"
+    head = {"transformers": "5.1.0", "torch": "2.9.0", "date": "2026-01-31"}
+    path.write_text(json.dumps({**head, "rows": family_rows()}))
+    assert families_table(path).splitlines()[2:] == [
+        "| equal, 1 | encoder-decoder, with `sink` | `g` |",
+        "| equal, 1 | text | `a` |",
+        "| equal in part, 1 | a part does not use transformers' `AttentionInterface` | `d` |",
+        "| differs, 1 | outputs 0.5, gradients 1e-07 | `e` |",
+        "| refused, 1 | does not use transformers' `AttentionInterface` | `b` |",
+        "| no attention, 1 | nothing to convert | `c` |",
+        "| not tried, 1 | has no model of its own: it uses that of another family | `f` |",
+    ]
+    assert families_facts(path) == (
+        "7 families of transformers 5.1.0, tried with torch 2.9.0 on 2026-01-31: 2 equal, "
+        "1 equal in part, 1 differs, 1 refused, 1 no attention, 1 not tried.\n"
+    )
+
+
+def test_stored_families_are_complete() -> None:
+    stored = json.loads(RESULTS.read_text())
+    rows = stored["rows"]
+    assert [set(row) for row in rows] == [set(FIELDS)] * len(rows)
+    assert {row["result"] for row in rows} <= {"equal", "differs", "refused", "not tried"}
+    names = [row["family"] for row in rows]
+    assert names == sorted(names)
+    assert {"llama", "t5", "vit", "gpt_oss"} <= set(names)
+    for row in rows:
+        errors = row["output_error"], row["gradient_error"]
+        if row["result"] == "equal":
+            assert max(errors) <= TOLERANCE
+            assert row["converted"] > 0
+        else:
+            assert row["reason"] or max(map(float, errors)) > TOLERANCE
 
 
 def results(device: str = "NVIDIA Test", date: str = "2026-01-31", tflops: float = 410.0) -> Any:

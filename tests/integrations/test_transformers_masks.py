@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BigBirdPegasusConfig, BigBirdPegasusModel, CompileConfig
+from transformers import BigBirdPegasusConfig, BigBirdPegasusModel, CompileConfig, ViTModel
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -24,7 +24,18 @@ from transformers.masking_utils import (
 import attnzoo
 from attnzoo.integrations.transformers import convert, masks
 from attnzoo.integrations.transformers.masks import Mask, make_mask, read_mask, with_documents
-from helpers.hf_models import eager, gemma2, generate, gpt2, ids, left_padding, llama, quiet
+from helpers.hf_models import (
+    eager,
+    gemma2,
+    generate,
+    gpt2,
+    ids,
+    left_padding,
+    llama,
+    outputs,
+    quiet,
+    vit,
+)
 
 pytestmark = quiet
 
@@ -142,6 +153,23 @@ def test_mask_of_another_call_raises() -> None:
         read_mask(made, True, 12, 14)
 
 
+def test_mask_of_one_query_without_causality_holds_for_all_queries() -> None:
+    """As in BridgeTower, where eager attention broadcasts it."""
+    padding = left_padding().bool()
+    both = {"mask_function": bidirectional_mask_function, "attention_mask": padding}
+    one, every = make_mask(2, 1, 12, **both), make_mask(2, 12, 12, **both)
+    assert isinstance(one, Mask)
+    assert isinstance(every, Mask)
+    broadcast, expected = (read_mask(mask, False, 12, 12) for mask in (one, every))
+    assert broadcast.shape == expected.shape
+    q, k, v = torch.randn(3, 2, 4, 12, 8)
+    shown = [attnzoo.attention(q, k, v, **mask.arguments) for mask in (broadcast, expected)]
+    assert torch.equal(*shown)
+    causal = make_mask(2, 1, 12, q_offset=11, attention_mask=padding)
+    with pytest.raises(ValueError, match="for 12 queries and 12 keys, .* got one for 1 queries"):
+        read_mask(causal, False, 12, 12)
+
+
 @pytest.mark.parametrize("name", functions())
 def test_mask_added_to_scores_hides_the_same_keys_as_the_dense_one(name: str) -> None:
     function, expected = functions()[name]
@@ -193,3 +221,18 @@ def test_causal_call_without_a_mask_whose_keys_are_unclear_raises() -> None:
     with pytest.raises(ValueError, match="attention_mask must be given for a causal call with 1"):
         read_mask(None, True, 1, 7)
     assert read_mask(None, False, 1, 7).stop == 7
+
+
+def test_flag_of_a_module_does_not_count_in_a_model_that_supports_only_eager_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in BridgeTower, whose layers for images say that they are causal."""
+    for kind in ("sdpa", "flash_attn", "flex_attn"):
+        monkeypatch.setattr(ViTModel, f"_supports_{kind}", False)
+    model = eager(vit())
+    flagged = [module for module in model.modules() if hasattr(module, "is_causal")]
+    assert len(flagged) == 2
+    for module in flagged:
+        monkeypatch.setattr(module, "is_causal", True)
+    expected = outputs(model)
+    assert torch.allclose(outputs(convert(model, "softmax")), expected, atol=1e-6)

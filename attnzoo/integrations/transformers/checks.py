@@ -15,16 +15,18 @@ from attnzoo.core.parameters import check_names
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import REQUIRED, Variant
 from attnzoo.functional.explain import explain
-from attnzoo.integrations.transformers.interface import ObservedCall, host_sink, variants_with
+from attnzoo.integrations.transformers.interface import (
+    ObservedCall,
+    eager_only,
+    host_sink,
+    variants_with,
+)
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import parts_of
 from attnzoo.integrations.transformers.wrapped import inner
 from attnzoo.nn import Attention, Wrapper
 from attnzoo.nn.projections import PROJECTED
 from attnzoo.nn.wrappers import Choice, check_no_wrapper, named_wrapper
-
-# A model that supports none of these changes keys and masks in ways that only itself knows.
-IMPLEMENTATIONS = ("sdpa", "flash_attn", "flex_attn")
 
 
 def _owner(model: Any, module: Any) -> Any:
@@ -45,7 +47,7 @@ def taken_sink(
             f"do: {variants_with(host_sink)}"
         )
     owner = _owner(model, call.module)
-    if not any(getattr(owner, f"_supports_{kind}", False) for kind in IMPLEMENTATIONS):
+    if eager_only(owner):  # it changes keys and masks in ways that only itself knows
         raise ValueError(
             f"model must support another attention than its own eager one, which the sinks of "
             f"{host} need, got {type(owner).__name__}"

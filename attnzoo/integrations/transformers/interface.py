@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from attnzoo.core.arguments import check_call
@@ -24,8 +24,10 @@ from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
 from attnzoo.nn.checks import check_cross_attention
 
-# The attribute of all modules of a converted model, whose other layers compute softmax.
+# The attribute of all modules of a converted model, whose other layers compute softmax. It is
+# "eager" in a part that supports only transformers' eager attention, otherwise "any".
 HOST = "_is_attnzoo_host"
+IMPLEMENTATIONS = ("sdpa", "flash_attn", "flex_attn")
 # Keywords that models pass to other attention functions and that attnzoo does not support.
 UNSUPPORTED = ("sinks", "head_mask", "cache", "indices")
 
@@ -68,17 +70,26 @@ def observe_calls() -> Iterator[list[ObservedCall]]:
 
 def set_mark(model: nn.Module, marked: bool) -> Callable[[], None]:
     """Marks all modules as those of a converted model, or as others. Returns an undo function."""
+    marks: dict[nn.Module, str] = {}  # the innermost part of a module decides
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            marks |= dict.fromkeys(part.modules(), "eager" if eager_only(part) else "any")
     modules = [module for module in model.modules() if (HOST in vars(module)) != marked]
 
     def change(marked: bool) -> None:
         for module in modules:
             if marked:
-                setattr(module, HOST, True)
+                setattr(module, HOST, marks[module])
             else:
                 delattr(module, HOST)
 
     change(marked)
     return lambda: change(not marked)
+
+
+def eager_only(part: Any) -> bool:
+    """Whether a model supports no attention of transformers but the eager one."""
+    return not any(getattr(part, f"_supports_{kind}", False) for kind in IMPLEMENTATIONS)
 
 
 def attend(
@@ -106,6 +117,8 @@ def attend(
             "which also sets the attention implementation"
         )
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if attention_mask is None and getattr(module, HOST, None) == "eager":
+        is_causal = False  # eager attention ignores the flag, which is wrong in BridgeTower
     mask = masks.read_mask(attention_mask, is_causal, query.shape[2], key.shape[2])
     if variant is not None and variant.by_position:
         # A dense mask includes causality.
@@ -178,7 +191,7 @@ def _check_child(module: nn.Module, child: Any, heads: int, softcap: float | Non
 def _is_in_host(module: nn.Module) -> bool:
     """Whether a layer belongs to a converted model, also one that was put there later."""
     spec = getattr(getattr(module, "config", None), NAME, None)
-    return getattr(module, HOST, False) or spec is not None
+    return hasattr(module, HOST) or spec is not None
 
 
 def _sharding(child: nn.Module | None) -> Any:

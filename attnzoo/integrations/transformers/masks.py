@@ -181,7 +181,10 @@ def read_mask(mask: Mask | Tensor | None, is_causal: bool, queries: int, keys: i
     wrong, because the mask alone decides in eager attention.
     """
     if isinstance(mask, Mask):
-        _, _, rows, columns = mask.shape
+        batch, _, rows, columns = mask.shape
+        # BridgeTower makes the mask of one query for all queries; a dense mask would broadcast.
+        if rows == 1 != queries and columns == keys and not mask.causal:
+            return mask._replace(shape=(batch, 1, queries, keys))
         if rows != queries or columns != keys:
             raise ValueError(
                 f"attention_mask must be made for {queries} queries and {keys} keys, as in this "
