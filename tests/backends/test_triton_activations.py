@@ -9,7 +9,7 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.launch import function
 from attnzoo.core import activations
-from attnzoo.core.activations import Activation
+from attnzoo.core.activation import Activation
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
