@@ -83,6 +83,16 @@ RELU_POWER = Activation(
     increasing=True,
 )
 
+SILU = Activation(
+    "silu",
+    lambda s, shape: torch.nn.functional.silu(s),
+    # σ + φ(1 − σ). 1 − σ(s) is computed as σ(−s), which keeps its digits for large s.
+    lambda s, phi, shape: s.sigmoid().addcmul_(phi, s.neg().sigmoid_()),
+    vanishes=False,  # φ(−∞) is −∞ · 0
+    triton=TRITON + "silu",
+    unit=log2(e),
+)
+
 
 def _exp_less_one(s: Tensor, most: Tensor) -> Tensor:
     """(e^s − 1) · e^{−M} for s ≤ M. expm1 keeps the digits of small s."""

@@ -28,6 +28,7 @@ def evaluate(x, shape, phi, slope, ACT: tl.constexpr, BLOCK: tl.constexpr):
 ACTIVATIONS: list[tuple[Activation, float | None]] = [
     (activations.EXP, None),
     (activations.SIGMOID, None),
+    (activations.SILU, None),
     (activations.SPARSEMAX, None),
     (activations.ENTMAX15, None),
     (activations.TAYLOR[2], None),
