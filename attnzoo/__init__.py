@@ -7,7 +7,7 @@ torch.Size([1, 4, 32, 16])
 """
 
 from attnzoo import losses, nn
-from attnzoo.core.activations import Activation
+from attnzoo.core.activation import Activation
 from attnzoo.core.call import Call
 from attnzoo.core.distance import Distance
 from attnzoo.core.forms import FromStatistics, Linear, NoForm, Pairwise, Statistics

@@ -56,7 +56,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
 from attnzoo.backends.flops import add_formula
-from attnzoo.core.activations import Activation
+from attnzoo.core.activation import Activation
 from attnzoo.core.checks import runs_eagerly
 from attnzoo.core.distance import Distance
 from attnzoo.core.function_keys import ACTIVATIONS, DISTANCES

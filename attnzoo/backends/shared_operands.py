@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attnzoo.core.activations import Activation
+from attnzoo.core.activation import Activation
 from attnzoo.core.distance import Distance
 from attnzoo.core.forms import Pairwise
 

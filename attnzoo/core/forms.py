@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from attnzoo.core.activations import Activation
+from attnzoo.core.activation import Activation
 from attnzoo.core.checks import is_int, is_number, shown
 from attnzoo.core.distance import Distance
 

@@ -148,6 +148,7 @@ class Variant:
         unsupported: ``unsupported(call, **params)`` -> the reason why this call has no meaning for
             the variant, or None.
         normalized: Whether every row with a visible key sums to 1.
+        signed: Whether weights can be negative.
         has_logits: Whether weights depend on q and k through the logits only. If not, a softcap, a
             float mask, ALiBi and given scores raise an error.
         positional: Whether weights depend on the distance between query and key.
@@ -188,6 +189,7 @@ class Variant:
     scores: Callable[..., Tensor] | None = None
     unsupported: Callable[..., str | None] = no_restriction
     normalized: bool = True
+    signed: bool = False
     has_logits: bool = True
     positional: bool = False
     absolute: bool = False

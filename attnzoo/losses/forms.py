@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.core.activations import Activation
+from attnzoo.core.activation import Activation
 from attnzoo.losses.potentials import Potential, peaks, potential
 from attnzoo.losses.rules import NEG_INF, Options, Tokens, rule
 

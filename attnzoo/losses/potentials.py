@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Rule
-from attnzoo.core.activations import Activation
+from attnzoo.core.activation import Activation
 from attnzoo.core.device import is_cpu
 from attnzoo.losses.rules import ALL_CLASSES, NEG_INF, ClassShard, Tokens
 

@@ -21,7 +21,7 @@ from attnzoo.backends.tiled.threshold import (
     solve_threshold,
     threshold_sums,
 )
-from attnzoo.core.activations import Activation
+from attnzoo.core.activation import Activation
 from attnzoo.core.function_keys import ACTIVATIONS
 from attnzoo.functional.largest import Blocks, largest
 

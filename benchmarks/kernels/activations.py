@@ -33,13 +33,14 @@ class VariantForm(NamedTuple):
         """The kernels' name for the normalization, or a name for a kind of φ that has it.
 
         "family": a threshold with per-query α. "factor", "factor-family": no normalization, but a
-        factor per query. "shifted": φ is relative to the maximum. "vanishing-sum": φ(−∞) = 0, so
-        that φ is not masked.
+        factor per query; "factor-masked": φ(−∞) is not 0 then, so that φ is masked. "shifted": φ is
+        relative to the maximum. "vanishing-sum": φ(−∞) = 0, so that φ is not masked.
         """
         normalize = "online" if self.form.softmax else self.form.normalize
         family = self.form.shape is not None
         if self.form.factor is not None:
-            return "factor-family" if family else "factor"
+            masked = not self.form.activation.vanishes
+            return "factor-family" if family else "factor-masked" if masked else "factor"
         if self.form.activation.shifted:
             return "shifted"
         if normalize == "sum" and self.form.activation.vanishes:

@@ -21,7 +21,7 @@ EXTRAS = ("window", "alibi", "segments", "keys", "mask")
 # A key bias with an offset, a softcap, a gain and a bias by distance, and a table of biases.
 TERMS = ("key-bias", "softcap", "distance", "table")
 # Kinds of activations, see `VariantForm.kind`, that few variants have
-RARE = ("factor", "factor-family", "vanishing-sum", "shifted")
+RARE = ("factor", "factor-family", "factor-masked", "vanishing-sum", "shifted")
 # "full" calls are not causal. "no gain" calls have no per-query gain.
 BARE = ("full", "no gain", "full no gain")
 # Calls of converted models and of modules with torch's interface: a padding mask over keys, and a
@@ -93,7 +93,7 @@ GROUPS = (
     # In fp16, kernels of all kinds but "online" keep running maxima of φ and dS; see `relative`. Of
     # kind "sum", only fp16 is compiled.
     Group(PASSES, "none threshold family", "fp16", POWERS),
-    Group(PASSES, "factor shifted", "fp16", (128,)),
+    Group(PASSES, "factor factor-masked shifted", "fp16", (128,)),
     Group(("forward",), "sum", "fp16", POWERS),
     Group(("dq", "dkdv"), "sum", "fp16", (128,)),
     Group(FLASH, "online family", "bf16", POWERS, ("all",)),
@@ -125,7 +125,7 @@ GROUPS = (
     Group(("decode",), "sum", "fp16", DECODE_DIMS),
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
     Group(("decode",), "online", "bf16", (128,), ("key-bias", "distance", "table")),
-    Group(("decode",), "factor shifted", "bf16", (128,)),
+    Group(("decode",), "factor factor-masked shifted", "bf16", (128,)),
     Group(("decode short",), "online", "bf16 fp32", POWERS, ("all",)),
     Group(("decode short",), "online", "bf16", (128,)),
     Group(("decode short",), "none threshold factor shifted", "bf16", (128,), archs=("sm_90",)),

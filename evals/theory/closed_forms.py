@@ -6,7 +6,8 @@ There are three kinds of scores:
     shrinking gap   z_j = κ(j + ½)/n for j = 0 … n − 1, which stands for n uniform draws
     uniform         n scores of 0
 
-Sigmoid needs no law for the shrinking gap: a key's weight does not depend on the other scores.
+Sigmoid and SiLU need no law for the shrinking gap: a key's weight does not depend on the other
+scores.
 """
 
 from __future__ import annotations
@@ -134,6 +135,11 @@ def log_gain_uniform(s: float) -> Callable[[int], float]:
     return lambda n: s * math.log(n) / n
 
 
+def silu_fixed(n: int, gap: float) -> float:
+    """SiLU(Δ) / n: the keys with score 0 have weight 0."""
+    return gap / (1 + math.exp(-gap)) / n
+
+
 def sigmoid_uniform(n: int) -> float:
     """p(1 − p) with p = 1/(1 + n), because J is diagonal."""
     return n / (1 + n) ** 2
@@ -194,4 +200,5 @@ LAWS = (
         entmax_uniform(1.25),
     ),
     Law("sigmoid", {}, sigmoid_fixed, uniform=sigmoid_uniform),
+    Law("silu", {}, silu_fixed, uniform=lambda n: 0.5 / n),  # SiLU'(0) = ½
 )

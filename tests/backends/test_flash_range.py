@@ -58,7 +58,17 @@ def assert_close(results: list[Tensor], want: list[Tensor], tolerance: float) ->
 # ---- rows that do not exist --------------------------------------------------------------------
 
 MASKS = {"keys": (), "batch": (1, 1, 1), "heads": (1, 2, 1), "queries": (1, 1, None)}
-VARIANTS = ("softmax", "sink", "sigmoid", "relu", "relu2", "softpick", "entmax", "scale_invariant")
+VARIANTS = (
+    "softmax",
+    "sink",
+    "sigmoid",
+    "relu",
+    "relu2",
+    "silu",
+    "softpick",
+    "entmax",
+    "scale_invariant",
+)
 
 
 @pytest.mark.parametrize(

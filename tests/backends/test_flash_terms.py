@@ -22,6 +22,7 @@ from attnzoo.core.activations import (
     RELU2,
     RELU_POWER,
     SIGMOID,
+    SILU,
     SOFTPICK,
     SPARSEMAX,
     TAYLOR,
@@ -74,6 +75,9 @@ FORMS: dict[str, tuple[attnzoo.Activation, Any, dict[str, Any]]] = {
     "relu, factor": (RELU, "none", {"offset": (0.0, 0.3), "factor": (0.1, 0.05)}),
     "relu2, factor, gain": (
         RELU2, "none", {"offset": (0.0, 0.3), "factor": (0.1, 0.05), "gain": (1.0, 0.3)},
+    ),
+    "silu, factor, gain": (
+        SILU, "none", {"offset": (0.0, 0.3), "factor": (0.1, 0.05), "gain": (1.0, 0.3)},
     ),
     "relu to a power": (
         RELU_POWER, "none", {"offset": (0.0, 0.3), "shape": (1.7, 0.1), "factor": (0.1, 0.05)},

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import attnzoo
 from attnzoo.backends.tiled.threshold import enough_steps, solve_threshold, tolerance
-from attnzoo.core.activations import ENTMAX15, Q_EXP, SPARSEMAX, Activation
+from attnzoo.core.activation import Activation
+from attnzoo.core.activations import ENTMAX15, Q_EXP, SPARSEMAX
 from helpers.cases import rand
 
 pytestmark = pytest.mark.usefixtures("sizes_of")

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.launch import function
 from attnzoo.core import activations
-from attnzoo.core.activations import Activation
+from attnzoo.core.activation import Activation
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -28,6 +28,7 @@ def evaluate(x, shape, phi, slope, ACT: tl.constexpr, BLOCK: tl.constexpr):
 ACTIVATIONS: list[tuple[Activation, float | None]] = [
     (activations.EXP, None),
     (activations.SIGMOID, None),
+    (activations.SILU, None),
     (activations.SPARSEMAX, None),
     (activations.ENTMAX15, None),
     (activations.TAYLOR[2], None),

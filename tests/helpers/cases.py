@@ -52,8 +52,9 @@ class Case:
     pass there. per_token: whether learnable parameters may also be (B, H, Nq). settings: more fixed
     parameters to test. row: the weights of one row of visible scores (n,), written from the
     formula, given the parameters by name; only for variants with `has_rows`. smooth: whether the
-    variant is twice differentiable everywhere. weights: the error analysis of a variant without
-    forms. expensive: whether a call costs so much that larger tests are slow.
+    variant is twice differentiable everywhere. least: a lower bound of the weights. weights: the
+    error analysis of a variant without forms. expensive: whether a call costs so much that larger
+    tests are slow.
     """
 
     paper: Paper
@@ -64,6 +65,7 @@ class Case:
     settings: tuple[dict[str, Any], ...] = ()
     row: Callable[[Tensor, dict[str, Any]], Tensor] | None = None
     smooth: bool = True
+    least: float = 0.0
     weights: Any = None
     expensive: bool = False
 
@@ -281,6 +283,18 @@ CASES = {
         PAIRWISE,
         smooth=False,
         row=lambda z, p: z.relu() ** 2 / (z.relu() ** 2).sum().clamp(min=1e-300),
+    ),
+    "silu": Case(
+        Paper(
+            (math.log(3), 0.0, -math.log(3)),
+            (math.log(3) / 4, 0.0, -math.log(3) / 12),
+            {},
+            "z·σ(z) / 3 with σ = ¾, ½ and ¼",
+        ),
+        PAIRWISE,
+        settings=({"length": 5},),
+        least=-0.2785,  # the minimum of z·σ(z)
+        row=lambda z, p: z / (1 + (-z).exp()) / p.get("length", max(len(z), 1)),
     ),
     "topk": Case(
         Paper(

@@ -75,6 +75,8 @@ class Weights:
             size = self.shifted_size(x.value)
         elif self.act.vanishes:  # φ may be computed as e^(log φ)
             size = f(x.value) * (1 + f(x.value).clamp(min=1e-300).log().abs())
+        elif self.act.unit != 1:  # φ contains e^x, whose relative error is proportional to |x|
+            size = f(x.value).abs() * (1 + x.value.abs())
         else:  # the terms of a power series may cancel
             size = f(x.value.abs())
         return x.map(f, self.times, size)
@@ -109,6 +111,9 @@ class Weights:
         if self.act.shifted:
             steep = f(x.value).abs() * (1 + x.value.abs() + self.alpha)
             return x.map(f, self.times, steep)
+        if self.act.unit != 1 and not self.act.vanishes:
+            size = f(x.value).abs() + self.act.value(x.value.clone(), self.alpha).abs()
+            return x.map(f, self.times, size * (1 + x.value.abs()))
         at = x.value if self.act.vanishes else x.value.abs()
         # The sigmoid computes φ' = φ − φ², so the rounding error is also proportional to φ.
         size = f(at).abs() + self.act.value(at.clone(), self.alpha).abs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import entmax as package
@@ -214,6 +215,48 @@ def test_sigmoid_by_hand(backend: str) -> None:
     # The authors use a constant bias of −log n.
     constant = weights_of(scores, "sigmoid", backend, bias=-math.log(20))
     assert torch.allclose(counted, constant)
+
+
+LENGTHS_OF_HISTORIES = (4, 0, 7, 1)
+
+
+def hstu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, lengths: Sequence[int]) -> Tensor:
+    """HSTU's attention to jagged histories (T, H, D) as its authors compute it, one loop per pair.
+
+    The bias of a query at i and a key at j is that of i − j ≥ 0. All weights are divided by the
+    largest length, and hidden weights, not scores, are set to 0.
+    """
+    rows = []
+    for history in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        queries, keys, values = history
+        for i, query in enumerate(queries):
+            out = torch.zeros_like(values.sum(0))
+            for j in range(i + 1):
+                score = 0.3 * (query * keys[j]).sum(-1) + bias[:, i - j]
+                out = out + (score * torch.sigmoid(score) / max(lengths))[:, None] * values[j]
+            rows.append(out)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_silu_on_jagged_histories_equals_hstu(backend: str) -> None:
+    total, most = sum(LENGTHS_OF_HISTORIES), max(LENGTHS_OF_HISTORIES)
+    q, k, v = (rand(total, 2, 6, seed=i) for i in range(3))
+    bias = rand(2, most, seed=4)
+    ends = torch.tensor([0, *LENGTHS_OF_HISTORIES]).cumsum(0)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        # A key at j has the entry most − 1 + j − i. Those with j > i are hidden.
+        table = torch.cat([bias.flip(1), torch.zeros(2, most - 1, dtype=bias.dtype)], 1)
+        return attnzoo.varlen_attention(
+            q, k, v, ends, ends, most, most, "silu", is_causal=True, scale=0.3,
+            relative_bias=table, length=most, backend=backend,
+        )  # fmt: skip
+
+    agree(
+        grads(ours, q, k, v, bias),
+        grads(lambda *inputs: hstu(*inputs, LENGTHS_OF_HISTORIES), q, k, v, bias),
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

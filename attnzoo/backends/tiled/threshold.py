@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attnzoo.core.activations import Activation
+from attnzoo.core.activation import Activation
 from attnzoo.core.device import is_cpu
 
 FAST = (1.5, 2.0)  # values of α for which `_fast_step` is used

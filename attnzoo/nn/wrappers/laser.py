@@ -49,8 +49,9 @@ class Laser(Wrapper):
         not known in decoding.
 
         Meant for weights that sum to 1. If they sum to less, as with a sink, o gets smaller. The
-        output of a query without weights is 0. In fp16 a small sum would underflow, so that
-        variants whose weights need not sum to 1 raise an error.
+        output of a query without weights is 0. Variants with negative weights raise an error. In
+        fp16 a small sum would underflow, so that variants whose weights need not sum to 1 raise an
+        error.
 
         exp(v̂) and the sum are rounded to the dtype of q. Each is an absolute error of o: at most
         0.004 in bf16 and 0.0005 in fp16. The backward divides the gradient of o by exp(o), between
@@ -69,6 +70,11 @@ class Laser(Wrapper):
             raise ValueError(wrong)
         self.clamp = float(clamp)
         super().__init__(variant, num_heads, embed_dim, **options)
+        if get_variant(self.variant).signed:
+            raise ValueError(
+                "variant must have weights >= 0 for Laser, which takes the logarithm of their sum, "
+                f"got {self.variant!r}"
+            )
 
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]

@@ -110,6 +110,13 @@ def _positive_log2(x):
 
 
 @triton.jit
+def silu(x, shape):
+    share = reciprocal(1.0 + tl.exp2(-x))
+    phi = (LN2 * x) * share
+    return phi, share + phi * (1.0 - share)
+
+
+@triton.jit
 def softpick(x, most):
     """φ = [y]_+ and μ = |y| with y = (e^s − 1) e^{−M}.
 
