@@ -231,7 +231,7 @@ def attention(
             largest = max_logits_of(ready, backend)
     if out.dtype != call.input_dtype:
         out = out.to(call.input_dtype)
-    return Results(out, lse, largest).returned
+    return out if lse is largest is None else Results(out, lse, largest).returned
 
 
 def with_signature_of(source: F) -> Callable[[Callable[..., Any]], F]:
