@@ -32,6 +32,8 @@ NOT_TRIED = {
     "encoder-decoder": "the rules make no valid inputs",
     "random": "its outputs are random",
     "finite": "its outputs or gradients are not finite",
+    "takes more than": "takes more time or memory than the limits",
+    "process ended": "takes more time or memory than the limits",
 }
 RESULT_NAMES = {
     "equal": "equal", "part": "equal in part", "differs": "differs", "refused": "refused",
