@@ -45,7 +45,9 @@ def taken_sink(
             f"do: {variants_with(host_sink)}"
         )
     owner = _owner(model, call.module)
-    if not any(getattr(owner, f"_supports_{kind}", False) for kind in IMPLEMENTATIONS):
+    # A module that hands over its selection leaves keys and masks as they are.
+    supported = [getattr(owner, f"_supports_{kind}", False) for kind in IMPLEMENTATIONS]
+    if not call.selects and not any(supported):
         raise ValueError(
             f"model must support another attention than its own eager one, which the sinks of "
             f"{host} need, got {type(owner).__name__}"
