@@ -18,6 +18,8 @@ import attnzoo
 from attnzoo.integrations.transformers import TrainerMixin, VariantLogitsProcessor, convert
 from attnzoo.losses import loss, margin_loss
 from helpers.hf_models import SMALL, gemma2, gpt2, ids, llama, quiet
+from helpers.output_head_ranks import CASES, losses_and_gradients, model_of
+from helpers.ranks import on_ranks
 
 pytestmark = [quiet, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -28,13 +30,13 @@ class MyTrainer(TrainerMixin, Trainer):
 
 def trainer(model: Any, path: Path, rows: Any = None, **options: Any) -> MyTrainer:
     names = ("output", "output_params", "compute_loss_func")
-    own = {name: options.pop(name) for name in names if name in options}
+    ours = {name: options.pop(name) for name in names if name in options}
     arguments = TrainingArguments(
         str(path), **{"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 0.1,
         "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True,
         "logging_steps": 1, "optim": "sgd", "lr_scheduler_type": "constant", **options},
     )  # fmt: skip
-    return MyTrainer(model, arguments, train_dataset=rows, eval_dataset=rows, **own)
+    return MyTrainer(model, arguments, train_dataset=rows, eval_dataset=rows, **ours)
 
 
 SPECIAL = {"pad_token_id": 0, "eos_token_id": 1}
@@ -165,6 +167,22 @@ def test_training_lowers_the_loss_and_accumulates_gradients(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for have, want in zip(*weights, strict=True):
         assert torch.allclose(have, want, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_ranks_have_the_loss_of_their_rows_and_the_gradients_of_the_mean() -> None:
+    results = on_ranks(2, losses_and_gradients)
+    for case in CASES:
+        model = model_of(case)
+        z, targets = model(ids()).logits[:, :-1], ids()[:, 1:]
+        expected = loss(z, targets, "entmax", reduction="none").mean(-1)
+        expected.mean().backward()
+        for rank, result in enumerate(results):
+            assert isinstance(result, dict), result
+            value, gradients = result[case]
+            assert value == pytest.approx(expected[rank].item(), rel=1e-9)
+            for name, parameter in model.named_parameters():
+                assert torch.allclose(gradients[name], parameter.grad, rtol=1e-9, atol=1e-14), name
 
 
 def test_output_takes_other_losses(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 The selection is the module's, the weights of the selected keys are the variant's. Modules of sparse
 attention pass one of these to other attention functions than their own::
 
-    indices         (B, Nq, K) or (B, H or 1, Nq, K)  keys (DeepSeek sparse attention)
-    block_indices   (B, G, Nq, K)                     blocks of keys, for G groups of heads (MiniMax)
+    indices         keys, (B, Nq, K) or (B, G, Nq, K) (DeepSeek sparse attention)
+    block_indices   blocks of keys, (B, G, Nq, K) (MiniMax M3)
 
-Negative indices are padding. The selection may include keys that the mask of the call hides.
+The heads of each of the G groups share a selection. Negative indices are padding. The selection may
+include keys that the mask of the call hides.
 """
 
 from __future__ import annotations
