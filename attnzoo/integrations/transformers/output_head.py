@@ -44,8 +44,10 @@ class HeadLoss:
         self.loss = loss_function(output, params)
         self.layer: Any = model.get_output_embeddings()
         if not isinstance(self.layer, nn.Linear):
+            kind = type(self.layer)
             raise self._unsupported(
-                f"has output embeddings of type {type(self.layer).__name__}, not torch.nn.Linear"
+                f"has output embeddings of type {kind.__module__}.{kind.__name__}, not "
+                "torch.nn.Linear"
             )
         config = model.config.get_text_config()
         self.softcap: float | None = getattr(config, SOFTCAP, None)
@@ -61,7 +63,8 @@ class HeadLoss:
             if name not in accepted:
                 raise self._unsupported(f"has a {name}, which this loss does not take")
         if isinstance(output, str):
-            setattr(model.config, ENTRY, {"variant": output, **(params or {})})
+            numbers = {name: plain(value) for name, value in (params or {}).items()}
+            setattr(model.config, ENTRY, {"variant": output, **numbers})
         self.is_checked = False
         self.losses: list[Tensor] = []  # of the current call
         self.logits: Tensor | None = None  # of its last token (B, 1, V)
@@ -147,8 +150,8 @@ class HeadLoss:
             bound = 16 * torch.finfo(self.logits.dtype).eps * computed.abs().max()
             if bool(((expected - computed).abs() > bound).any()):
                 raise self._unsupported(
-                    "changes its logits in a way that its config does not tell; known are "
-                    f"{', '.join([SOFTCAP, *SCALES])} and final_logits_bias"
+                    "has other logits than its output layer gives; supported are "
+                    f"{SOFTCAP}, the factors {', '.join(SCALES)}, and final_logits_bias"
                 )
             self.is_checked, self.logits = True, None
         return self.losses.pop()
@@ -174,7 +177,8 @@ def loss_function(output: Any, params: Any) -> Callable[..., Tensor]:
         if not isinstance(plain(value), (int, float)):
             raise TypeError(f"output_params[{name!r}] must be a number, got {shown(value)}")
     check_head(OutputHead(torch.zeros(2, 1), None, output, None, params or {}), 0.0, 0.0)
-    return partial(linear_loss, variant=output, **(params or {}))
+    loss: Any = partial(linear_loss, variant=output, **(params or {}))
+    return loss
 
 
 class VariantLogitsProcessor(LogitsProcessor):

@@ -129,7 +129,7 @@ class TrainerMixin(_Base):
         **kwargs: Any,
     ) -> Any:  # fmt: skip
         """The loss of a batch, and unless ``prediction_loss_only`` its logits and labels."""
-        if self.output is not None and prediction_loss_only:
+        if self.output is not None and prediction_loss_only and "labels" in inputs:
             inputs = {**inputs, LOSS_ONLY: True}
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
