@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "attnzoo.functional",
         "attnzoo.nn",
     },
-    "attnzoo.integrations": {"attnzoo.core", "attnzoo.functional", "attnzoo.nn"},
+    "attnzoo.integrations": {"attnzoo.core", "attnzoo.functional", "attnzoo.losses", "attnzoo.nn"},
     "attnzoo": {
         "attnzoo.core",
         "attnzoo.functional",

@@ -33,8 +33,18 @@ from attnzoo.integrations.transformers.checkpoint import (  # noqa: E402
     register,
 )
 from attnzoo.integrations.transformers.convert import convert, revert  # noqa: E402
+from attnzoo.integrations.transformers.output_head import (  # noqa: E402
+    VariantLogitsProcessor,
+)
 from attnzoo.integrations.transformers.training import TrainerMixin  # noqa: E402
 
-__all__ = ["TrainerMixin", "convert", "from_config", "from_pretrained", "revert"]
+__all__ = [
+    "TrainerMixin",
+    "VariantLogitsProcessor",
+    "convert",
+    "from_config",
+    "from_pretrained",
+    "revert",
+]
 
 register()

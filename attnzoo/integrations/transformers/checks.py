@@ -47,7 +47,8 @@ def taken_sink(
             f"do: {variants_with(host_sink)}"
         )
     owner = _owner(model, call.module)
-    if eager_only(owner):  # it changes keys and masks in ways that only itself knows
+    # It changes keys and masks in ways that only itself knows, unless it hands over its selection.
+    if eager_only(owner) and not call.selects:
         raise ValueError(
             f"model must support another attention than its own eager one, which the sinks of "
             f"{host} need, got {type(owner).__name__}"

@@ -20,6 +20,7 @@ from attnzoo.functional.attention import attention
 from attnzoo.integrations.transformers import masks
 from attnzoo.integrations.transformers.masks import NAME, Mask
 from attnzoo.integrations.transformers.packed import packed_segments
+from attnzoo.integrations.transformers.selected import NAMES, with_selection
 from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
 from attnzoo.nn.checks import check_cross_attention
@@ -29,7 +30,7 @@ from attnzoo.nn.checks import check_cross_attention
 HOST = "_is_attnzoo_host"
 IMPLEMENTATIONS = ("sdpa", "flash_attn", "flex_attn")
 # Keywords that models pass to other attention functions and that attnzoo does not support.
-UNSUPPORTED = ("sinks", "head_mask", "cache", "indices")
+UNSUPPORTED = ("sinks", "head_mask", "cache")
 
 
 class ObservedCall(NamedTuple):
@@ -42,6 +43,7 @@ class ObservedCall(NamedTuple):
     softcap: float | None = None  # of the host
     sinks: bool = False  # whether the host passes the logits of sinks
     bias: bool = False  # whether the host passes a bias of the scores
+    selects: bool = False  # whether the host passes the keys that it selects
     qk_dim: int = 0  # features of each query and key
     v_dim: int = 0  # features of each value
     number: int = 0  # of the module, in the order of execution
@@ -127,6 +129,7 @@ def attend(
     sharding = _sharding(child)
     if sharding is not None:
         mask = _for_shards(module, mask, query, sharding, kwargs)
+    mask = with_selection(module, mask, query.shape[1], key.shape[2], kwargs)
     unused = mask.start, key.shape[2] - mask.stop  # keys before and after those in use
     key, value = key[:, :, mask.start : mask.stop], value[:, :, mask.start : mask.stop]
     options: dict[str, Any] = {
@@ -139,7 +142,8 @@ def attend(
     if calls is not None:
         log_n, rows = _log_n(query, key, value, options)
         dims = query.shape[-1], value.shape[-1]
-        extras = sinks is not None, kwargs.get("position_bias") is not None
+        selects = any(kwargs.get(name) is not None for name in NAMES)
+        extras = sinks is not None, kwargs.get("position_bias") is not None, selects
         calls.append(ObservedCall(module, heads, log_n, rows, softcap, *extras, *dims))
     name, params = ("softmax", {}) if sinks is None else _with_sinks(module, variant, sinks)
     options |= params
@@ -208,6 +212,12 @@ def _for_shards(
     A window at least as long as the shard is missing in it.
     """
     name, positions = type(module).__name__, kwargs.get("position_ids")
+    for selection in NAMES:
+        if kwargs.get(selection) is not None:
+            raise ValueError(
+                f"{name} must not select keys when its sequence is sharded, got {selection}: a "
+                "rank selects among its own keys only"
+            )
     if query.shape[2] == 1:
         raise ValueError(f"{name} must have at least 2 tokens per rank, got 1")
     if isinstance(positions, Tensor) and positions.dim() <= 2 and is_readable(positions):

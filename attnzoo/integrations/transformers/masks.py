@@ -169,9 +169,16 @@ def _is_expressible(
     if pattern.causal:
         if end is None or not queries <= end <= keys:
             return False
-        return options.get("allow_is_causal_skip") is not False or (queries == 1 and end < keys)
+        if options.get("allow_is_causal_skip") is not False:
+            return True
+        return queries == 1 and end < keys and not _reads_masks(options.get("config"))
     allowed = options.get("allow_is_bidirectional_skip") is not False
     return allowed and (not pattern.window or queries == keys)
+
+
+def _reads_masks(config: Any) -> bool:
+    """Whether modules of the model select keys from their mask, which must be a tensor then."""
+    return "indexed_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def read_mask(mask: Mask | Tensor | None, is_causal: bool, queries: int, keys: int) -> Mask:
