@@ -23,7 +23,8 @@ from attnzoo.nn import Attention, Wrapper
 from attnzoo.nn.projections import PROJECTED
 from attnzoo.nn.wrappers import Choice, check_no_wrapper, named_wrapper
 
-# A model that supports none of these changes keys and masks in ways that only itself knows.
+# A model that supports none of these may change keys and masks in ways that only itself knows, unless
+# it has another reason: a bias of the scores, or keys that it selects.
 IMPLEMENTATIONS = ("sdpa", "flash_attn", "flex_attn")
 
 
@@ -45,7 +46,8 @@ def taken_sink(
             f"do: {variants_with(host_sink)}"
         )
     owner = _owner(model, call.module)
-    if not any(getattr(owner, f"_supports_{kind}", False) for kind in IMPLEMENTATIONS):
+    supported = any(getattr(owner, f"_supports_{kind}", False) for kind in IMPLEMENTATIONS)
+    if not (supported or call.bias or call.selected):
         raise ValueError(
             f"model must support another attention than its own eager one, which the sinks of "
             f"{host} need, got {type(owner).__name__}"

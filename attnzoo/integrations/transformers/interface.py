@@ -27,7 +27,7 @@ from attnzoo.nn.checks import check_cross_attention
 # The attribute of all modules of a converted model, whose other layers compute softmax.
 HOST = "_is_attnzoo_host"
 # Keywords that models pass to other attention functions and that attnzoo does not support.
-UNSUPPORTED = ("sinks", "head_mask", "cache", "indices")
+UNSUPPORTED = ("head_mask", "cache")
 
 
 class ObservedCall(NamedTuple):
@@ -38,8 +38,9 @@ class ObservedCall(NamedTuple):
     log_n: float  # mean of log n over the rows with a visible key
     rows: int  # number of these rows, one per batch entry, head and query
     softcap: float | None = None  # of the host
-    sinks: bool = False  # whether the host passes the logits of sinks
+    sinks: bool = False  # whether the host passes the scores of sinks
     bias: bool = False  # whether the host passes a bias of the scores
+    selected: bool = False  # whether the host selects keys by index
     qk_dim: int = 0  # features of each query and key
     v_dim: int = 0  # features of each value
     number: int = 0  # of the module, in the order of execution
@@ -107,6 +108,8 @@ def attend(
         )
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     mask = masks.read_mask(attention_mask, is_causal, query.shape[2], key.shape[2])
+    if (indices := kwargs.get("indices")) is not None:
+        mask = masks.with_indices(mask, indices)
     if variant is not None and variant.by_position:
         # A dense mask includes causality.
         causal = is_causal if isinstance(attention_mask, Tensor) else mask.causal
@@ -121,12 +124,12 @@ def attend(
         "segment_ids": packed_segments(module, mask, query, key, kwargs),
         "scale": scaling, "dropout_p": dropout, "enable_gqa": key.shape[1] != query.shape[1],
     }  # fmt: skip
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    softcap, sinks = kwargs.get("softcap"), _sinks(kwargs)
     heads = query.shape[1] // getattr(child, "queries", 1)
     if calls is not None:
         log_n, rows = _log_n(query, key, value, options)
         dims = query.shape[-1], value.shape[-1]
-        extras = sinks is not None, kwargs.get("position_bias") is not None
+        extras = sinks is not None, kwargs.get("position_bias") is not None, indices is not None
         calls.append(ObservedCall(module, heads, log_n, rows, softcap, *extras, *dims))
     name, params = ("softmax", {}) if sinks is None else _with_sinks(module, variant, sinks)
     options |= params
@@ -152,10 +155,12 @@ def _check_positions(
     layer, (_, _, queries, keys) = type(module).__name__, mask.shape
     check_cross_attention(variant, layer, not causal and queries != keys)
     windowed = kwargs.get("sliding_window") or mask.window or mask.start or mask.chunk
+    windowed = windowed or kwargs.get("indices") is not None
     if variant.absolute and windowed:  # caches drop keys, and a dense mask looks like padding
         raise ValueError(
-            f"{variant.name} does not support the sliding window or chunks of {layer}: the "
-            "position of a query in its sequence is not known there; convert other layers only"
+            f"{variant.name} does not support the sliding window, the chunks or the selected keys "
+            f"of {layer}: the position of a query in its sequence is not known there; convert "
+            "other layers only"
         )
 
 
@@ -210,19 +215,27 @@ def _for_shards(
             f"{name} must have neither chunked attention nor packed sequences when its sequence is "
             "sharded; pass an attention_mask, as Batch.transformers does"
         )
+    if kwargs.get("indices") is not None:
+        raise ValueError(f"{name} must not select keys when its sequence is sharded")
     window = kwargs.get("sliding_window")
     return mask._replace(window=window) if window and not mask.window else mask
 
 
 def host_sink(variant: Variant) -> str | None:
-    """The name of the parameter that takes the sink logits of a host."""
+    """The name of the parameter that takes the scores of a host's sinks."""
     return next((param.name for param in variant.params if param.host_sink), None)
+
+
+def _sinks(kwargs: dict[str, Any]) -> Tensor | None:
+    """The scores of the host's sinks, (H,) or (B, H, Nq)."""
+    per_query = kwargs.get("sinks")  # (B, H, Nq, 1)
+    return kwargs.get("s_aux") if per_query is None else per_query.squeeze(-1)
 
 
 def _with_sinks(
     module: nn.Module, variant: Variant | None, sinks: Tensor
 ) -> tuple[str, dict[str, Tensor]]:
-    """The variant of a layer with sinks, and the parameter that takes their logits."""
+    """The variant of a layer with sinks, and the parameter that takes their scores."""
     variant = variant or _softmax_with_sinks()
     name = host_sink(variant)
     if name is None:

@@ -100,6 +100,24 @@ def with_bias(mask: Mask, bias: Tensor | None) -> dict[str, Any]:
     return arguments | {"attn_mask": bias}
 
 
+def with_indices(mask: Mask, indices: Tensor) -> Mask:
+    """The mask without the keys that a host does not select, for ``indices`` (B, Nq, selected)."""
+    _, _, queries, keys = mask.shape
+    if indices.dim() != 3 or indices.shape[1] != queries or indices.is_floating_point():
+        raise ValueError(
+            f"indices must be integers (B, {queries}, selected keys), got {tuple(indices.shape)} "
+            f"{indices.dtype}"
+        )
+    selected = indices.new_zeros(*indices.shape[:2], keys, dtype=torch.bool)
+    selected = selected.scatter(-1, indices.long(), True)[:, None, :, mask.start : mask.stop]
+    visible = mask.attn_mask
+    if visible is None:
+        return mask._replace(attn_mask=selected)
+    if visible.dtype == torch.bool:
+        return mask._replace(attn_mask=visible & selected)
+    return mask._replace(attn_mask=visible.masked_fill(~selected, float("-inf")))
+
+
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -162,6 +180,7 @@ def _is_expressible(
 
     Queries and keys must be aligned as in `attnzoo.attention`. A model that changes the mask does
     not allow skipping it. Transformers does not allow it either for one query with a static cache.
+    A model that selects keys reads the dense mask there too.
     """
     one_sided = pattern.chunk is not None or (pattern.window and not pattern.both_sides)
     if (pattern.causal and pattern.both_sides) or (one_sided and not pattern.causal):
@@ -169,7 +188,9 @@ def _is_expressible(
     if pattern.causal:
         if end is None or not queries <= end <= keys:
             return False
-        return options.get("allow_is_causal_skip") is not False or (queries == 1 and end < keys)
+        kinds = getattr(options.get("config"), "layer_types", None) or ()
+        static = queries == 1 and end < keys and "indexed_attention" not in kinds
+        return options.get("allow_is_causal_skip") is not False or static
     allowed = options.get("allow_is_bidirectional_skip") is not False
     return allowed and (not pattern.window or queries == keys)
 
