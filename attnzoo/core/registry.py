@@ -159,7 +159,8 @@ def _check_fields(variant: Variant) -> None:
     what = f"variant {variant.name!r}"
     for field in ("formula", "paper", "use"):
         _check_type(f"{what}: {field}", getattr(variant, field), str)
-    for field in ("normalized", "has_logits", "positional", "absolute", "inference_only"):
+    flags = ("normalized", "has_logits", "positional", "absolute", "length_gain", "inference_only")
+    for field in flags:
         _check_type(f"{what}: {field}", getattr(variant, field), bool)
     if not isinstance(variant.aliases, tuple) or not all(
         isinstance(alias, str) for alias in variant.aliases

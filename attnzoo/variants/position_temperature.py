@@ -79,6 +79,7 @@ VARIANT = Variant(
     forms=forms,
     scores=scores,
     absolute=True,
+    length_gain=True,
     identity={"beta": 0.0},
     example=lambda length: {"train_length": max(1, length // 4)},
 )

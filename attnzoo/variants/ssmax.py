@@ -69,6 +69,7 @@ VARIANT = Variant(
     ),
     forms=forms,
     scores=scores,
+    length_gain=True,
     calibrate=lambda log_n: {"s": 1 / log_n},
     identity={"s": 0.0, "b": 1.0},
 )

@@ -21,6 +21,7 @@ from attnzoo.integrations.transformers.checks import (
     warn_of_training,
     wrapper_entry,
 )
+from attnzoo.integrations.transformers.host_gains import check_gain
 from attnzoo.integrations.transformers.interface import ObservedCall, set_mark, variants_with
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import (
@@ -189,6 +190,7 @@ def _child(
     sink = taken_sink(model, variant, call, params)
     params = params | {name: value for name, value in identity.items() if name != sink}
     check_logits(call, variant)
+    check_gain(variant, call.module)
     options = {
         "learn": _learned(variant, learn, identity, sink), "softcap": call.softcap,
         "given": () if sink is None else (sink,), "head_dim": call.qk_dim, **params,
