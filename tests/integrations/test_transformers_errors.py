@@ -97,16 +97,16 @@ def test_wrong_arguments_raise(
 
 
 def test_unsupported_features_of_a_model_raise() -> None:
-    """A layer that selects keys, as in DeepSeek-V3.2, passes their indices."""
+    """A layer that scales the weights of its heads passes a mask of them."""
     model = llama()
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
-            lambda module, args, keywords: (args, {**keywords, "indices": torch.zeros(1)}),
+            lambda module, args, keywords: (args, {**keywords, "head_mask": torch.ones(4)}),
             with_kwargs=True,
         )
     before = state(model)
     message = (
-        "^LlamaForCausalLM cannot be converted: attnzoo does not support indices, which "
+        "^LlamaForCausalLM cannot be converted: attnzoo does not support head_mask, which "
         "LlamaAttention uses$"
     )
     with pytest.raises(ValueError, match=message):

@@ -239,9 +239,8 @@ def test_sinks_of_a_model_that_supports_only_its_own_attention_raise() -> None:
         convert(model, "sink")
 
 
-@pytest.mark.parametrize("name", ["indices", "sinks", "head_mask"])
+@pytest.mark.parametrize("name", ["cache", "head_mask"])
 def test_unsupported_keywords_raise(name: str) -> None:
-    """Transformers passes ``indices`` for models that select keys, as DeepSeek-V3.2 does."""
     q = torch.zeros(1, 4, 5, 8)
     with pytest.raises(ValueError, match=f"attnzoo does not support {name}, which Identity uses"):
         attend(torch.nn.Identity(), q, q, q, None, **{name: torch.zeros(1)})

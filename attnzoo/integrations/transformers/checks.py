@@ -23,8 +23,8 @@ from attnzoo.nn import Attention, Wrapper
 from attnzoo.nn.projections import PROJECTED
 from attnzoo.nn.wrappers import Choice, check_no_wrapper, named_wrapper
 
-# A model that supports none of these may change keys and masks in ways that only itself knows, unless
-# it has another reason: a bias of the scores, or keys that it selects.
+# A model that supports none of these may change keys and masks in ways that only itself knows.
+# Other reasons to support none are a bias of the scores, and keys that the model selects.
 IMPLEMENTATIONS = ("sdpa", "flash_attn", "flex_attn")
 
 
@@ -188,9 +188,6 @@ def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:
     if wrapper is None:
         return None
     name, arguments = named_wrapper(wrapper)
-    host = type(call.module).__name__
-    if call.sinks:
-        raise ValueError(f"wrapper must be None, because {host} has learned sinks, got {name!r}")
     layer = getattr(call.module, "layer_idx", None)
     return {
         "name": name,
@@ -200,6 +197,16 @@ def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:
         "v_dim": call.v_dim,
         "layer": layer if isinstance(layer, int) and is_int(layer) else call.number,
     }
+
+
+def check_whole_heads(call: ObservedCall, child: Attention | Wrapper, wrapper: Choice) -> None:
+    """Raises if a wrapper divides heads whose sinks are scores of a whole head."""
+    if call.sinks and isinstance(child, Wrapper) and child.map_dim != child.qk_dim:
+        raise ValueError(
+            f"wrapper must not divide the features of a head, because the sinks of "
+            f"{type(call.module).__name__} are scores of whole heads, got "
+            f"{named_wrapper(wrapper)[0]!r}"
+        )
 
 
 def _check_not_sharded(model: Any) -> None:

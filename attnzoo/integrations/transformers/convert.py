@@ -15,6 +15,7 @@ from attnzoo.integrations.transformers.checks import (
     check_model,
     check_projections,
     check_score_terms,
+    check_whole_heads,
     chosen_variant,
     possible_identity,
     taken_sink,
@@ -199,6 +200,7 @@ def _child(
     dtype = dtype_of(call.module, call.hidden)
     child = new_child(variant.name, call.heads, entry, options, dtype)
     keep_entry(child, new_entry(child, call, params, entry))
+    check_whole_heads(call, child, wrapper)
     check_score_terms(call, child)
     check_gate(call.module, child)
     check_query_layer(model, call.module, child)

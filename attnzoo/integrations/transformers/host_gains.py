@@ -45,8 +45,10 @@ HOST_GAINS = (
     ),
     HostGain(  # Llama 4, in layers without rotary encoding
         "1 + attn_scale·log(1 + ⌊(position + 1) / floor_scale⌋)",
-        lambda module, config: getattr(module, "attn_temperature_tuning", False)
-        and not getattr(module, "use_rope", False),
+        lambda module, config: (
+            getattr(module, "attn_temperature_tuning", False)
+            and not getattr(module, "use_rope", False)
+        ),
         "attn_temperature_tuning=False in its config",
     ),
     HostGain(  # Ministral 3, Mistral 4
@@ -56,15 +58,18 @@ HOST_GAINS = (
     ),
     HostGain(  # Inkling, in layers without a window
         "1 + log_scaling_alpha·log(max(1, (position + 1) / log_scaling_n_floor))",
-        lambda module, config: getattr(config, "log_scaling_n_floor", None) is not None
-        and config.log_scaling_alpha
-        and not getattr(module, "is_sliding", False),
+        lambda module, config: (
+            getattr(config, "log_scaling_n_floor", None) is not None
+            and config.log_scaling_alpha
+            and not getattr(module, "is_sliding", False)
+        ),
         "log_scaling_alpha=0 in its config",
     ),
     HostGain(  # Beam, in layers without a window
         "(1 + (position + 1) / 2048)^0.1",
-        lambda module, config: _takes(module, "attention_scaling")
-        and getattr(module, "sliding_window", None) is None,
+        lambda module, config: (
+            _takes(module, "attention_scaling") and getattr(module, "sliding_window", None) is None
+        ),
         "",
     ),
 )
