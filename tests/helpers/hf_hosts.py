@@ -7,29 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from transformers import (
-    BeamConfig,
-    BeamForCausalLM,
-    DeepseekV32Config,
-    DeepseekV32ForCausalLM,
-    HYV4Config,
-    HYV4ForCausalLM,
-    Inkling2ForCausalLM,
-    Inkling2TextConfig,
-    LagunaConfig,
-    LagunaForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    Ministral3Config,
-    Ministral3ForCausalLM,
-    MistralLarge4Config,
-    MistralLarge4ForConditionalGeneration,
-    MPNetConfig,
-    MPNetForMaskedLM,
-    MuseSparkConfig,
-    MuseSparkForConditionalGeneration,
-)
+
+from helpers.hf_models import transformers
 
 TOKENS: dict[str, Any] = {
     "vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -51,26 +32,34 @@ SELECTING = {
 del SELECTING["head_dim"]
 
 
-def _made(cls: Any, config: Any, *names: str) -> Any:
+def _class(name: str) -> Any:
+    """A class of transformers; skips the test if the installed version is older than the class."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    return getattr(transformers, name)
+
+
+def _made(model: str, config: str, options: dict[str, Any], *names: str) -> Any:
     """The model; parameters with one of the names get values in which a factor or sink matters."""
+    made_config = _class(config)(**options)
     torch.manual_seed(0)
-    model = cls(config).eval()
-    for name, x in model.named_parameters():
+    made = _class(model)(made_config).eval()
+    for name, x in made.named_parameters():
         if any(part in name for part in names):
             torch.nn.init.uniform_(x, 0.3, 0.9)
-    return model
+    return made
 
 
 def inkling2() -> Any:
     """Sinks, a bias and an output gate from the hidden states, and a gain in half of the layers."""
-    config = Inkling2TextConfig(
-        **SIZES, **EXPERTS, unpadded_vocab_size=99, num_hidden_layers=4, num_key_value_heads=2,
-        head_dim=8, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8,
-        sliding_window_size=5, d_rel=4, rel_extent=6, log_scaling_n_floor=4,
-        layer_types=["hybrid_sliding", "hybrid"] * 2, n_routed_experts=2,
-        n_layers_per_attn_res_block=2,
-    )  # fmt: skip
-    return _made(Inkling2ForCausalLM, config)
+    config = {
+        **SIZES, **EXPERTS, "unpadded_vocab_size": 99, "num_hidden_layers": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 5, "d_rel": 4,
+        "rel_extent": 6, "log_scaling_n_floor": 4, "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "n_routed_experts": 2, "n_layers_per_attn_res_block": 2,
+    }  # fmt: skip
+    return _made("Inkling2ForCausalLM", "Inkling2TextConfig", config)
 
 
 def mistral_large4() -> Any:
@@ -80,27 +69,29 @@ def mistral_large4() -> Any:
         "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32,
         "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 16,
     }  # fmt: skip
-    config = MistralLarge4Config(vision_config=vision, text_config=text, image_token_index=98)
-    return _made(MistralLarge4ForConditionalGeneration, config, "softmax_scaling")
+    config = {"vision_config": vision, "text_config": text, "image_token_index": 98}
+    name = "MistralLarge4ForConditionalGeneration"
+    return _made(name, "MistralLarge4Config", config, "softmax_scaling")
 
 
 def deepseek_v32() -> Any:
     """Selected keys."""
-    return _made(DeepseekV32ForCausalLM, DeepseekV32Config(**SELECTING, q_lora_rank=16))
+    config = {**SELECTING, "q_lora_rank": 16}
+    return _made("DeepseekV32ForCausalLM", "DeepseekV32Config", config)
 
 
 def hy_v4() -> Any:
     """Selected keys and sinks per head."""
-    return _made(HYV4ForCausalLM, HYV4Config(**SELECTING, q_lora_rank=16), "sinks")
+    return _made("HYV4ForCausalLM", "HYV4Config", {**SELECTING, "q_lora_rank": 16}, "sinks")
 
 
 def laguna() -> Any:
     """An output gate per head."""
-    config = LagunaConfig(
-        **{**DENSE, **EXPERTS}, sliding_window=5, shared_expert_intermediate_size=16, num_experts=2,
-        layer_types=["full_attention", "sliding_attention"],
-    )  # fmt: skip
-    return _made(LagunaForCausalLM, config)
+    config = {
+        **DENSE, **EXPERTS, "sliding_window": 5, "shared_expert_intermediate_size": 16,
+        "num_experts": 2, "layer_types": ["full_attention", "sliding_attention"],
+    }  # fmt: skip
+    return _made("LagunaForCausalLM", "LagunaConfig", config)
 
 
 def muse_spark() -> Any:
@@ -117,21 +108,22 @@ def muse_spark() -> Any:
         "patch_sizes": (4, 4), "hidden_sizes": (8, 8), "depths": (1, 1), "num_hidden_layers": 2,
         "out_hidden_size": 32,
     }  # fmt: skip
-    config = MuseSparkConfig(
-        text_config=text, vision_config=vision, audio_config=audio, out_hidden_size=32,
-        projector_hidden_size=16, image_token_id=95, video_token_id=96, audio_token_id=97,
-    )  # fmt: skip
-    return _made(MuseSparkForConditionalGeneration, config)
+    config = {
+        "text_config": text, "vision_config": vision, "audio_config": audio, "out_hidden_size": 32,
+        "projector_hidden_size": 16, "image_token_id": 95, "video_token_id": 96,
+        "audio_token_id": 97,
+    }  # fmt: skip
+    return _made("MuseSparkForConditionalGeneration", "MuseSparkConfig", config)
 
 
 def llama4_with_gain(**options: Any) -> Any:
     """A gain by position in the second layer, which has no rotary encoding."""
-    config = Llama4TextConfig(
-        **DENSE, intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=5,
-        layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0], floor_scale=2,
-        attn_scale=0.5, **options,
-    )  # fmt: skip
-    return _made(Llama4ForCausalLM, config)
+    config = {
+        **DENSE, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 5,
+        "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
+        "floor_scale": 2, "attn_scale": 0.5, **options,
+    }  # fmt: skip
+    return _made("Llama4ForCausalLM", "Llama4TextConfig", config)
 
 
 def ministral3(beta: float = 0.5) -> Any:
@@ -141,23 +133,23 @@ def ministral3(beta: float = 0.5) -> Any:
         "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": beta,
         "original_max_position_embeddings": 4,
     }  # fmt: skip
-    config = Ministral3Config(**DENSE, sliding_window=None, rope_parameters=rope)
-    return _made(Ministral3ForCausalLM, config)
+    config = {**DENSE, "sliding_window": None, "rope_parameters": rope}
+    return _made("Ministral3ForCausalLM", "Ministral3Config", config)
 
 
 def beam() -> Any:
     """A gain by position in the second layer, which has no window."""
-    config = BeamConfig(
-        **{**DENSE, **EXPERTS}, sliding_window=5, num_experts=2,
-        layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
-    return _made(BeamForCausalLM, config)
+    config = {
+        **DENSE, **EXPERTS, "sliding_window": 5, "num_experts": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    return _made("BeamForCausalLM", "BeamConfig", config)
 
 
 def mpnet() -> Any:
     """Attention that the model computes itself."""
-    config = MPNetConfig(
-        vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=40,
-    )  # fmt: skip
-    return _made(MPNetForMaskedLM, config)
+    config = {
+        "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 40,
+    }  # fmt: skip
+    return _made("MPNetForMaskedLM", "MPNetConfig", config)
