@@ -161,6 +161,14 @@ def test_positions_among_selected_keys_raise() -> None:
         convert(deepseek_v32(), "position_temperature")
 
 
+def test_selected_keys_of_a_sharded_sequence_raise() -> None:
+    module, q = torch.nn.Identity(), torch.zeros(1, 4, 6, 8)
+    module.attnzoo = attnzoo.nn.Attention("softmax", 4)
+    module.attnzoo.sharding = object()
+    with pytest.raises(ValueError, match="Identity must not select keys when its sequence is sha"):
+        attend(module, q, q, q, None, indices=torch.zeros(1, 6, 1, dtype=torch.int32))
+
+
 # ---- gains of hosts ---------------------------------------------------------------------------
 
 

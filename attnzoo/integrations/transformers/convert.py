@@ -119,8 +119,13 @@ def convert(
 
     Notes:
         The model's own scaling and softcap stay as they are; gains and biases of the variant come
-        after the softcap. Learned sinks of the model stay its parameters. Only variants that have a
-        parameter for them can be used then (sink: b), and ``params`` must not set it.
+        after the softcap. Sinks of the model, learned or made from the hidden states, stay the
+        model's. Only variants that have a parameter for them can be used then (sink: b), and
+        ``params`` must not set it. All attentions of a head in a wrapper get the sink of the head.
+
+        Some models multiply their queries by a factor that grows with the position (Llama 4,
+        Mistral Large 4). It stays in the queries. Variants with such a gain (`Variant.length_gain`)
+        raise an error there. In models that select keys, a variant sees the selected keys only.
 
         At b = -100 the gradient of a sink vanishes in fp32, so training does not move it. To
         train a sink, start with ``convert(model, "sink", b=-10.0)``, which is close to softmax.

@@ -84,7 +84,6 @@ def check_gain(variant: Variant, module: nn.Module) -> None:
     off = f", or make the model with {gain.without}" if gain.without else ""
     raise ValueError(
         f"variant must have no gain that grows with the length, because {type(module).__name__} "
-        f"already multiplies its queries by {gain.formula}, got {variant.name!r}: convert to "
-        "'softmax' or another variant without such a gain, which keep this factor, or choose other "
-        f"layers with layers{off}"
+        f"already multiplies its queries by {gain.formula}, got {variant.name!r}; softmax and "
+        f"variants without such a gain keep this factor: use one, choose other layers{off}"
     )
