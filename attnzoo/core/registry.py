@@ -159,9 +159,11 @@ def _check_fields(variant: Variant) -> None:
     what = f"variant {variant.name!r}"
     for field in ("formula", "paper", "use"):
         _check_type(f"{what}: {field}", getattr(variant, field), str)
-    for field in (
-        "normalized", "signed", "has_logits", "positional", "absolute", "inference_only",
-    ):  # fmt: skip
+    flags = (
+        "normalized", "signed", "has_logits", "positional", "absolute", "length_gain",
+        "inference_only",
+    )  # fmt: skip
+    for field in flags:
         _check_type(f"{what}: {field}", getattr(variant, field), bool)
     if not isinstance(variant.aliases, tuple) or not all(
         isinstance(alias, str) for alias in variant.aliases

@@ -154,6 +154,9 @@ class Variant:
         positional: Whether weights depend on the distance between query and key.
         absolute: Whether weights depend on the position of the query. Must be True if a function
             uses ``call.places``.
+        length_gain: Whether the variant multiplies the scores by a gain that follows the number of
+            keys or the position of the query, or can do so. Models that already have such a factor
+            cannot be converted to it.
         calibrate: ``calibrate(log_n)`` -> parameters with which the mean gain is 1, if ``log_n`` is
             the mean of log n_i over the rows. Rows with fewer keys get a gain below 1, rows with
             more keys a gain above 1. The outputs of a trained softmax model therefore still change.
@@ -193,6 +196,7 @@ class Variant:
     has_logits: bool = True
     positional: bool = False
     absolute: bool = False
+    length_gain: bool = False
     calibrate: Callable[[float], dict[str, Any]] | None = None
     identity: dict[str, Any] | None = None
     example: Callable[[int], dict[str, Any]] | None = None

@@ -350,6 +350,7 @@ def projecting_attention(
     key_dim: int,
     head_dim: int,
     options: dict[str, Any],
+    given: Names = (),
     **kind: Any,
 ) -> Attention:
     """An `Attention` of a layer that sees the hidden states; it owns `Projections` if needed.
@@ -362,17 +363,15 @@ def projecting_attention(
         head_dim: number of features of each query and key head.
         options: ``learn``, ``softcap`` and parameters of the variant, as for `Attention`. The value
             "projected" asks for a parameter made from the hidden states.
+        given: names of parameters that each call passes, as for `Attention`.
         **kind: device and dtype of the parameters.
     """
-    if "given" in options:
-        raise TypeError(
-            "given is an argument of Attention only: the forward of this layer takes no parameters "
-            "of the variant"
-        )
     if "head_dim" in options:
         raise TypeError("head_dim is an argument of Attention only: this layer sets it")
     names, options = split_projected(variant, options)
-    new = Attention(variant, num_heads, given=names, head_dim=head_dim, **kind, **options)
+    names = tuple(name for name in names if name not in given)
+    passed = (*names, *given)
+    new = Attention(variant, num_heads, given=passed, head_dim=head_dim, **kind, **options)
     if names:
         new.projections = Projections(variant, names, num_heads, query_dim, key_dim, **kind)
     return new

@@ -109,4 +109,5 @@ VARIANT = Variant(
         ),
     ),
     forms=forms,
+    length_gain=True,
 )

@@ -70,5 +70,6 @@ VARIANT = Variant(
     scores=scores,
     example=lambda length: {"train_length": length},
     inference_only=True,
+    length_gain=True,
     calibrate=lambda log_n: {"train_length": math.exp(log_n)},
 )

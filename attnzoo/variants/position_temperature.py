@@ -18,7 +18,8 @@ Differences: p_i counts from the first key of the query's segment that the mask 
 ``train_length`` need not be an integer.
 
 Notes: Converted Hugging Face layers with a sliding window or chunks raise an error, because their
-caches drop the keys from which positions are counted.
+caches drop the keys from which positions are counted. So do layers of Llama 4 and Ministral 3 that
+already have this gain.
 """
 
 import torch
@@ -79,6 +80,7 @@ VARIANT = Variant(
     forms=forms,
     scores=scores,
     absolute=True,
+    length_gain=True,
     identity={"beta": 0.0},
     example=lambda length: {"train_length": max(1, length // 4)},
 )

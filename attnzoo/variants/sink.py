@@ -1,7 +1,7 @@
 """sink: softmax with one more key per head, which has a learned score and the value 0.
 
 Formula:
-    w_ij = exp(z_ij) / (exp(b_h) + Σ_j exp(z_ij))
+    w_ij = exp(z_ij) / (exp(b) + Σ_j exp(z_ij)),  b per head, or per head and query
 
 Effect: The weight sum of a row is σ(lse_i − b), below 1. A row whose logits all lie far below b
 puts nearly all of its weight on the sink and has an output near 0. As n grows, weights behave as in
@@ -15,6 +15,7 @@ Source: Miller 2023, "Attention is off by one" (b = 0); OpenAI 2025 (gpt-oss), a
 Notes: The output is that of softmax times σ(lse − b). With b = −100, the fp32 output of a row with
 lse > −80 equals that of softmax. The gradient of b is proportional to the sink's weight, so b is
 not learned if it starts at −100. At b = −10 the output is nearly that of softmax, and b is learned.
+With one b per token, b may come from a projection of the hidden states, as in Inkling 2.
 """
 
 import torch
@@ -61,8 +62,9 @@ VARIANT = Variant(
         Param(
             "b",
             0.0,
-            doc="score of the sink; a number, or one per head (H,)",
+            doc="score of the sink; a number, one per head (H,), or one per token (B, H, Nq)",
             init=0.0,
+            per_token=True,
             host_sink=True,
         ),
     ),

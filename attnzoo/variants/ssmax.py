@@ -16,8 +16,10 @@ Source: Nakanishi 2025, arXiv:2501.19399.
 Differences: n_i is counted per query after mask, causality and window. If all causal rows used the
 same n, the gain would be the same in all rows.
 
-Notes: s = 0, b = 1 is exactly softmax, so a trained softmax model can start from there. With one s
-per token, s may come from a projection of the query, as in QASSMax (TabICLv2, 2026).
+Notes: s = 0, b = 1 is exactly softmax, so a trained softmax model can start from there. Mistral
+Large 4 (2026) has this gain with s and b learned per head, and log(p_i + 1) of the position p_i as
+log n_i. Such a Hugging Face model cannot be converted to ssmax, which would add a second gain. With
+one s per token, s may come from a projection of the query, as in QASSMax (TabICLv2, 2026).
 """
 
 from torch import Tensor
@@ -69,6 +71,7 @@ VARIANT = Variant(
     ),
     forms=forms,
     scores=scores,
+    length_gain=True,
     calibrate=lambda log_n: {"s": 1 / log_n},
     identity={"s": 0.0, "b": 1.0},
 )

@@ -305,7 +305,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_k": 4.0}, TypeError, "max_k must be an int or a tensor .*, got 4.0"),
     ({"max_q": True}, TypeError, "max_q must be an int or a tensor .*, got True"),
     ({"variant": "nothing"}, ValueError, "unknown variant 'nothing'"),
-    ({"variant": "sink", "b": X[0]}, ValueError, r"sink's b must have shape \(\) or \(2,\), got"),
+    ({"variant": "sigmoid", "bias": X[0]}, ValueError, r"bias must have shape \(\) or \(2,\), got"),
     ({"variant": "asentmax", "beta": torch.zeros(1, 2, 6)}, ValueError, r"or \(2, 6\), got \(1, 2"),
     ({"variant": "asentmax", "beta": torch.zeros(2, 5)}, ValueError, r"or \(2, 6\), got \(2, 5\)"),
     ({"variant": "forgetting", "log_gates": -0.1}, ValueError, "is_causal must be True"),

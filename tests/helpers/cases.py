@@ -190,6 +190,7 @@ CASES = {
         Paper((0.0, math.log(3)), (1 / 6, 3 / 6), {"b": math.log(2)}, "1, 3 over e^b + 1 + 3"),
         NO_LINEAR | {"sdpa": "does not support a sink"},
         learned={"b": (-1.0, 1.0)},
+        per_token=True,
         settings=({"b": 2.5},),
         row=lambda z, p: z.exp() / (math.exp(p.get("b", 0.0)) + z.exp().sum()),
     ),

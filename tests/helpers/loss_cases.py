@@ -39,6 +39,7 @@ SETTINGS = {
     "log_n": Setting("log_n", {"train_length": 20}, {}),
     "sink": Setting("sink", {}, {}),
     "sink learned": Setting("sink", {}, {"b": (-1.0, 3.0)}),
+    "sink per token": Setting("sink", {}, {"b": (-1.0, 3.0)}, per_token=True),
     "taylor": Setting("taylor", {}, {}),
     "taylor 4": Setting("taylor", {"order": 4}, {}),
     "sparsemax": Setting("sparsemax", {}, {}),

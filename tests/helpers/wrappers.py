@@ -58,6 +58,9 @@ def weights_of(
 def head_of(options: dict[str, Any], head: int) -> dict[str, Any]:
     """The keywords of one head."""
     head_options = dict(options)
+    if "b" in head_options:  # scores of sinks, (H,) or (B, H, N)
+        dim = head_options["b"].dim() // 2
+        head_options["b"] = head_options["b"].narrow(dim, head, 1)
     if "alibi" in head_options:
         head_options["alibi"] = head_options["alibi"][head : head + 1]
     if "attn_mask" in head_options and head_options["attn_mask"].shape[1] == H:

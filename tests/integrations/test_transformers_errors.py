@@ -97,10 +97,11 @@ def test_wrong_arguments_raise(
 
 
 def test_unsupported_features_of_a_model_raise() -> None:
+    """A layer that scales the weights of its heads passes a mask of them."""
     model = llama()
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
-            lambda module, args, keywords: (args, {**keywords, "head_mask": torch.zeros(1)}),
+            lambda module, args, keywords: (args, {**keywords, "head_mask": torch.ones(4)}),
             with_kwargs=True,
         )
     before = state(model)

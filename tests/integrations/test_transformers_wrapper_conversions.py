@@ -197,9 +197,9 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     ),
     "sinks": (
         gpt_oss,
-        {"variant": "sink", "wrapper": "output_gate"},
+        {"variant": "sink", "wrapper": "differential"},
         ValueError,
-        "wrapper must be None, because GptOssAttention has learned sinks, got 'output_gate'",
+        "the sinks of GptOssAttention are scores of whole heads, got 'differential'",
     ),
 }
 

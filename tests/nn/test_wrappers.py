@@ -65,6 +65,25 @@ def test_options_and_weights(which: str, options: dict[str, Any]) -> None:
     assert torch.allclose(fused, expected, atol=1e-10)
 
 
+@pytest.mark.parametrize("shape", [(H,), (B, H, N)], ids=["head", "token"])
+@pytest.mark.parametrize("which", MADE)
+def test_a_parameter_of_a_call_is_that_of_all_attentions_of_a_head(
+    which: str, shape: tuple[int, ...]
+) -> None:
+    module = make(which, "sink", given=("b",))
+    assert [name for name, _ in module.attention.named_parameters()] == []
+    q, k, v, x = inputs(module)
+    sinks = rand(*shape, seed=7).requires_grad_()
+    got = module(q, k, v, is_causal=True, b=sinks, **module.projected(x, x))
+    expected, _ = definition(module, q, k, v, x, is_causal=True, b=sinks)
+    assert torch.allclose(got, expected, atol=1e-10)
+    assert torch.allclose(*(gradients(out, [sinks])[0] for out in (got, expected)), atol=1e-10)
+    with pytest.raises(ValueError, match=r"sink's b must have 4 heads, got \(5,\)"):
+        module(q, k, v, b=torch.zeros(5), **module.projected(x, x))
+    with pytest.raises(TypeError, match="sink's b must be passed to forward"):
+        module(q, k, v, **module.projected(x, x))
+
+
 # ------------------------------------------------------------- the code of the papers
 
 

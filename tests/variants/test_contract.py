@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 import attnzoo
+from attnzoo import Pairwise
+from attnzoo.core.arguments import check_call
+from attnzoo.core.parameters import bind
 from helpers.cases import ALL_VARIANTS, CASES, NO_LSE, NO_SCORE, VARIANTS, learned, params_of, rand
 from helpers.coverage_table import PAIRS, TRAINED, VARIANT_BACKENDS, precise
 
@@ -110,6 +113,17 @@ def test_test_cases_list_all_learnable_parameters() -> None:
         assert set(case.learned) == per_head, name
         per_token = any(p.per_token for p in attnzoo.get_variant(name).params)
         assert case.per_token == per_token, name
+
+
+@every_variant
+def test_length_gain_is_true_exactly_if_the_gain_differs_between_causal_rows(variant: str) -> None:
+    definition = attnzoo.get_variant(variant)
+    call = check_call(*qkv(), is_causal=True)
+    params = bind(definition, call, {**params_of(variant, 7), **learned(variant, 2)})
+    gains = [form.gain for form in definition.forms(call, **params) if isinstance(form, Pairwise)]
+    rows = [gain.expand(2, 2, 7) for gain in gains if isinstance(gain, Tensor)]
+    differs = any(float((x - x[..., :1]).abs().max()) > 0 for x in rows)
+    assert definition.length_gain == differs
 
 
 def test_unknown_variant_error_suggests_a_name_or_lists_all() -> None:

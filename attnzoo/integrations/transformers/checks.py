@@ -47,8 +47,9 @@ def taken_sink(
             f"do: {variants_with(host_sink)}"
         )
     owner = _owner(model, call.module)
-    # It changes keys and masks in ways that only itself knows, unless it hands over its selection.
-    if eager_only(owner) and not call.selects:
+    # It may change keys and masks in ways that only itself knows. Other reasons to support only
+    # eager attention are a bias of the scores, and keys that the model selects.
+    if eager_only(owner) and not (call.bias or call.selects):
         raise ValueError(
             f"model must support another attention than its own eager one, which the sinks of "
             f"{host} need, got {type(owner).__name__}"
@@ -189,9 +190,6 @@ def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:
     if wrapper is None:
         return None
     name, arguments = named_wrapper(wrapper)
-    host = type(call.module).__name__
-    if call.sinks:
-        raise ValueError(f"wrapper must be None, because {host} has learned sinks, got {name!r}")
     layer = getattr(call.module, "layer_idx", None)
     return {
         "name": name,
@@ -201,6 +199,16 @@ def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:
         "v_dim": call.v_dim,
         "layer": layer if isinstance(layer, int) and is_int(layer) else call.number,
     }
+
+
+def check_whole_heads(call: ObservedCall, child: Attention | Wrapper, wrapper: Choice) -> None:
+    """Raises if a wrapper divides heads whose sinks are scores of a whole head."""
+    if call.sinks and isinstance(child, Wrapper) and child.map_dim != child.qk_dim:
+        raise ValueError(
+            f"wrapper must not divide the features of a head, because the sinks of "
+            f"{type(call.module).__name__} are scores of whole heads, got "
+            f"{named_wrapper(wrapper)[0]!r}"
+        )
 
 
 def _check_not_sharded(model: Any) -> None:

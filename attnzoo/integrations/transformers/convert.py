@@ -15,12 +15,14 @@ from attnzoo.integrations.transformers.checks import (
     check_model,
     check_projections,
     check_score_terms,
+    check_whole_heads,
     chosen_variant,
     possible_identity,
     taken_sink,
     warn_of_training,
     wrapper_entry,
 )
+from attnzoo.integrations.transformers.host_gains import check_gain
 from attnzoo.integrations.transformers.interface import ObservedCall, set_mark, variants_with
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import (
@@ -117,8 +119,13 @@ def convert(
 
     Notes:
         The model's own scaling and softcap stay as they are; gains and biases of the variant come
-        after the softcap. Learned sinks of the model stay its parameters. Only variants that have a
-        parameter for them can be used then (sink: b), and ``params`` must not set it.
+        after the softcap. Sinks of the model, learned or made from the hidden states, stay the
+        model's. Only variants that have a parameter for them can be used then (sink: b), and
+        ``params`` must not set it. All attentions of a head in a wrapper get the sink of the head.
+
+        Some models multiply their queries by a factor that grows with the position (Llama 4,
+        Mistral Large 4). It stays in the queries. Variants with such a gain (`Variant.length_gain`)
+        raise an error there. In models that select keys, a variant sees the selected keys only.
 
         At b = -100 the gradient of a sink vanishes in fp32, so training does not move it. To
         train a sink, start with ``convert(model, "sink", b=-10.0)``, which is close to softmax.
@@ -189,6 +196,7 @@ def _child(
     sink = taken_sink(model, variant, call, params)
     params = params | {name: value for name, value in identity.items() if name != sink}
     check_logits(call, variant)
+    check_gain(variant, call.module)
     options = {
         "learn": _learned(variant, learn, identity, sink), "softcap": call.softcap,
         "given": () if sink is None else (sink,), "head_dim": call.qk_dim, **params,
@@ -197,6 +205,7 @@ def _child(
     dtype = dtype_of(call.module, call.hidden)
     child = new_child(variant.name, call.heads, entry, options, dtype)
     keep_entry(child, new_entry(child, call, params, entry))
+    check_whole_heads(call, child, wrapper)
     check_score_terms(call, child)
     check_gate(call.module, child)
     check_query_layer(model, call.module, child)

@@ -30,7 +30,7 @@ from attnzoo.nn.checks import check_cross_attention
 HOST = "_is_attnzoo_host"
 IMPLEMENTATIONS = ("sdpa", "flash_attn", "flex_attn")
 # Keywords that models pass to other attention functions and that attnzoo does not support.
-UNSUPPORTED = ("sinks", "head_mask", "cache")
+UNSUPPORTED = ("head_mask", "cache")
 
 
 class ObservedCall(NamedTuple):
@@ -41,7 +41,7 @@ class ObservedCall(NamedTuple):
     log_n: float  # mean of log n over the rows with a visible key
     rows: int  # number of these rows, one per batch entry, head and query
     softcap: float | None = None  # of the host
-    sinks: bool = False  # whether the host passes the logits of sinks
+    sinks: bool = False  # whether the host passes the scores of sinks
     bias: bool = False  # whether the host passes a bias of the scores
     selects: bool = False  # whether the host passes the keys that it selects
     qk_dim: int = 0  # features of each query and key
@@ -137,7 +137,7 @@ def attend(
         "segment_ids": packed_segments(module, mask, is_causal, query, key, kwargs),
         "scale": scaling, "dropout_p": dropout, "enable_gqa": key.shape[1] != query.shape[1],
     }  # fmt: skip
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    softcap, sinks = kwargs.get("softcap"), _sinks(kwargs)
     heads = query.shape[1] // getattr(child, "queries", 1)
     if calls is not None:
         log_n, rows = _log_n(query, key, value, options)
@@ -169,10 +169,12 @@ def _check_positions(
     layer, (_, _, queries, keys) = type(module).__name__, mask.shape
     check_cross_attention(variant, layer, not causal and queries != keys)
     windowed = kwargs.get("sliding_window") or mask.window or mask.start or mask.chunk
+    windowed = windowed or any(kwargs.get(name) is not None for name in NAMES)
     if variant.absolute and windowed:  # caches drop keys, and a dense mask looks like padding
         raise ValueError(
-            f"{variant.name} does not support the sliding window or chunks of {layer}: the "
-            "position of a query in its sequence is not known there; convert other layers only"
+            f"{variant.name} does not support the sliding window, the chunks or the selected keys "
+            f"of {layer}: the position of a query in its sequence is not known there; convert "
+            "other layers only"
         )
 
 
@@ -238,14 +240,20 @@ def _for_shards(
 
 
 def host_sink(variant: Variant) -> str | None:
-    """The name of the parameter that takes the sink logits of a host."""
+    """The name of the parameter that takes the scores of a host's sinks."""
     return next((param.name for param in variant.params if param.host_sink), None)
+
+
+def _sinks(kwargs: dict[str, Any]) -> Tensor | None:
+    """The scores of the host's sinks, (H,) or (B, H, Nq)."""
+    per_query = kwargs.get("sinks")  # (B, H, Nq, 1)
+    return kwargs.get("s_aux") if per_query is None else per_query.squeeze(-1)
 
 
 def _with_sinks(
     module: nn.Module, variant: Variant | None, sinks: Tensor
 ) -> tuple[str, dict[str, Tensor]]:
-    """The variant of a layer with sinks, and the parameter that takes their logits."""
+    """The variant of a layer with sinks, and the parameter that takes their scores."""
     variant = variant or _softmax_with_sinks()
     name = host_sink(variant)
     if name is None:

@@ -162,6 +162,7 @@ def _is_expressible(
 
     Queries and keys must be aligned as in `attnzoo.attention`. A model that changes the mask does
     not allow skipping it. Transformers does not allow it either for one query with a static cache.
+    A model that selects keys reads the dense mask there too.
     """
     one_sided = pattern.chunk is not None or (pattern.window and not pattern.both_sides)
     if (pattern.causal and pattern.both_sides) or (one_sided and not pattern.causal):

@@ -9,6 +9,7 @@ import torch
 from attnzoo.core.checks import check_sizes, did_you_mean, shown
 from attnzoo.core.registry import list_variants
 from attnzoo.nn.attention import Attention, projecting_attention
+from attnzoo.nn.parameters import Names
 from attnzoo.nn.wrappers.base import Wrapper, check_layer
 from attnzoo.nn.wrappers.differential import Differential, DifferentialV2
 from attnzoo.nn.wrappers.laser import Laser
@@ -38,6 +39,7 @@ def host_attention(
     qk_dim: int,
     v_dim: int,
     layer: int = 0,
+    given: Names = (),
     device: Any = None,
     dtype: torch.dtype | None = None,
 ) -> Attention | Wrapper:
@@ -53,6 +55,7 @@ def host_attention(
         qk_dim: number of features of each query and key head.
         v_dim: number of features of each value head.
         layer: number of the layer in its model, from 0.
+        given: names of parameters that each call passes, as for `Attention`.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -76,7 +79,12 @@ def host_attention(
     if not isinstance(options, dict):
         raise TypeError(f"options must be a dict, got {shown(options)}")
     check_no_wrapper(variant)
-    kind = {"device": device, "dtype": dtype}
+    if "given" in options:
+        raise TypeError(
+            "given is an argument of Attention only: the forward of this layer takes no parameters "
+            "of the variant"
+        )
+    kind = {"given": given, "device": device, "dtype": dtype}
     if wrapper is None:
         return projecting_attention(variant, num_heads, embed_dim, key_dim, qk_dim, options, **kind)
     name, arguments = named_wrapper(wrapper)

@@ -20,6 +20,7 @@ from attnzoo.core.checks import (
     is_int,
     shown,
 )
+from attnzoo.core.registry import get_variant
 from attnzoo.core.relative_bias import check_shape
 from attnzoo.functional.prepare import autocast_dtype
 from attnzoo.nn.attention import projecting_attention
@@ -52,8 +53,9 @@ class Wrapper(nn.Module):
         layer: number of the layer in its model, from 0.
         device: device of the parameters.
         dtype: dtype of the parameters.
-        **options: ``learn``, ``softcap`` and parameters of the variant, as for `Attention` with
-            M·H heads.
+        **options: ``learn``, ``softcap``, ``given`` and parameters of the variant, as for
+            `Attention` with M·H heads. A parameter in ``given`` has H heads in each call, and all M
+            attentions of a head get the same value.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -104,11 +106,13 @@ class Wrapper(nn.Module):
         self.num_heads, self.layer = num_heads, layer
         self.qk_dim, self.v_dim = qk_dim or embed_dim // num_heads, v_dim or embed_dim // num_heads
         kind = {"device": device, "dtype": dtype}
+        given = options.pop("given", ())
         self._configure(**kind)
         heads = self.maps * num_heads
         self.attention = projecting_attention(
-            variant, heads, embed_dim, self.key_dim, self.map_dim, options, **kind
+            variant, heads, embed_dim, self.key_dim, self.map_dim, options, given, **kind
         )
+        self.given = tuple(given)
         self.gate = None
         if self.gates:
             self.gate = HeadProjection(embed_dim, self.gates * num_heads, None, **kind)
@@ -191,9 +195,9 @@ class Wrapper(nn.Module):
             cache: a cache from `new_cache`, as for `Attention`.
             need_weights: also return the weights.
             **keywords: the other keywords of `Attention.forward` except ``return_lse`` and
-                ``return_max_logits``. ``scale`` is that of D features. ``alibi`` and
-                ``relative_bias`` have H heads, masks have 1 or H. ``enable_gqa`` is True by
-                default.
+                ``return_max_logits``, and the parameters named by ``given``. ``scale`` is that of D
+                features. ``alibi`` and ``relative_bias`` have H heads, masks have 1 or H.
+                ``enable_gqa`` is True by default.
 
         Returns:
             The output (B, H, Nq, Dv). With ``need_weights`` (output, weights (B, H, Nq, Nk)): the
@@ -213,6 +217,9 @@ class Wrapper(nn.Module):
         for name in ("alibi", "relative_bias"):
             if isinstance(values := options.get(name), Tensor):
                 options[name] = self._values_per_map(name, values)
+        for name in self.given:
+            if isinstance(values := options.get(name), Tensor):
+                options[name] = self._parameter_per_map(name, values)
         if isinstance(mask := options.get("attn_mask"), Tensor) and mask.dim() in (3, 4):
             options["attn_mask"] = self._mask_per_map(mask)
         q, k, v, options = self._inputs(q, k, v, options)
@@ -255,6 +262,19 @@ class Wrapper(nn.Module):
         """ALiBi's slopes or the rows of a table of H heads, for the M·H heads of the attention."""
         check_shape(name, values, self.num_heads, "head")
         return self._spread(values, 0)
+
+    def _parameter_per_map(self, name: str, values: Tensor) -> Tensor:
+        """A parameter of H heads, for the M·H heads of the attention."""
+        if values.dim() == 0:
+            return values
+        kind = next(p.kind for p in get_variant(self.variant).params if p.name == name)
+        dim = 1 if kind == "per_head" and values.dim() == 3 else 0
+        if values.shape[dim] != self.num_heads:
+            raise ValueError(
+                f"{self.variant}'s {name} must have {self.num_heads} heads, got "
+                f"{tuple(values.shape)}"
+            )
+        return self._spread(values, dim)
 
     def _mask_per_map(self, mask: Tensor) -> Tensor:
         """A mask of H heads, for the M·H heads of the attention."""
