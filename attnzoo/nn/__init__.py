@@ -15,6 +15,7 @@ from attnzoo.nn.taylor import Taylor
 from attnzoo.nn.transformer import Transformer
 from attnzoo.nn.wrappers import (
     WRAPPERS,
+    XSA,
     Differential,
     DifferentialV2,
     Laser,
@@ -26,6 +27,7 @@ from attnzoo.nn.wrappers import (
 
 __all__ = [
     "WRAPPERS",
+    "XSA",
     "AdaptiveSoftmax",
     "Attention",
     "Cache",

@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import attnzoo
-from attnzoo.nn import WRAPPERS, Differential, DifferentialV2, Laser, MixtureAttention, Wrapper
+from attnzoo.nn import (
+    WRAPPERS,
+    XSA,
+    Differential,
+    DifferentialV2,
+    Laser,
+    MixtureAttention,
+    OutputGate,
+    Wrapper,
+)
 from helpers.cases import rand, unprojected
 
 B, H, KV, N, D, E = 2, 4, 2, 7, 8, 32
@@ -20,6 +29,11 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "mixture": ("mixture", {"components": 3}),
     "gate per element": ("output_gate", {"per": "element"}),
     "gate per head": ("output_gate", {"per": "head"}),
+    "gate with options": (
+        "output_gate",
+        {"per": "head", "activation": "softplus", "norm": True, "bias": True},
+    ),
+    "xsa": ("xsa", {"gated": True}),
 }
 
 
@@ -106,9 +120,21 @@ def definition(
             if isinstance(module, Laser):
                 c = module.clamp
                 out = (w @ (c * torch.tanh(values / c)).exp()).log()
+            elif isinstance(module, XSA):
+                out, last = w @ values, values[:, -q.shape[2] :]
+                share = 1.0 if module.alpha is None else module.alpha[head].tanh()
+                dot, square = (out * last).sum(-1), last.square().sum(-1)
+                out = out - share * (dot / square)[..., None] * last
             else:
                 assert mine is not None
-                out = (w @ values) * torch.sigmoid(mine)
+                assert isinstance(module, OutputGate)
+                out = w @ values
+                if module.norm:
+                    out = out / (out.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+                if module.gate_bias is not None:
+                    mine = mine + module.gate_bias[head]
+                softplus = module.activation == "softplus"
+                out = out * (mine.exp().log1p() if softplus else torch.sigmoid(mine))
         outs.append(out)
         weights.append(w)
     return torch.stack(outs, 1), torch.stack(weights, 1)

@@ -107,10 +107,11 @@ def attend(
         )
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     mask = masks.read_mask(attention_mask, is_causal, query.shape[2], key.shape[2])
-    if variant is not None and variant.by_position:
+    positional = getattr(child, "needs_positions", None)
+    if variant is not None and positional is not None:
         # A dense mask includes causality.
         causal = is_causal if isinstance(attention_mask, Tensor) else mask.causal
-        _check_positions(variant, module, mask, causal, kwargs)
+        _check_positions(variant, positional, module, mask, causal, kwargs)
     sharding = _sharding(child)
     if sharding is not None:
         mask = _for_shards(module, mask, query, sharding, kwargs)
@@ -146,11 +147,16 @@ def attend(
 
 
 def _check_positions(
-    variant: Variant, module: nn.Module, mask: Mask, causal: bool, kwargs: dict[str, Any]
+    variant: Variant,
+    positional: str,
+    module: nn.Module,
+    mask: Mask,
+    causal: bool,
+    kwargs: dict[str, Any],
 ) -> None:
-    """Raises ValueError if the variant needs positions that are not known in this call."""
+    """Raises ValueError if positions are not known in this call, on which the child depends."""
     layer, (_, _, queries, keys) = type(module).__name__, mask.shape
-    check_cross_attention(variant, layer, not causal and queries != keys)
+    check_cross_attention(positional, layer, not causal and queries != keys)
     windowed = kwargs.get("sliding_window") or mask.window or mask.start or mask.chunk
     if variant.absolute and windowed:  # caches drop keys, and a dense mask looks like padding
         raise ValueError(

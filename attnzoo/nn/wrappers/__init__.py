@@ -14,6 +14,7 @@ from attnzoo.nn.wrappers.differential import Differential, DifferentialV2
 from attnzoo.nn.wrappers.laser import Laser
 from attnzoo.nn.wrappers.mixture import MixtureAttention
 from attnzoo.nn.wrappers.output_gate import OutputGate
+from attnzoo.nn.wrappers.xsa import XSA
 
 #: The wrappers by name.
 WRAPPERS: dict[str, type[Wrapper]] = {
@@ -22,6 +23,7 @@ WRAPPERS: dict[str, type[Wrapper]] = {
     "laser": Laser,
     "mixture": MixtureAttention,
     "output_gate": OutputGate,
+    "xsa": XSA,
 }
 # How a host is told which wrapper to use: a name, or a name and arguments.
 Choice = str | tuple[str, dict[str, Any]] | None
@@ -122,6 +124,7 @@ def named_wrapper(wrapper: Any) -> tuple[str, dict[str, Any]]:
 
 __all__ = [
     "WRAPPERS",
+    "XSA",
     "Choice",
     "Differential",
     "DifferentialV2",
