@@ -21,6 +21,7 @@ from attnzoo.nn.wrappers import (
     Laser,
     MixtureAttention,
     OutputGate,
+    QASSMax,
     Wrapper,
     host_attention,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "OutputGate",
     "OutputLayer",
     "ParameterSchedule",
+    "QASSMax",
     "RelativeBias",
     "StateCache",
     "TargetLoss",

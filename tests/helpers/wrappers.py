@@ -17,6 +17,7 @@ from attnzoo.nn import (
     Laser,
     MixtureAttention,
     OutputGate,
+    QASSMax,
     Wrapper,
 )
 from helpers.cases import rand, unprojected
@@ -33,6 +34,7 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         "output_gate",
         {"per": "head", "activation": "softplus", "norm": True, "bias": True},
     ),
+    "qassmax": ("qassmax", {"hidden": 5}),
     "xsa": ("xsa", {"gated": True}),
 }
 
@@ -79,6 +81,19 @@ def head_of(options: dict[str, Any], head: int) -> dict[str, Any]:
     return head_options
 
 
+def qassmax_scales(
+    module: QASSMax, queries: Tensor, keys: Tensor, head: int, options: dict[str, Any]
+) -> Tensor:
+    """The factors of the queries (B, 1, Nq, D) of a head; n is counted in a row of weights."""
+    options = {name: x for name, x in options.items() if name != "scale"}
+    zeros = torch.zeros_like(queries), torch.zeros_like(keys[:, None])
+    options.pop("alibi", None)
+    n = (attnzoo.attention_weights(*zeros, zeros[1], **options) > 0).sum(-1, keepdim=True)
+    log_n = n.clamp(min=1).to(queries.dtype).log()
+    base = module.base_mlp(log_n).unflatten(-1, (H, -1))[..., head, :]
+    return base * (1 + torch.tanh(module.query_mlp(queries)))
+
+
 def definition(
     module: Wrapper, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -116,6 +131,8 @@ def definition(
                 w = sum((prior[..., m : m + 1] * rows[m] for m in range(maps)), torch.zeros(()))
             out = w @ values
         else:
+            if isinstance(module, QASSMax):
+                queries = qassmax_scales(module, queries, keys, head, keywords) * queries
             w = weights_of(module, queries[:, 0], keys, head, keywords)
             if isinstance(module, Laser):
                 c = module.clamp
@@ -125,6 +142,8 @@ def definition(
                 share = 1.0 if module.alpha is None else module.alpha[head].tanh()
                 dot, square = (out * last).sum(-1), last.square().sum(-1)
                 out = out - share * (dot / square)[..., None] * last
+            elif isinstance(module, QASSMax):
+                out = w @ values
             else:
                 assert mine is not None
                 assert isinstance(module, OutputGate)

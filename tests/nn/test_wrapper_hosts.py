@@ -20,6 +20,7 @@ from attnzoo.nn import (
     MixtureAttention,
     MultiheadAttention,
     OutputGate,
+    QASSMax,
     Transformer,
     Wrapper,
     host_attention,
@@ -177,6 +178,12 @@ def call(which: str = "laser", **changed: Any) -> Any:
     return module(**{"q": q, "k": k, "v": v, **changed})
 
 
+def sharded(which: str) -> Any:
+    module = make(which)
+    module.attention.sharding = object()  # pyright: ignore
+    return module(*inputs(module)[:3])
+
+
 def host(wrapper: Any = None, options: Any = {}, **changed: Any) -> Any:  # noqa: B006
     sizes = {"key_dim": E, "qk_dim": D, "v_dim": D, **changed}
     return host_attention(wrapper, "softmax", H, E, options, **sizes)
@@ -291,6 +298,9 @@ WRONG: WrongCalls = [
         ValueError,
         "XSA does not support the cross-attention of multihead_attn",
     ),
+    (lambda: QASSMax("softmax", 4, 32, per="row"), ValueError, "per must be 'element' or 'head'"),  # pyright: ignore
+    (lambda: QASSMax("softmax", 4, 32, hidden=0), ValueError, "hidden must be"),
+    (lambda: sharded("qassmax"), ValueError, "the sequence must not be sharded for QASSMax"),
     (lambda: OutputGate("softmax", 4, 32, s=1.0), TypeError, "no parameter 's'"),
     (lambda: Transformer(9, E, H, 1, wrapper="lasr"), ValueError, "one of .*laser.*got 'lasr'"),
     (lambda: Transformer(9, E, H, 1, wrapper=Laser), TypeError, "wrapper must be a name, a pair"),  # pyright: ignore

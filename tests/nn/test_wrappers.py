@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import attnzoo
-from attnzoo.nn import WRAPPERS, XSA, Differential, Laser, MixtureAttention
+from attnzoo.nn import WRAPPERS, XSA, Differential, Laser, MixtureAttention, QASSMax
 from helpers.cases import rand
 from helpers.coverage_table import OUTSIDE, precise
 from helpers.wrappers import (
@@ -27,6 +27,7 @@ from helpers.wrappers import (
     gradients,
     inputs,
     make,
+    trained,
 )
 
 
@@ -153,6 +154,25 @@ def test_xsa_is_orthogonal_to_the_values_of_the_queries() -> None:
     assert first.abs().max() < 1e-12
     gated = XSA("softmax", H, E, gated=True).double()
     assert torch.equal(gated(q, k, v), y)
+
+
+@pytest.mark.parametrize("per", ["element", "head"])
+def test_qassmax_equals_its_authors_code(per: Any) -> None:
+    """Qu et al.: q·base_mlp(log n)·(1 + tanh(query_mlp(q))) with n keys, not causal."""
+    module = QASSMax("softmax", H, E, per=per, hidden=5)
+    trained(module)
+    q, k, v, _ = inputs(module)
+    log_n = torch.tensor([[N]], dtype=torch.float64).log()
+    base = module.base_mlp(log_n).view(1, H, 1, D if per == "element" else 1)
+    scaled = q * base * (1 + module.query_mlp(q).tanh())
+    expected = F.scaled_dot_product_attention(scaled, k, v, enable_gqa=True)
+    assert torch.allclose(module(q, k, v), expected, atol=1e-12)
+    assert [x.shape for x in module.state_dict().values() if x.dim() == 2] == [
+        (5, 1), (H * base.shape[-1], 5), (5, D), (base.shape[-1], 5),
+    ]  # fmt: skip
+    initial = QASSMax("softmax", H, E, per=per).double()
+    expected = attnzoo.attention(q, k, v, enable_gqa=True)
+    assert torch.allclose(initial(q, k, v), expected, atol=1e-12)
 
 
 def test_xsa_without_a_direction() -> None:

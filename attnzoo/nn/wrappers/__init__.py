@@ -14,6 +14,7 @@ from attnzoo.nn.wrappers.differential import Differential, DifferentialV2
 from attnzoo.nn.wrappers.laser import Laser
 from attnzoo.nn.wrappers.mixture import MixtureAttention
 from attnzoo.nn.wrappers.output_gate import OutputGate
+from attnzoo.nn.wrappers.qassmax import QASSMax
 from attnzoo.nn.wrappers.xsa import XSA
 
 #: The wrappers by name.
@@ -23,6 +24,7 @@ WRAPPERS: dict[str, type[Wrapper]] = {
     "laser": Laser,
     "mixture": MixtureAttention,
     "output_gate": OutputGate,
+    "qassmax": QASSMax,
     "xsa": XSA,
 }
 # How a host is told which wrapper to use: a name, or a name and arguments.
@@ -131,6 +133,7 @@ __all__ = [
     "Laser",
     "MixtureAttention",
     "OutputGate",
+    "QASSMax",
     "Wrapper",
     "check_no_wrapper",
     "host_attention",

@@ -213,7 +213,7 @@ class Wrapper(nn.Module):
         gate = None if gate is None else widened(gate)  # outputs are combined in fp32
         if check_bool("return_lse", keywords.pop("return_lse", False)):
             raise ValueError(f"return_lse must be False for {type(self).__name__}, got True")
-        options = {**keywords, "enable_gqa": True}
+        options = {**keywords, "cache": cache, "enable_gqa": True}
         for name in ("alibi", "relative_bias"):
             if isinstance(values := options.get(name), Tensor):
                 options[name] = self._values_per_map(name, values)
@@ -222,7 +222,7 @@ class Wrapper(nn.Module):
         values = v
         q, k, v, options = self._inputs(q, k, v, options)
         check_bool("need_weights", need_weights)
-        result: Any = self.attention(q, k, v, cache=cache, need_weights=need_weights, **options)
+        result: Any = self.attention(q, k, v, need_weights=need_weights, **options)
         out, weights = result if need_weights else (result, None)
         out = self._output(self._mixed(out, gate), gate, values).to(out.dtype)
         return out if weights is None else (out, self._mixed(weights, gate).to(weights.dtype))
