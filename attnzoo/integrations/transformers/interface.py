@@ -20,7 +20,7 @@ from attnzoo.functional.attention import attention
 from attnzoo.integrations.transformers import masks
 from attnzoo.integrations.transformers.masks import NAME, Mask
 from attnzoo.integrations.transformers.packed import packed_segments
-from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
+from attnzoo.integrations.transformers.wrapped import from_hidden_states
 from attnzoo.nn import Attention
 from attnzoo.nn.checks import check_cross_attention
 
@@ -115,8 +115,9 @@ def attend(
     sharding = _sharding(child)
     if sharding is not None:
         mask = _for_shards(module, mask, query, sharding, kwargs)
-    unused = mask.start, key.shape[2] - mask.stop  # keys before and after those in use
-    key, value = key[:, :, mask.start : mask.stop], value[:, :, mask.start : mask.stop]
+    keys, used = key.shape[2], slice(mask.start, mask.stop)
+    unused = mask.start, keys - mask.stop  # keys before and after those in use
+    key, value = key[:, :, used], value[:, :, used]
     options: dict[str, Any] = {
         **masks.with_bias(mask, kwargs.get("position_bias")),
         "segment_ids": packed_segments(module, mask, query, key, kwargs),
@@ -138,7 +139,7 @@ def attend(
         if child is None:
             child = Attention(name, heads, softcap=softcap, given=tuple(params))
         _check_child(module, child, heads, softcap)
-        options |= from_hidden_states(module, child, kwargs.get(HIDDEN))
+        options |= from_hidden_states(module, child, kwargs, keys, used)
         result = child(query, key, value, need_weights=need_weights, **options)
     if need_weights:
         result, weights = result

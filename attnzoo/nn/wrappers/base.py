@@ -147,6 +147,11 @@ class Wrapper(nn.Module):
         """What depends on positions, as `Attention.needs_positions`."""
         return self.attention.needs_positions or (type(self).__name__ if self.positional else None)
 
+    @property
+    def uses_hidden_states(self) -> bool:
+        """Whether `projected` makes something."""
+        return self.gates > 0 or self.attention.uses_hidden_states
+
     def reset_parameters(self) -> None:
         """Resets all parameters to their initial values."""
         self.attention.reset_parameters()
