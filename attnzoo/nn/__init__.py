@@ -16,17 +16,20 @@ from attnzoo.nn.taylor import Taylor
 from attnzoo.nn.transformer import Transformer
 from attnzoo.nn.wrappers import (
     WRAPPERS,
+    XSA,
     Differential,
     DifferentialV2,
     Laser,
     MixtureAttention,
     OutputGate,
+    QASSMax,
     Wrapper,
     host_attention,
 )
 
 __all__ = [
     "WRAPPERS",
+    "XSA",
     "AdaptiveSoftmax",
     "Attention",
     "Cache",
@@ -40,6 +43,7 @@ __all__ = [
     "OutputGate",
     "OutputLayer",
     "ParameterSchedule",
+    "QASSMax",
     "QKClip",
     "RelativeBias",
     "StateCache",

@@ -111,6 +111,16 @@ class Attention(VariantParameters):
             self.to(device=device)
         self.projections = None  # see `projecting_attention`
 
+    @property
+    def needs_positions(self) -> str | None:
+        """The name of what depends on the positions of queries among the keys, or None."""
+        return self.variant if get_variant(self.variant).by_position else None
+
+    @property
+    def uses_hidden_states(self) -> bool:
+        """Whether `projected` makes something."""
+        return self.projections is not None
+
     def reset_parameters(self, names: Iterable[str] | None = None) -> None:
         """Resets parameters to their initial values, also after ``to_empty``.
 

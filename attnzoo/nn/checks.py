@@ -84,29 +84,33 @@ def check_heads(num_heads: int, num_kv_heads: int | None, **sizes: int) -> int:
     return kv_heads
 
 
-def check_appended(variant: Variant, made: tuple[str, ...]) -> None:
+def check_appended(variant: Variant, made: tuple[str, ...], positional: str | None) -> None:
     """Raises if a variant does not support the keys that a layer appends to its inputs.
 
     ``made`` are the parameters that the layer makes from the hidden states. The appended keys have
-    none. They also count as the last keys, so that all queries would stand at later positions.
+    none. They also count as the last keys, so that all queries would stand at later positions;
+    ``positional`` is what depends on positions, from `Attention.needs_positions`.
     """
     per_key = [param.name for param in variant.params if param.per_key and param.name in made]
     if per_key:
-        reason = f"the appended keys have no {per_key[0]}"
-    elif variant.by_position:
-        reason = "its weights depend on positions and the appended keys have none"
+        name, reason = variant.name, f"the appended keys have no {per_key[0]}"
+    elif positional is not None:
+        name, reason = positional, "it depends on positions and the appended keys have none"
     else:
         return
-    raise ValueError(
-        f"add_bias_kv and add_zero_attn must be False for {variant.name!r}, because {reason}"
-    )
+    raise ValueError(f"add_bias_kv and add_zero_attn must be False for {name!r}, because {reason}")
 
 
-def check_cross_attention(variant: Variant, layer: str, crossed: bool, hint: str = "") -> None:
-    """Raises if the queries of a layer see another sequence and the variant needs positions."""
-    if crossed and variant.by_position:
+def check_cross_attention(
+    positional: str | None, layer: str, crossed: bool, hint: str = ""
+) -> None:
+    """Raises if the queries of a layer see another sequence, and something depends on positions.
+
+    ``positional`` is its name, from `Attention.needs_positions`.
+    """
+    if crossed and positional is not None:
         raise ValueError(
-            f"{variant.name} does not support the cross-attention of {layer}: positions of queries "
+            f"{positional} does not support the cross-attention of {layer}: positions of queries "
             f"among the keys of another sequence are undefined{hint}"
         )
 

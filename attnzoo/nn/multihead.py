@@ -230,7 +230,7 @@ class MultiheadAttention(nn.Module):
         )  # fmt: skip
         if self.appends:
             made = (new if isinstance(new, Attention) else new.attention).given
-            check_appended(get_variant(variant), made)
+            check_appended(get_variant(variant), made, new.needs_positions)
         return new
 
     def forward(
@@ -279,10 +279,9 @@ class MultiheadAttention(nn.Module):
         elif not self.batch_first:
             tensors = tuple(x.transpose(0, 1) for x in tensors)
         q, k, v = self._project(*tensors)  # [B, H, L, D], [B, Hkv, S, D] twice
-        variant = get_variant(self.attend.variant)
-        crossed = variant.by_position and not is_causal and q.shape[2] != k.shape[2]
+        crossed = not is_causal and q.shape[2] != k.shape[2]
         hint = "; is_causal=True says that the queries are the last tokens of the same sequence"
-        check_cross_attention(variant, "MultiheadAttention", crossed, hint)
+        check_cross_attention(self.attend.needs_positions, "MultiheadAttention", crossed, hint)
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
         mask, causal = attended(

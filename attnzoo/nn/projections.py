@@ -62,6 +62,12 @@ class Projections(nn.ModuleDict):
                 features = key_dim if spec.per_key else query_dim
                 self[name] = HeadProjection(features, num_heads, spec.projection.bias, **kind)
 
+    @property
+    def per_key(self) -> tuple[str, ...]:
+        """The names of the parameters with one value per key."""
+        params = _projected(self.variant).items()
+        return tuple(name for name, spec in params if spec.per_key and name in self)
+
     def reset_parameters(self) -> None:
         for projection in self.values():
             assert isinstance(projection, HeadProjection)

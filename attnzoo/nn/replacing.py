@@ -6,7 +6,6 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from attnzoo.core.registry import get_variant
 from attnzoo.nn.checks import (
     check_cross_attention,
     check_module,
@@ -93,14 +92,15 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         check_plain_layer(f"model's {name}" if name else "model", layer)
     numbers = {m: number for number, m in enumerate(m for m in model.modules() if m in both)}
     attends = [layer.new_attend(variant, layer=numbers[layer], **options) for layer in layers]
-    new: dict[Any, nn.Module] = {
+    new: dict[Any, MultiheadAttention] = {
         layer: MultiheadAttention.of(layer, variant, layer=numbers[layer], **options)
         for layer in torch_layers
     }
+    positional = [*attends, *(layer.attend for layer in new.values())][0].needs_positions
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerDecoderLayer):
             where = ".".join(filter(None, (name, "multihead_attn")))
-            check_cross_attention(get_variant(variant), where, module.multihead_attn in both)
+            check_cross_attention(positional, where, module.multihead_attn in both)
     for layer, attend in zip(layers, attends):
         layer.attend, layer.layer = attend, numbers[layer]
     for module in list(model.modules()):

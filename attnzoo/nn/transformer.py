@@ -83,8 +83,8 @@ class Transformer(nn.Module):
         layer_scale: initial value of a learned factor per feature on the output of attention and
             MLP (LayerScale), such as 1e-4; None is no factor.
         wrapper: a wrapper of the attention of each layer: "differential", "differential_v2",
-            "laser", "mixture" or "output_gate", or a pair (name, arguments), such as ("mixture",
-            {"components": 3}). See `Wrapper`. None is no wrapper.
+            "laser", "mixture", "output_gate", "qassmax" or "xsa", or a pair (name, arguments), such
+            as ("mixture", {"components": 3}). See `Wrapper`. None is no wrapper.
         **params: parameters of the variant, if it is the same in all layers. If a parameter has a
             projection and no value is given, each layer learns the projection.
 

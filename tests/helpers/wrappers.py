@@ -9,7 +9,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import attnzoo
-from attnzoo.nn import WRAPPERS, Differential, DifferentialV2, Laser, MixtureAttention, Wrapper
+from attnzoo.nn import (
+    WRAPPERS,
+    XSA,
+    Differential,
+    DifferentialV2,
+    Laser,
+    MixtureAttention,
+    OutputGate,
+    QASSMax,
+    Wrapper,
+)
 from helpers.cases import rand, unprojected
 
 B, H, KV, N, D, E = 2, 4, 2, 7, 8, 32
@@ -20,6 +30,12 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "mixture": ("mixture", {"components": 3}),
     "gate per element": ("output_gate", {"per": "element"}),
     "gate per head": ("output_gate", {"per": "head"}),
+    "gate with options": (
+        "output_gate",
+        {"per": "head", "activation": "softplus", "norm": True, "bias": True},
+    ),
+    "qassmax": ("qassmax", {"hidden": 5}),
+    "xsa": ("xsa", {"gated": True}),
 }
 
 
@@ -68,6 +84,19 @@ def head_of(options: dict[str, Any], head: int) -> dict[str, Any]:
     return head_options
 
 
+def qassmax_scales(
+    module: QASSMax, queries: Tensor, keys: Tensor, head: int, options: dict[str, Any]
+) -> Tensor:
+    """The factors of the queries (B, 1, Nq, D) of a head; n is counted in a row of weights."""
+    options = {name: x for name, x in options.items() if name != "scale"}
+    zeros = torch.zeros_like(queries), torch.zeros_like(keys[:, None])
+    options.pop("alibi", None)
+    n = (attnzoo.attention_weights(*zeros, zeros[1], **options) > 0).sum(-1, keepdim=True)
+    log_n = n.clamp(min=1).to(queries.dtype).log()
+    base = module.base_mlp(log_n).unflatten(-1, (H, -1))[..., head, :]
+    return base * (1 + torch.tanh(module.query_mlp(queries)))
+
+
 def definition(
     module: Wrapper, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -105,13 +134,29 @@ def definition(
                 w = sum((prior[..., m : m + 1] * rows[m] for m in range(maps)), torch.zeros(()))
             out = w @ values
         else:
+            if isinstance(module, QASSMax):
+                queries = qassmax_scales(module, queries, keys, head, keywords) * queries
             w = weights_of(module, queries[:, 0], keys, head, keywords)
             if isinstance(module, Laser):
                 c = module.clamp
                 out = (w @ (c * torch.tanh(values / c)).exp()).log()
+            elif isinstance(module, XSA):
+                out, last = w @ values, values[:, -q.shape[2] :]
+                share = 1.0 if module.alpha is None else module.alpha[head].tanh()
+                dot, square = (out * last).sum(-1), last.square().sum(-1)
+                out = out - share * (dot / square)[..., None] * last
+            elif isinstance(module, QASSMax):
+                out = w @ values
             else:
                 assert mine is not None
-                out = (w @ values) * torch.sigmoid(mine)
+                assert isinstance(module, OutputGate)
+                out = w @ values
+                if module.norm:
+                    out = out / (out.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+                if module.gate_bias is not None:
+                    mine = mine + module.gate_bias[head]
+                softplus = module.activation == "softplus"
+                out = out * (mine.exp().log1p() if softplus else torch.sigmoid(mine))
         outs.append(out)
         weights.append(w)
     return torch.stack(outs, 1), torch.stack(weights, 1)

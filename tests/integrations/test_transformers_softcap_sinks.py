@@ -187,11 +187,6 @@ def test_a_variant_of_a_user_can_take_the_sinks(monkeypatch: pytest.MonkeyPatch)
              f"variant must support the softcap of Gemma2Attention, got '{name}': .*softcap")
             for name in NO_LOGITS
         ],
-        (
-            llama, "forgetting", {},
-            "forgetting's log_gates must be given to convert, .*the hidden states, which a "
-            "converted layer does not get",
-        ),
         (llama, "forgetting", {"start": "identity"}, "start must be None: .*'forgetting'"),
     ],
 )  # fmt: skip

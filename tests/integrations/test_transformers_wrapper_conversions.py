@@ -96,8 +96,8 @@ def test_missing_values_become_initial_values(which: str, tmp_path: Path) -> Non
     model.config.save_pretrained(tmp_path)
     loaded = from_pretrained(AutoModelForCausalLM, tmp_path)
     for name, x in model.state_dict().items():
-        if "vectors" in name:  # drawn at random
-            assert 0 < loaded.state_dict()[name].std() < 0.3
+        if "vectors" in name or "mlp.0" in name:  # drawn at random
+            assert 0 < loaded.state_dict()[name].std() < (0.3 if "vectors" in name else 1)
         else:
             assert torch.equal(loaded.state_dict()[name], x), name
 

@@ -15,8 +15,12 @@ from transformers import (
 )
 
 from attnzoo.integrations.transformers import convert, revert
+from attnzoo.integrations.transformers.masks import make_mask
+from attnzoo.nn import OutputGate
+from helpers.cases import rand
 from helpers.hf_models import (
     GQA,
+    bart,
     batch,
     bert,
     generate,
@@ -159,6 +163,64 @@ def test_weights_are_returned() -> None:
     child, (hidden, q, k, v, _) = children(model)[0], recorded(model)[0]
     _, expected = definition(copy.deepcopy(child).double(), q, k, v, hidden, is_causal=True)
     assert torch.allclose(weights[0].double(), expected, atol=1e-5)
+
+
+# Models of transformers with a gate: file, attention, and the arguments of `OutputGate`.
+SHIPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "laguna per-head": ("laguna", "Laguna", {"per": "head", "activation": "softplus"}),
+    "laguna per-element": ("laguna", "Laguna", {"activation": "softplus"}),
+    "muse_spark": ("muse_spark", "MuseSparkText", {"norm": True}),
+    "beam": ("beam", "Beam", {"bias": True}),
+}
+
+
+@pytest.mark.parametrize("which", SHIPPED)
+def test_gates_are_those_of_shipped_models(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, name, arguments = SHIPPED[which]
+    package = f"transformers.models.{folder}"
+    code: Any = pytest.importorskip(f"{package}.modeling_{folder}")
+    made: Any = pytest.importorskip(f"{package}.configuration_{folder}")
+    laguna = folder == "laguna"
+    gating = {"gating": which.removeprefix("laguna ")} if laguna else {}
+    config = getattr(made, f"{name}Config")(**{**GQA, "num_hidden_layers": 1}, head_dim=8, **gating)
+    config._attn_implementation = "eager"
+    heads = {"num_heads": 4} if laguna else {}
+    module, x = getattr(code, f"{name}Attention")(config, 0, **heads).double(), rand(2, 6, 32)
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            parameter.add_(0.3 * rand(*parameter.shape, seed=index))
+    module.o_proj = torch.nn.Identity()
+    tensors: list[Tensor] = []
+    eager = code.eager_attention_forward
+
+    def recorded(module: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors.extend(args[:3])
+        return eager(module, *args, **kwargs)
+
+    monkeypatch.setattr(code, "eager_attention_forward", recorded)
+    rotation = torch.ones(2, 6, 8), torch.zeros(2, 6, 8)
+    expected, _ = module(x, position_embeddings=rotation, attention_mask=None)
+    gate = OutputGate("softmax", 4, 32, **arguments).double()
+    theirs = {n: p for n, p in module.named_parameters() if n.startswith(("gate", "g_proj"))}
+    ours = dict(gate.named_parameters())
+    assert len(theirs) == len(ours)
+    with torch.no_grad():
+        ours["gate.weight"].copy_(theirs.pop(next(n for n in theirs if n.endswith("weight"))))
+        for left in theirs.values():
+            ours["gate_bias"].copy_(left)
+    out = gate(*tensors, scale=module.scaling, **gate.projected(x, x))
+    # Their norms and gates are computed in fp32.
+    assert torch.allclose(out.transpose(1, 2).flatten(2), expected, atol=1e-5)
+
+
+def test_xsa_needs_positions() -> None:
+    message = "XSA does not support the cross-attention of BartAttention"
+    with pytest.raises(ValueError, match=message):
+        convert(bart(), "softmax", wrapper="xsa")
+    config = convert(llama(), "softmax", wrapper="xsa").config
+    step = {"batch_size": 1, "q_length": 1, "kv_length": 8, "q_offset": 3, "config": config}
+    with pytest.raises(ValueError, match=r"XSA \(model.layers.0.self_attn\) does not support a st"):
+        make_mask(**step, mask_function=lambda batch, head, query, key: key != 1)
 
 
 # ------------------------------------------------------------------------- training

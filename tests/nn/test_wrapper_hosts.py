@@ -13,12 +13,14 @@ from torch.nn import functional as F
 
 from attnzoo.nn import (
     WRAPPERS,
+    XSA,
     Attention,
     Differential,
     Laser,
     MixtureAttention,
     MultiheadAttention,
     OutputGate,
+    QASSMax,
     Transformer,
     Wrapper,
     host_attention,
@@ -151,6 +153,9 @@ def test_reset_parameters_and_groups() -> None:
 
 
 def test_representation() -> None:
+    assert repr(OutputGate("softmax", 2, 8, bias=True)).startswith(
+        "OutputGate(\n  num_heads=2, per='element', bias=True\n"
+    )
     assert repr(MixtureAttention("softmax", 2, 8, components=3)) == (
         "MixtureAttention(\n  num_heads=2, components=3\n  (attention): Attention('softmax', "
         "num_heads=6)\n  (gate): HeadProjection(features=8, num_heads=6)\n)"
@@ -171,6 +176,12 @@ def call(which: str = "laser", **changed: Any) -> Any:
     module = make(which)
     q, k, v, _ = inputs(module)
     return module(**{"q": q, "k": k, "v": v, **changed})
+
+
+def sharded(which: str) -> Any:
+    module = make(which)
+    module.attention.sharding = object()  # pyright: ignore
+    return module(*inputs(module)[:3])
 
 
 def host(wrapper: Any = None, options: Any = {}, **changed: Any) -> Any:  # noqa: B006
@@ -257,6 +268,39 @@ WRONG: WrongCalls = [
     ),
     (lambda: Laser("softmax", 4, 32, clamp="a"), TypeError, "clamp must be a number > 0"),  # pyright: ignore
     (lambda: OutputGate("softmax", 4, 32, per="row"), ValueError, "per must be 'element' or"),  # pyright: ignore
+    (
+        lambda: OutputGate("softmax", 4, 32, activation="tanh"),  # pyright: ignore
+        ValueError,
+        "activation must be 'sigmoid' or 'softplus', got 'tanh'",
+    ),
+    (lambda: OutputGate("softmax", 4, 32, norm=1), TypeError, "norm must be a bool, got 1"),  # pyright: ignore
+    (lambda: OutputGate("softmax", 4, 32, bias=0.0), TypeError, "bias must be a bool, got 0"),  # pyright: ignore
+    (lambda: XSA("softmax", 4, 32, gated=1), TypeError, "gated must be a bool, got 1"),  # pyright: ignore
+    (
+        lambda: call("xsa", q=rand(B, H, N + 1, D)),
+        ValueError,
+        "q must have at most as many tokens as k for XSA, .* got 8 and 7",
+    ),
+    (
+        lambda: MultiheadAttention(E, H, wrapper="xsa", add_zero_attn=True),
+        ValueError,
+        "add_bias_kv and add_zero_attn must be False for 'XSA', because it depends on positions",
+    ),
+    (
+        lambda: MultiheadAttention(E, H, wrapper="xsa")(
+            torch.ones(2, 1, E), *2 * [torch.ones(3, 1, E)]
+        ),
+        ValueError,
+        "XSA does not support the cross-attention of MultiheadAttention: positions of .*undefined",
+    ),
+    (
+        lambda: replace(nn.TransformerDecoderLayer(E, H), "softmax", wrapper="xsa"),
+        ValueError,
+        "XSA does not support the cross-attention of multihead_attn",
+    ),
+    (lambda: QASSMax("softmax", 4, 32, per="row"), ValueError, "per must be 'element' or 'head'"),  # pyright: ignore
+    (lambda: QASSMax("softmax", 4, 32, hidden=0), ValueError, "hidden must be"),
+    (lambda: sharded("qassmax"), ValueError, "the sequence must not be sharded for QASSMax"),
     (lambda: OutputGate("softmax", 4, 32, s=1.0), TypeError, "no parameter 's'"),
     (lambda: Transformer(9, E, H, 1, wrapper="lasr"), ValueError, "one of .*laser.*got 'lasr'"),
     (lambda: Transformer(9, E, H, 1, wrapper=Laser), TypeError, "wrapper must be a name, a pair"),  # pyright: ignore

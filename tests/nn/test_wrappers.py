@@ -11,10 +11,24 @@ from torch import nn
 from torch.nn import functional as F
 
 import attnzoo
-from attnzoo.nn import WRAPPERS, Differential, Laser, MixtureAttention
+from attnzoo.nn import WRAPPERS, XSA, Differential, Laser, MixtureAttention, QASSMax
 from helpers.cases import rand
 from helpers.coverage_table import OUTSIDE, precise
-from helpers.wrappers import MADE, B, D, E, H, N, assert_near, definition, gradients, inputs, make
+from helpers.wrappers import (
+    KV,
+    MADE,
+    B,
+    D,
+    E,
+    H,
+    N,
+    assert_near,
+    definition,
+    gradients,
+    inputs,
+    make,
+    trained,
+)
 
 
 @pytest.mark.parametrize("which", MADE)
@@ -144,6 +158,56 @@ def test_gate_equals_the_papers_formula(per: Any) -> None:
     expected = plain * (gate if per == "element" else gate.repeat_interleave(D, -1))
     got = module(q, k, v, **module.projected(x, x)).transpose(1, 2).flatten(2)
     assert torch.allclose(got, expected, atol=1e-12)
+
+
+def test_xsa_is_orthogonal_to_the_values_of_the_queries() -> None:
+    """Zhai: y − (y·v / v·v)·v. With fewer queries than keys they are the last tokens."""
+    module = XSA("softmax", H, E).double()
+    q, k, v, _ = inputs(module)
+    out, y = module(q, k, v), attnzoo.attention(q, k, v, enable_gqa=True)
+    values = v.repeat_interleave(H // KV, 1)
+    share = (y * values).sum(-1) / (values * values).sum(-1)
+    assert torch.allclose(out, y - share[..., None] * values, atol=1e-12)
+    assert (out * values).sum(-1).abs().max() < 1e-12
+    assert torch.allclose(module(q[:, :, 4:], k, v), out[:, :, 4:], atol=1e-12)
+    assert module(q[:, :, N:], k, v).shape == (B, H, 0, D)
+    first = module(q, k, v, is_causal=True)[:, :, 0]  # this token sees only itself
+    assert first.abs().max() < 1e-12
+    gated = XSA("softmax", H, E, gated=True).double()
+    assert torch.equal(gated(q, k, v), y)
+
+
+@pytest.mark.parametrize("per", ["element", "head"])
+def test_qassmax_equals_its_authors_code(per: Any) -> None:
+    """Qu et al.: q·base_mlp(log n)·(1 + tanh(query_mlp(q))) with n keys, not causal."""
+    module = QASSMax("softmax", H, E, per=per, hidden=5)
+    trained(module)
+    q, k, v, _ = inputs(module)
+    log_n = torch.tensor([[N]], dtype=torch.float64).log()
+    base = module.base_mlp(log_n).view(1, H, 1, D if per == "element" else 1)
+    scaled = q * base * (1 + module.query_mlp(q).tanh())
+    expected = F.scaled_dot_product_attention(scaled, k, v, enable_gqa=True)
+    assert torch.allclose(module(q, k, v), expected, atol=1e-12)
+    assert [x.shape for x in module.state_dict().values() if x.dim() == 2] == [
+        (5, 1), (H * base.shape[-1], 5), (5, D), (base.shape[-1], 5),
+    ]  # fmt: skip
+    initial = QASSMax("softmax", H, E, per=per).double()
+    expected = attnzoo.attention(q, k, v, enable_gqa=True)
+    assert torch.allclose(initial(q, k, v), expected, atol=1e-12)
+
+
+def test_xsa_without_a_direction() -> None:
+    """Values of 0, and values whose square overflows or underflows in fp32."""
+    module = XSA("softmax", H, E)
+    q, k, v, _ = (x.float().requires_grad_() for x in inputs(module, H))
+    scales = torch.tensor([0.0, 1e-30, 1e-18, 1.0, 1e18, 1e25, 0.0])[:, None]
+    out = module(q, k, v * scales, attn_mask=torch.eye(N).roll(3, 0).bool())
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in gradients(out / (1 + out.detach().abs()), [q, k, v]))
+    zero = v.detach().clone()
+    zero[:, :, 2] = 0
+    expected = attnzoo.attention(q, k, zero)[:, :, 2]
+    assert torch.equal(module(q, k, zero)[:, :, 2], expected)
 
 
 def test_a_mixture_of_one_is_the_attention() -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from attnzoo.core.checks import is_int, plain
 from attnzoo.core.parameters import check_names
 from attnzoo.core.registry import get_variant
-from attnzoo.core.variant import REQUIRED, Variant
+from attnzoo.core.variant import Variant
 from attnzoo.functional.explain import explain
 from attnzoo.integrations.transformers.interface import (
     ObservedCall,
@@ -25,7 +25,6 @@ from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import parts_of
 from attnzoo.integrations.transformers.wrapped import inner
 from attnzoo.nn import Attention, Wrapper
-from attnzoo.nn.projections import PROJECTED
 from attnzoo.nn.wrappers import Choice, check_no_wrapper, named_wrapper
 
 
@@ -78,7 +77,11 @@ def check_score_terms(call: ObservedCall, child: Attention | Wrapper) -> None:
     attention = inner(child)
     size = call.qk_dim if child is attention else child.map_dim  # pyright: ignore
     q, k, v = torch.zeros(3, 1, attention.num_heads, 2, size).unbind()
-    call_params = {name: torch.zeros(attention.num_heads) for name in attention.given}
+    call_params: dict[str, Any] = {n: torch.zeros(attention.num_heads) for n in attention.given}
+    if attention.projections is not None:
+        weight = next(attention.projections.parameters())
+        hidden = weight.new_zeros(1, 2, weight.shape[-1])
+        call_params |= attention.projected(hidden, hidden)
     params = {**attention._params(), **call_params}
     terms = {"softcap": call.softcap, "position_bias": q.new_zeros(2, 2) if call.bias else None}
     for name, term in terms.items():
@@ -100,19 +103,6 @@ def chosen_variant(name: str, params: dict[str, Any]) -> Variant:
     variant = get_variant(name)
     check_names(variant, params)
     return variant
-
-
-def check_projections(variant: Variant, params: dict[str, Any]) -> None:
-    """Raises if a parameter is made from hidden states, which a converted layer does not get."""
-    for param in variant.params:
-        value = params.get(param.name, param.default)
-        made = value is REQUIRED or (isinstance(value, str) and value == PROJECTED)
-        if made and param.projection:
-            raise ValueError(
-                f"{variant.name}'s {param.name} must be given to convert, as a number or a tensor "
-                "(H,) that holds for all tokens: the variant makes it from the hidden states, "
-                "which a converted layer does not get; attnzoo.nn.MultiheadAttention does"
-            )
 
 
 def check_convertible(model: Any) -> None:
@@ -185,6 +175,11 @@ def _check_not_half(model: Any) -> None:
         )
 
 
+def embed_dim(call: ObservedCall) -> int:
+    """The number of features of the hidden states."""
+    return call.heads * call.qk_dim if call.hidden is None else call.hidden.shape[-1]
+
+
 def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:
     """What the config stores about the wrapper of a layer; None if there is no wrapper."""
     if wrapper is None:
@@ -194,7 +189,7 @@ def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:
     return {
         "name": name,
         "arguments": {key: plain(copy.deepcopy(x)) for key, x in arguments.items()},
-        "embed_dim": call.heads * call.qk_dim if call.hidden is None else call.hidden.shape[-1],
+        "embed_dim": embed_dim(call),
         "qk_dim": call.qk_dim,
         "v_dim": call.v_dim,
         "layer": layer if isinstance(layer, int) and is_int(layer) else call.number,

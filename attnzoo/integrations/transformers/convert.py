@@ -13,10 +13,10 @@ from attnzoo.integrations.transformers.checks import (
     check_loaded,
     check_logits,
     check_model,
-    check_projections,
     check_score_terms,
     check_whole_heads,
     chosen_variant,
+    embed_dim,
     possible_identity,
     taken_sink,
     warn_of_training,
@@ -43,7 +43,7 @@ from attnzoo.integrations.transformers.spec import (
     write_specs,
 )
 from attnzoo.integrations.transformers.wrapped import (
-    check_gate,
+    check_hidden_states,
     check_query_layer,
     dtype_of,
     new_child,
@@ -161,7 +161,6 @@ def convert(
             f"{variants_with(lambda one: one.calibrate)}"
         )
     identity = {} if start is None else _identity(chosen, start, params, wrapper)
-    check_projections(chosen, params)
     name = "inputs" if calibrate is None else "calibrate"
     samples = inputs if calibrate is None else calibrate
     batches = None if samples is None else batches_of(name, samples, model)
@@ -203,11 +202,12 @@ def _child(
     }  # fmt: skip
     entry = wrapper_entry(wrapper, call)
     dtype = dtype_of(call.module, call.hidden)
-    child = new_child(variant.name, call.heads, entry, options, dtype)
-    keep_entry(child, new_entry(child, call, params, entry))
+    features = embed_dim(call)
+    child = new_child(variant.name, call.heads, entry, options, dtype, features)
+    keep_entry(child, new_entry(child, call, params, entry, features))
     check_whole_heads(call, child, wrapper)
     check_score_terms(call, child)
-    check_gate(call.module, child)
+    check_hidden_states(call.module, child)
     check_query_layer(model, call.module, child)
     return child
 

@@ -21,7 +21,7 @@ from attnzoo.integrations.transformers import masks
 from attnzoo.integrations.transformers.masks import NAME, Mask
 from attnzoo.integrations.transformers.packed import packed_segments
 from attnzoo.integrations.transformers.selected import NAMES, with_selection
-from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
+from attnzoo.integrations.transformers.wrapped import from_hidden_states
 from attnzoo.nn import Attention
 from attnzoo.nn.checks import check_cross_attention
 
@@ -122,16 +122,19 @@ def attend(
     if attention_mask is None and getattr(module, HOST, None) == "eager":
         is_causal = False  # eager attention ignores the flag, which is wrong in BridgeTower
     mask = masks.read_mask(attention_mask, is_causal, query.shape[2], key.shape[2])
-    if variant is not None and variant.by_position:
+    positional = getattr(child, "needs_positions", None)
+    if variant is not None and positional is not None:
         # A dense mask includes causality.
         causal = is_causal if isinstance(attention_mask, Tensor) else mask.causal
-        _check_positions(variant, module, mask, causal, kwargs)
+        _check_positions(variant, positional, module, mask, causal, kwargs)
     sharding = _sharding(child)
     if sharding is not None:
         mask = _for_shards(module, mask, query, sharding, kwargs)
-    mask = with_selection(module, mask, query.shape[1], key.shape[2], kwargs)
-    unused = mask.start, key.shape[2] - mask.stop  # keys before and after those in use
-    key, value = key[:, :, mask.start : mask.stop], value[:, :, mask.start : mask.stop]
+    keys = key.shape[2]
+    mask = with_selection(module, mask, query.shape[1], keys, kwargs)
+    used = slice(mask.start, mask.stop)
+    unused = mask.start, keys - mask.stop  # keys before and after those in use
+    key, value = key[:, :, used], value[:, :, used]
     options: dict[str, Any] = {
         **masks.with_bias(mask, kwargs.get("position_bias")),
         "segment_ids": packed_segments(module, mask, is_causal, query, key, kwargs),
@@ -154,7 +157,7 @@ def attend(
         if child is None:
             child = Attention(name, heads, softcap=softcap, given=tuple(params))
         _check_child(module, child, heads, softcap)
-        options |= from_hidden_states(module, child, kwargs.get(HIDDEN))
+        options |= from_hidden_states(module, child, kwargs, keys, used)
         result = child(query, key, value, need_weights=need_weights, **options)
     if need_weights:
         result, weights = result
@@ -163,11 +166,16 @@ def attend(
 
 
 def _check_positions(
-    variant: Variant, module: nn.Module, mask: Mask, causal: bool, kwargs: dict[str, Any]
+    variant: Variant,
+    positional: str,
+    module: nn.Module,
+    mask: Mask,
+    causal: bool,
+    kwargs: dict[str, Any],
 ) -> None:
-    """Raises ValueError if the variant needs positions that are not known in this call."""
+    """Raises ValueError if positions are not known in this call, on which the child depends."""
     layer, (_, _, queries, keys) = type(module).__name__, mask.shape
-    check_cross_attention(variant, layer, not causal and queries != keys)
+    check_cross_attention(positional, layer, not causal and queries != keys)
     windowed = kwargs.get("sliding_window") or mask.window or mask.start or mask.chunk
     windowed = windowed or any(kwargs.get(name) is not None for name in NAMES)
     if variant.absolute and windowed:  # caches drop keys, and a dense mask looks like padding

@@ -30,6 +30,7 @@ from transformers.masking_utils import (
 from attnzoo.core.arguments import Segments, Window, check_call
 from attnzoo.core.checks import is_int
 from attnzoo.core.registry import get_variant
+from attnzoo.nn import WRAPPERS
 from attnzoo.nn.masks import as_bool
 
 NAME = "attnzoo"
@@ -363,8 +364,12 @@ def _check_not_positional(config: Any) -> None:
     """Raises for variants that need positions, which unused keys of a static cache would change."""
     layers = (getattr(config, NAME, None) or {}).get("layers", {})
     for name, layer in layers.items():
-        if get_variant(layer["variant"]).by_position:
+        variant, wrapper = layer["variant"], WRAPPERS.get((layer.get("wrapper") or {}).get("name"))
+        positional = variant if get_variant(variant).by_position else None
+        if wrapper is not None and wrapper.positional:
+            positional = positional or wrapper.__name__
+        if positional is not None:
             raise ValueError(
-                f"{layer['variant']} ({name}) does not support a static cache that is compiled or "
+                f"{positional} ({name}) does not support a static cache that is compiled or "
                 "has a mask of the model's own: use a dynamic cache"
             )

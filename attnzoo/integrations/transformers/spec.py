@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnzoo.core.checks import plain
+from attnzoo.core.checks import is_int, plain
 from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.integrations.transformers.interface import HOST, ObservedCall
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import implementations, parts_of
 from attnzoo.integrations.transformers.wrapped import inner, new_child
 from attnzoo.nn import WRAPPERS, Attention, Wrapper
+from attnzoo.nn.projections import PROJECTED
 
 VERSION = 1
 # Required keys of a layer's entry in the spec, and their types.
@@ -62,9 +63,14 @@ def check_spec(config: Any) -> dict[str, Any]:
                 f"config.{NAME}: layer {name!r} has the variant {entry['variant']!r}, which is not "
                 "registered: call attnzoo.load_plugin(file) with the file that registers it first"
             )
-        if unknown := sorted(set(entry) - {*ENTRY, *OPTIONS, "wrapper"}):
+        if unknown := sorted(set(entry) - {*ENTRY, *OPTIONS, "wrapper", "embed_dim"}):
             raise ValueError(f"config.{NAME}: layer {name!r} has unknown entries: {unknown}")
-        wrapper = entry.get("wrapper")
+        wrapper, size = entry.get("wrapper"), entry.get("embed_dim")
+        if PROJECTED in entry["params"].values() and wrapper is None and not is_int(size):
+            raise ValueError(
+                f"config.{NAME}: layer {name!r} must have embed_dim of type int, because it makes "
+                f"parameters from the hidden states, got {size!r}"
+            )
         if wrapper is not None and not (
             isinstance(wrapper, dict)
             and set(wrapper) == {*WRAPPER}
@@ -93,18 +99,24 @@ def new_entry(
     call: ObservedCall,
     params: Mapping[str, Any],
     wrapper: Mapping[str, Any] | None,
+    embed_dim: int,
 ) -> dict[str, Any]:
     """The entry of a new child; ``params`` are those given to it."""
     attention = inner(child)
     specs = get_variant(attention.variant).params
     matrices = any(x.kind == "tensor" and x.name in attention.learned for x in specs)
+    projected = tuple(attention.projections or ())
     return {
         "variant": child.variant,
         "num_heads": child.num_heads,
         "learn": list(attention.learned),
-        "given": list(attention.given),
+        "given": [name for name in attention.given if name not in projected],
         "softcap": child.softcap,
-        "params": {name: _json(value) for name, value in params.items()},
+        "params": {
+            **{name: _json(value) for name, value in params.items()},
+            **dict.fromkeys(projected, PROJECTED),
+        },
+        **({"embed_dim": embed_dim} if projected and wrapper is None else {}),
         **({"head_dim": call.qk_dim} if matrices else {}),
         **({} if wrapper is None else {"wrapper": dict(wrapper)}),
     }
@@ -118,7 +130,10 @@ def child_of(entry: dict[str, Any], dtype: torch.dtype) -> Attention | Wrapper:
     }
     options = {name: entry[name] for name in OPTIONS if name in entry}
     wrapper = entry.get("wrapper")
-    child = new_child(entry["variant"], entry["num_heads"], wrapper, {**options, **params}, dtype)
+    child = new_child(
+        entry["variant"], entry["num_heads"], wrapper, {**options, **params}, dtype,
+        entry.get("embed_dim"),
+    )  # fmt: skip
     return keep_entry(child, entry)
 
 

@@ -1,5 +1,5 @@
-"""Children of attention modules: a variant, or a wrapper that needs the hidden states or several
-queries per head."""
+"""Children of attention modules: variants and wrappers, of which some need the hidden states, or
+several queries per head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from attnzoo.core.checks import DTYPES
 from attnzoo.integrations.transformers.masks import NAME
+from attnzoo.integrations.transformers.per_key import (
+    CACHE,
+    STORED,
+    WAY_OUT,
+    per_key_names,
+    stored_in,
+)
 from attnzoo.nn import WRAPPERS, Attention, Wrapper, host_attention
+from attnzoo.nn.projections import Projections, split_projected
 
 QUERY_LAYERS = ("q_proj", "query", "q_lin", "wq")  # names of the layer that makes the queries
 HIDDEN = "attnzoo_hidden_states"  # the keyword that hands them to the attention function
@@ -26,6 +34,7 @@ def new_child(
     wrapper: Mapping[str, Any] | None,
     options: dict[str, Any],
     dtype: torch.dtype,
+    embed_dim: int | None = None,
 ) -> Attention | Wrapper:
     """The child of an attention module.
 
@@ -33,14 +42,25 @@ def new_child(
         variant: a name from `attnzoo.list_variants`.
         num_heads: number of query heads of the model without a wrapper.
         wrapper: None, or a mapping with name, arguments, embed_dim, qk_dim, v_dim and layer.
-        options: keywords for `Attention`.
+        options: keywords for `Attention`. The value "projected" asks for a parameter that is made
+            from the hidden states.
         dtype: dtype of the parameters, from `dtype_of`.
+        embed_dim: number of features of the hidden states, for such parameters.
 
     Raises:
         ValueError, TypeError: an argument of the variant or of the wrapper is wrong.
     """
     if wrapper is None:
-        return Attention(variant, num_heads, dtype=dtype, **options)
+        names, options = split_projected(variant, options)
+        passed = tuple(options.pop("given", ()))
+        names = tuple(name for name in names if name not in passed)
+        child = Attention(variant, num_heads, given=(*passed, *names), dtype=dtype, **options)
+        if names:
+            assert embed_dim is not None
+            child.projections = Projections(
+                variant, names, num_heads, embed_dim, embed_dim, dtype=dtype
+            )
+        return child
     host_options = {n: x for n, x in options.items() if n not in ("given", "head_dim")}
     return host_attention(
         (wrapper["name"], wrapper["arguments"]), variant, num_heads, wrapper["embed_dim"],
@@ -77,21 +97,53 @@ def pass_hidden_states(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A hook before forward. Attention modules hand keywords on to their attention function."""
-    return args, {**kwargs, HIDDEN: hidden_states(args, kwargs)}
+    hidden = hidden_states(args, kwargs)
+    kwargs = {**kwargs, HIDDEN: hidden}
+    stored = stored_in(kwargs.get(CACHE), module._modules.get(NAME), hidden)
+    return args, kwargs if stored is None else {**kwargs, CACHE: stored, STORED: stored}
 
 
 def from_hidden_states(
-    module: nn.Module, child: nn.Module | None, hidden: Tensor | None
+    module: nn.Module, child: Any, kwargs: Mapping[str, Any], keys: int, used: slice
 ) -> dict[str, Tensor]:
-    """What the child makes from the hidden states of its module, as keywords for its forward."""
-    if not getattr(child, "gates", 0):
+    """What the child makes from the hidden states of its module, as keywords for its forward.
+
+    Args:
+        module: the attention module.
+        child: its child.
+        kwargs: the keywords that the attention function got.
+        keys: number of keys that it got.
+        used: those of them that it uses.
+    """
+    if not getattr(child, "uses_hidden_states", False):
         return {}
+    hidden, stored = kwargs.get(HIDDEN), kwargs.get(STORED)
     if hidden is None:
         raise ValueError(
-            f"wrapper must have no gate, because {type(module).__name__} hands no hidden states "
+            f"{_instead(child)}, because {type(module).__name__} hands no hidden states "
             "(B, N, features) on to its attention function"
         )
-    return child.projected(hidden, hidden)  # pyright: ignore
+    filled = stored is not None and stored.made is not None
+    made = dict(stored.made if filled else child.projected(hidden, hidden))
+    for name in per_key_names(child):
+        values = stored.per_key[name] if filled else made[name]
+        if values.shape[-1] != keys:
+            raise ValueError(
+                f"{child.variant}'s {name} must be known for all {keys} keys of "
+                f"{type(module).__name__}, which hands on the hidden states of "
+                f"{values.shape[-1]}: {WAY_OUT}"
+            )
+        made[name] = values[..., used]
+    return made
+
+
+def _instead(child: Any) -> str:
+    """What to do for a module that does not hand on its hidden states."""
+    attention = getattr(child, "attention", child)
+    if attention.projections is None:
+        return "wrapper must have no gate"
+    names = ", ".join(attention.projections)
+    return f"{attention.variant}'s {names} must be given to convert, as a number or a tensor (H,)"
 
 
 @contextmanager
@@ -114,14 +166,14 @@ def observe_hidden_states(model: nn.Module) -> Iterator[dict[int, Tensor]]:
             hook.remove()
 
 
-def check_gate(module: nn.Module, child: Attention | Wrapper) -> None:
+def check_hidden_states(module: nn.Module, child: Attention | Wrapper) -> None:
     """Raises if the child needs the hidden states and the module cannot hand them on."""
-    if not getattr(child, "gates", 0):
+    if not child.uses_hidden_states:
         return
     taken = inspect.signature(module.forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
         raise ValueError(
-            f"wrapper must have no gate, because {type(module).__name__} takes no further keywords"
+            f"{_instead(child)}, because {type(module).__name__} takes no further keywords"
         )
 
 
@@ -234,5 +286,5 @@ def _set_child(module: nn.Module, child: nn.Module | None) -> None:
         if hook is pass_hidden_states:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-    if getattr(child, "gates", 0):
+    if getattr(child, "uses_hidden_states", False):
         module.register_forward_pre_hook(pass_hidden_states, with_kwargs=True)

@@ -15,6 +15,8 @@ from attnzoo.nn.wrappers.differential import Differential, DifferentialV2
 from attnzoo.nn.wrappers.laser import Laser
 from attnzoo.nn.wrappers.mixture import MixtureAttention
 from attnzoo.nn.wrappers.output_gate import OutputGate
+from attnzoo.nn.wrappers.qassmax import QASSMax
+from attnzoo.nn.wrappers.xsa import XSA
 
 #: The wrappers by name.
 WRAPPERS: dict[str, type[Wrapper]] = {
@@ -23,6 +25,8 @@ WRAPPERS: dict[str, type[Wrapper]] = {
     "laser": Laser,
     "mixture": MixtureAttention,
     "output_gate": OutputGate,
+    "qassmax": QASSMax,
+    "xsa": XSA,
 }
 # How a host is told which wrapper to use: a name, or a name and arguments.
 Choice = str | tuple[str, dict[str, Any]] | None
@@ -130,12 +134,14 @@ def named_wrapper(wrapper: Any) -> tuple[str, dict[str, Any]]:
 
 __all__ = [
     "WRAPPERS",
+    "XSA",
     "Choice",
     "Differential",
     "DifferentialV2",
     "Laser",
     "MixtureAttention",
     "OutputGate",
+    "QASSMax",
     "Wrapper",
     "check_no_wrapper",
     "host_attention",

@@ -76,6 +76,7 @@ class Wrapper(nn.Module):
     queries = 1
     maps = 1
     gates = 0
+    positional = False  # whether the output depends on which of the keys is that of the query
 
     def __init__(
         self,
@@ -145,6 +146,16 @@ class Wrapper(nn.Module):
         """The softcap of the wrapped attention."""
         return self.attention.softcap
 
+    @property
+    def needs_positions(self) -> str | None:
+        """What depends on positions, as `Attention.needs_positions`."""
+        return self.attention.needs_positions or (type(self).__name__ if self.positional else None)
+
+    @property
+    def uses_hidden_states(self) -> bool:
+        """Whether `projected` makes something."""
+        return self.gates > 0 or self.attention.uses_hidden_states
+
     def reset_parameters(self) -> None:
         """Resets all parameters to their initial values."""
         self.attention.reset_parameters()
@@ -213,7 +224,7 @@ class Wrapper(nn.Module):
         for name in ("return_lse", "return_max_logits"):
             if check_bool(name, keywords.pop(name, False)):
                 raise ValueError(f"{name} must be False for {type(self).__name__}, got True")
-        options = {**keywords, "enable_gqa": True}
+        options = {**keywords, "cache": cache, "enable_gqa": True}
         for name in ("alibi", "relative_bias"):
             if isinstance(values := options.get(name), Tensor):
                 options[name] = self._values_per_map(name, values)
@@ -222,11 +233,12 @@ class Wrapper(nn.Module):
                 options[name] = self._parameter_per_map(name, values)
         if isinstance(mask := options.get("attn_mask"), Tensor) and mask.dim() in (3, 4):
             options["attn_mask"] = self._mask_per_map(mask)
+        values = v
         q, k, v, options = self._inputs(q, k, v, options)
         check_bool("need_weights", need_weights)
-        result: Any = self.attention(q, k, v, cache=cache, need_weights=need_weights, **options)
+        result: Any = self.attention(q, k, v, need_weights=need_weights, **options)
         out, weights = result if need_weights else (result, None)
-        out = self._output(self._mixed(out, gate), gate).to(out.dtype)
+        out = self._output(self._mixed(out, gate), gate, values).to(out.dtype)
         return out if weights is None else (out, self._mixed(weights, gate).to(weights.dtype))
 
     def _check_inputs(self, q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
@@ -320,8 +332,11 @@ class Wrapper(nn.Module):
         """The combination (B, H, Nq, ·) of outputs or weights (B, M·H, Nq, ·)."""
         return x
 
-    def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
-        """The output of the wrapper from the combination of the outputs, (B, H, Nq, Dv)."""
+    def _output(self, out: Tensor, gate: Tensor | None, v: Tensor) -> Tensor:
+        """The output of the wrapper from the combination of the outputs, (B, H, Nq, Dv).
+
+        v are the values that the wrapper got, (B, Hkv, Nk, Dv).
+        """
         return out
 
     def _needed(self) -> str:

@@ -105,7 +105,7 @@ class Differential(Wrapper):
         first, second = x.chunk(2, dim=1)
         return first - self._factor(score_dtype(x)).view(1, 1, 1, 1) * second
 
-    def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
+    def _output(self, out: Tensor, gate: Tensor | None, v: Tensor) -> Tensor:
         dtype = score_dtype(out)
         weight = self.norm.weight.to(dtype)
         normed = rms_norm(out.to(dtype), (self.v_dim,), weight, self.norm.eps)

@@ -92,7 +92,7 @@ class Laser(Wrapper):
         clamped = self.clamp * torch.tanh(widened(v) / self.clamp)
         return q, k, clamped.exp().to(v.dtype), options
 
-    def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
+    def _output(self, out: Tensor, gate: Tensor | None, v: Tensor) -> Tensor:
         out = widened(out)
         return torch.where(out == 0, 1, out).log()
 
