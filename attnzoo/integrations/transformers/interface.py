@@ -20,6 +20,7 @@ from attnzoo.functional.attention import attention
 from attnzoo.integrations.transformers import masks
 from attnzoo.integrations.transformers.masks import NAME, Mask
 from attnzoo.integrations.transformers.packed import packed_segments
+from attnzoo.integrations.transformers.position_bias import bias_options
 from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
 from attnzoo.nn.checks import check_cross_attention
@@ -114,10 +115,14 @@ def attend(
     sharding = _sharding(child)
     if sharding is not None:
         mask = _for_shards(module, mask, query, sharding, kwargs)
+    arguments = bias_options(
+        module, mask, attention_mask, kwargs.get("position_bias"), query.shape[2], key.shape[2],
+        sharding is not None,
+    )  # fmt: skip
     unused = mask.start, key.shape[2] - mask.stop  # keys before and after those in use
     key, value = key[:, :, mask.start : mask.stop], value[:, :, mask.start : mask.stop]
     options: dict[str, Any] = {
-        **masks.with_bias(mask, kwargs.get("position_bias")),
+        **arguments,
         "segment_ids": packed_segments(module, mask, is_causal, query, key, kwargs),
         "scale": scaling, "dropout_p": dropout, "enable_gqa": key.shape[1] != query.shape[1],
     }  # fmt: skip
