@@ -186,6 +186,7 @@ def _is_by_difference(module: Any) -> bool:
     # Numbers that differ between buckets; the weight of the host may be 0 or on meta.
     numbers = torch.arange(module.relative_attention_num_buckets, dtype=torch.float32, device="cpu")
     probe = copy.copy(module)
+    vars(probe).pop(KIND, None)
     probe._modules = {"relative_attention_bias": nn.Embedding.from_pretrained(numbers[:, None])}
     matrix = compute_bias(probe, 3, 4 * radius + 1, "cpu", 2 * radius)
     row = compute_bias(probe, 1, 4 * radius + 3, "cpu", 2 * radius + 2)
