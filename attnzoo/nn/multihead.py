@@ -243,6 +243,8 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        relative_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of the queries to the keys, as in torch.
 
@@ -258,6 +260,8 @@ class MultiheadAttention(nn.Module):
             is_causal: causal attention. With attn_mask, a hint that this mask is causal. If L = S
                 and no key is appended, the mask is then ignored, or with need_weights both apply.
                 Otherwise only the mask applies.
+            relative_bias: a table (H, 2R + 1), as for `attnzoo.attention`, such as one from
+                `RelativeBias`. L must be S unless ``is_causal``, and no key may be appended.
 
         Returns:
             (output, weights). The output has the layout of ``query``. The weights are (B, L, S), or
@@ -282,6 +286,8 @@ class MultiheadAttention(nn.Module):
         crossed = not is_causal and q.shape[2] != k.shape[2]
         hint = "; is_causal=True says that the queries are the last tokens of the same sequence"
         check_cross_attention(self.attend.needs_positions, "MultiheadAttention", crossed, hint)
+        if relative_bias is not None:
+            self._check_positions(q, k, is_causal)
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
         mask, causal = attended(
@@ -290,6 +296,7 @@ class MultiheadAttention(nn.Module):
         )  # fmt: skip
         k, v = self._extended(k, v)
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal}
+        options["relative_bias"] = relative_bias
         options |= self.attend.projected(tensors[0], tensors[1])
         options["enable_gqa"] = self.num_kv_heads != self.num_heads
         options["dropout_p"] = self.dropout if self.training else 0.0
@@ -312,23 +319,36 @@ class MultiheadAttention(nn.Module):
             self, query: Tensor, key: Tensor, value: Tensor,
             key_padding_mask: Tensor | None = None, need_weights: Literal[True] = True,
             attn_mask: Tensor | None = None, average_attn_weights: bool = True,
-            is_causal: bool = False,
+            is_causal: bool = False, *, relative_bias: Tensor | None = None,
         ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
         @overload
         def __call__(
             self, query: Tensor, key: Tensor, value: Tensor,
             key_padding_mask: Tensor | None = None, *, need_weights: Literal[False],
             attn_mask: Tensor | None = None, average_attn_weights: bool = True,
-            is_causal: bool = False,
+            is_causal: bool = False, relative_bias: Tensor | None = None,
         ) -> tuple[Tensor, None]: ...  # fmt: skip
         @overload
         def __call__(
             self, query: Tensor, key: Tensor, value: Tensor,
             key_padding_mask: Tensor | None = None, need_weights: bool = True,
             attn_mask: Tensor | None = None, average_attn_weights: bool = True,
-            is_causal: bool = False,
+            is_causal: bool = False, *, relative_bias: Tensor | None = None,
         ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
         def __call__(self, *args: Any, **keywords: Any) -> Any: ...
+
+    def _check_positions(self, q: Tensor, k: Tensor, is_causal: bool) -> None:
+        """Raises if relative_bias has no meaning, because the positions of keys are not known."""
+        if self.appends:
+            raise ValueError(
+                "relative_bias must be None with add_bias_kv or add_zero_attn: the appended key "
+                "has no position"
+            )
+        if not is_causal and q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"relative_bias must be None for {q.shape[2]} queries and {k.shape[2]} keys "
+                "without is_causal=True, which says that the queries are the last tokens"
+            )
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Checks the inputs; returns whether they have a batch dimension."""

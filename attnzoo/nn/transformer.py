@@ -26,6 +26,7 @@ from attnzoo.nn.checks import check_heads, check_options_of, check_positional
 from attnzoo.nn.decoder_layer import DecoderLayer, Scale
 from attnzoo.nn.output_layer import OutputLayer
 from attnzoo.nn.per_layer import per_layer
+from attnzoo.nn.relative_bias import RelativeBias
 from attnzoo.nn.segments import (
     check_key_mask,
     check_segments,
@@ -38,7 +39,7 @@ from attnzoo.nn.sharding import Sharding
 from attnzoo.nn.tied_output import TiedOutput, output_of
 from attnzoo.nn.wrappers import Choice, Wrapper
 
-POSITIONS = ("rope", "p-rope", "alibi", "nape", "none")
+POSITIONS = ("rope", "p-rope", "alibi", "nape", "t5", "none")
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -59,7 +60,8 @@ class Transformer(nn.Module):
             "p-rope" rotates only the share ``rope_share`` of pairs with the highest frequencies.
             "alibi" adds −slope·|i − j| to the scores, with slopes 2^{−8h/H}. "nape" does so in the
             second half of the heads, with slopes 1, 1/2, 1/3, …, and the first half has no encoding
-            (Vasylenko et al. 2025, arXiv:2506.16640, and their code). "none" has no encoding
+            (Vasylenko et al. 2025, arXiv:2506.16640, and their code). "t5" adds a learned bias, a
+            `RelativeBias` that all layers share, with its default buckets. "none" has no encoding
             besides the causal mask.
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
         mlp_dim: number of hidden features of each MLP; None is 4·E.
@@ -110,7 +112,7 @@ class Transformer(nn.Module):
         arXiv:2302.05442, with a layer norm. LayerScale: Touvron et al. 2021, arXiv:2103.17239.
     """
 
-    BIASED = ("alibi", "nape")  # the encodings that add a bias to the scores
+    BIASED = ("alibi", "nape", "t5")  # the encodings that add a bias to the scores
     sharding: Sharding | None = None  # see `attnzoo.distributed.shard_sequence`
 
     def __init__(
@@ -182,6 +184,8 @@ class Transformer(nn.Module):
             )
             for number, (name, values) in enumerate(per_layer(variant, depth, params, softcap))
         )
+        t5 = positions == "t5"
+        self.relative_bias = RelativeBias(num_heads, bidirectional=False) if t5 else None
         self.norm = nn.RMSNorm(embed_dim)
         self.output = output_of(self.embed, output, output_params)
         self.reset_parameters()
@@ -191,14 +195,18 @@ class Transformer(nn.Module):
 
         The standard deviation is 0.02/√(2·depth) for the last matrix of a residual branch, and 0.02
         for other matrices. The bias of the output layer is set to `Variant.output_bias` or 0. The
-        parameters of the variants and their projections, of norms and of LayerScale are set to
-        their initial values. A layer given as ``output`` has its own `reset_parameters`.
+        parameters of the variants and their projections, of the position encoding, of norms and of
+        LayerScale are set to their initial values. A layer given as ``output`` has its own
+        `reset_parameters`.
         """
         self.output.reset_parameters()
         initialized = {id(p) for p in self.output.parameters()} - {id(self.embed.weight)}
         for attend in self._attends():
             attend.reset_parameters()
             initialized |= {id(p) for p in attend.parameters()}
+        if self.relative_bias is not None:
+            self.relative_bias.reset_parameters()
+            initialized.add(id(self.relative_bias.weight))
         for module in (*self.layers.modules(), self.norm):
             if isinstance(module, (nn.RMSNorm, Scale)):
                 module.reset_parameters()
@@ -276,7 +284,9 @@ class Transformer(nn.Module):
         if attn_mask is not None and self.sharding is None:  # shards are checked on all ranks
             check_key_mask(attn_mask, tokens, start)
         options: dict[str, Any] = {"attn_mask": attn_mask, "window": self.window}
-        if self.positions in self.BIASED:
+        if self.relative_bias is not None:
+            options["relative_bias"] = self.relative_bias()
+        elif self.positions in self.BIASED:
             options["alibi"] = self._slopes(tokens.device)
         positions = self._positions(tokens, start, segment_ids, attn_mask)
         if segment_ids is not None:

@@ -316,7 +316,7 @@ def test_batch_sizes_and_lengths_of_training_steps() -> None:
     assert replace(settings, curriculum=0.0).longest_per_step() == [16] * 10
 
 
-@pytest.mark.parametrize("positions", ["none", "rope", "p-rope", "alibi", "nape"])
+@pytest.mark.parametrize("positions", ["none", "rope", "p-rope", "alibi", "nape", "t5"])
 def test_all_splits_and_heads_are_measured(positions: str) -> None:
     model = model_of("softmax", positions)
     tests = {"own": None, "substitute": VariantCall("sparsemax")}

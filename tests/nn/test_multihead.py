@@ -132,6 +132,41 @@ def test_appended_keys_are_visible_in_a_causal_call(options: dict[str, Any]) -> 
     assert torch.equal(weights[..., :5].triu(1), torch.zeros(2, 5, 5, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(("length", "is_causal"), [(8, False), (8, True), (6, True)])
+def test_relative_bias_is_added_to_the_scores(
+    length: int, is_causal: bool, need_weights: bool
+) -> None:
+    _, layer = pair()
+    inputs = tensors(layer, length)
+    table = rand(H, 7, seed=4).requires_grad_()
+    difference = torch.arange(8) - torch.arange(8 - length, 8)[:, None]
+    added = table[:, 3 + difference.clamp(-3, 3)]
+    if is_causal:
+        added = added.masked_fill(difference > 0, float("-inf"))
+    options: dict[str, Any] = {"need_weights": need_weights}
+    mask = added.repeat(2, 1, 1)  # (B·H, L, S)
+    expected, weights = layer(*inputs, attn_mask=mask, **options)
+    out, ours = layer(*inputs, relative_bias=table, is_causal=is_causal, **options)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(ours, weights)
+    gradients = (torch.autograd.grad(x.square().sum(), table)[0] for x in (out, expected))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "relative_bias must be None for 6 queries and 8 keys without is_causal=True"),
+        ({"add_zero_attn": True}, "relative_bias must be None with add_bias_kv or add_zero_attn"),
+    ],
+)
+def test_relative_bias_needs_positions(options: dict[str, Any], message: str) -> None:
+    _, layer = pair(**options)
+    with pytest.raises(ValueError, match=message):
+        layer(*tensors(layer), relative_bias=rand(H, 7))
+
+
 @pytest.mark.parametrize("flag", ["add_bias_kv", "add_zero_attn"])
 @pytest.mark.parametrize("variant", BY_POSITION)
 def test_variants_that_depend_on_positions_have_no_appended_keys(variant: str, flag: str) -> None:

@@ -138,6 +138,21 @@ def test_nape_has_alibi_in_the_second_half_of_the_heads() -> None:
     assert two._slopes(torch.device("cpu")).tolist() == pytest.approx([0, 0, 0, 1, 1 / 2, 1 / 3])
 
 
+def test_t5_learns_one_bias_per_distance_for_all_layers() -> None:
+    slopes, made = model(positions="alibi"), model(positions="t5")
+    assert made.relative_bias is not None
+    with torch.no_grad():
+        assert torch.allclose(made(tokens()), model(positions="none")(tokens()), atol=1e-6)
+        # The first 16 buckets hold one distance each.
+        heads = -slopes._slopes(torch.device("cpu"))
+        made.relative_bias.weight[:16] = torch.arange(16)[:, None] * heads
+        assert torch.allclose(made(tokens()), slopes(tokens()), atol=1e-5)
+    made.loss(made.states(tokens()), tokens()).backward()
+    assert made.relative_bias.weight.grad[:14].abs().min() > 0
+    made.reset_parameters()
+    assert not made.relative_bias.weight.any()
+
+
 def test_p_rope_with_share_0_or_1_is_none_or_rope() -> None:
     with torch.no_grad():
         shares = {share: model(positions="p-rope", rope_share=share)(tokens()) for share in (0, 1)}
@@ -188,7 +203,7 @@ def test_training_on_a_cycle_of_tokens_lowers_the_loss(variant: str) -> None:
         (
             {"positions": "sine"},
             ValueError,
-            "positions must be one of rope, p-rope, alibi, nape, none",
+            "positions must be one of rope, p-rope, alibi, nape, t5, none",
         ),
         ({"embed_dim": 30}, ValueError, "embed_dim=30 is not a multiple of num_heads=4"),
         ({"num_kv_heads": 3}, ValueError, "num_heads=4 is not a multiple of num_kv_heads=3"),

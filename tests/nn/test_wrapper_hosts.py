@@ -33,7 +33,7 @@ from helpers.wrappers import KV, MADE, B, D, E, H, N, definition, inputs, make, 
 
 
 @pytest.mark.parametrize("which", MADE)
-@pytest.mark.parametrize("positions", ["rope", "nape"])
+@pytest.mark.parametrize("positions", ["rope", "nape", "t5"])
 def test_transformer_decodes_with_a_cache(which: str, positions: str) -> None:
     """Also with grouped heads, and gradients reach all parameters."""
     model = Transformer(

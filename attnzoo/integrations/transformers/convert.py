@@ -35,6 +35,7 @@ from attnzoo.integrations.transformers.modules import (
     run_model,
     set_implementations,
 )
+from attnzoo.integrations.transformers.position_bias import set_rows
 from attnzoo.integrations.transformers.spec import (
     clear_spec,
     former_implementations,
@@ -247,6 +248,7 @@ def attach(
             part._is_hf_initialized = device.type != "meta"  # pyright: ignore
         undo.append(put(module, child.to(device).train(module.training)))
     undo.append(set_mark(model, True))
+    undo.append(set_rows(model, True))
 
 
 def revert(model: ModelT) -> ModelT:
@@ -284,6 +286,7 @@ def revert(model: ModelT) -> ModelT:
         for module in converted:
             undo.append(put(module, None))
         undo.append(set_mark(host, False))
+        undo.append(set_rows(host, False))
         for config in configs_of(host).values():
             clear_spec(config)
         # Transformers loads the code of an implementation, if that is needed.

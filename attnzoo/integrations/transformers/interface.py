@@ -20,6 +20,7 @@ from attnzoo.functional.attention import attention
 from attnzoo.integrations.transformers import masks
 from attnzoo.integrations.transformers.masks import NAME, Mask
 from attnzoo.integrations.transformers.packed import packed_segments
+from attnzoo.integrations.transformers.position_bias import bias_options
 from attnzoo.integrations.transformers.selected import NAMES, with_selection
 from attnzoo.integrations.transformers.wrapped import from_hidden_states
 from attnzoo.nn import Attention
@@ -132,11 +133,15 @@ def attend(
         mask = _for_shards(module, mask, query, sharding, kwargs)
     keys = key.shape[2]
     mask = with_selection(module, mask, query.shape[1], keys, kwargs)
+    arguments = bias_options(
+        module, mask, attention_mask, kwargs.get("position_bias"), query.shape[2], keys,
+        sharding is not None,
+    )  # fmt: skip
     used = slice(mask.start, mask.stop)
     unused = mask.start, keys - mask.stop  # keys before and after those in use
     key, value = key[:, :, used], value[:, :, used]
     options: dict[str, Any] = {
-        **masks.with_bias(mask, kwargs.get("position_bias")),
+        **arguments,
         "segment_ids": packed_segments(module, mask, is_causal, query, key, kwargs),
         "scale": scaling, "dropout_p": dropout, "enable_gqa": key.shape[1] != query.shape[1],
     }  # fmt: skip

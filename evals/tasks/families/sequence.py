@@ -41,7 +41,7 @@ from evals.task import (
 )
 from evals.tasks.families.outputs import ADAPTIVE, build_with, normalizer, parse_output
 
-POSITIONS = ("none", "rope", "p-rope", "alibi", "nape")
+POSITIONS = ("none", "rope", "p-rope", "alibi", "nape", "t5")
 ACCURACY = Metric("accuracy", "Accuracy, %", 100, 1)
 EXACT = Metric("exact", "Exact match, %", 100, 1)
 LOSS = Metric("loss", "Loss, nats per answer", lower_is_better=True)
