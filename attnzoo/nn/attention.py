@@ -360,7 +360,7 @@ def projecting_attention(
     key_dim: int,
     head_dim: int,
     options: dict[str, Any],
-    given: Names = (),
+    passed: Names = (),
     **kind: Any,
 ) -> Attention:
     """An `Attention` of a layer that sees the hidden states; it owns `Projections` if needed.
@@ -373,15 +373,15 @@ def projecting_attention(
         head_dim: number of features of each query and key head.
         options: ``learn``, ``softcap`` and parameters of the variant, as for `Attention`. The value
             "projected" asks for a parameter made from the hidden states.
-        given: names of parameters that each call passes, as for `Attention`.
+        passed: names of parameters that each call passes: ``given`` of `Attention`.
         **kind: device and dtype of the parameters.
     """
     if "head_dim" in options:
         raise TypeError("head_dim is an argument of Attention only: this layer sets it")
     names, options = split_projected(variant, options)
-    names = tuple(name for name in names if name not in given)
-    passed = (*names, *given)
-    new = Attention(variant, num_heads, given=passed, head_dim=head_dim, **kind, **options)
+    names = tuple(name for name in names if name not in passed)
+    others = {**kind, **options, "given": (*names, *passed)}
+    new = Attention(variant, num_heads, head_dim=head_dim, **others)
     if names:
         new.projections = Projections(variant, names, num_heads, query_dim, key_dim, **kind)
     return new

@@ -184,7 +184,7 @@ def test_other_variants_keep_the_gain_of_the_host(variant: str) -> None:
 # ---- wrappers on hosts with sinks -------------------------------------------------------------
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: dict[str, Any]) -> Tensor:
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: dict[str, Any]) -> Tensor:
     options = {name: mask[name] for name in ("attn_mask", "is_causal", "window", "scale")}
     return attnzoo.attention(q, k, v, "sink", enable_gqa=True, b=sinks, **options)
 
@@ -211,7 +211,7 @@ def test_each_attention_of_a_wrapper_has_the_sink_of_its_head(make: Any, wrapper
     loss = logits(model).square().mean()
     ((q, k, v), keywords, out), *others = seen
     assert not others
-    each = [whole(q[:, i::queries], k, v, keywords["b"], keywords) for i in range(queries)]
+    each = [with_sinks(q[:, i::queries], k, v, keywords["b"], keywords) for i in range(queries)]
     assert torch.allclose(out, WRAPPED[wrapper](each, v), atol=1e-5)
     loss.backward()
     sinks = [x for name, x in model.named_parameters() if "sink" in name]

@@ -65,7 +65,8 @@ def new_child(
     return host_attention(
         (wrapper["name"], wrapper["arguments"]), variant, num_heads, wrapper["embed_dim"],
         host_options, key_dim=wrapper["embed_dim"], qk_dim=wrapper["qk_dim"],
-        v_dim=wrapper["v_dim"], layer=wrapper["layer"], given=options.get("given", ()), dtype=dtype,
+        v_dim=wrapper["v_dim"], layer=wrapper["layer"], passed=options.get("given", ()),
+        dtype=dtype,
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def host_attention(
     qk_dim: int,
     v_dim: int,
     layer: int = 0,
-    given: Names = (),
+    passed: Names = (),
     device: Any = None,
     dtype: torch.dtype | None = None,
 ) -> Attention | Wrapper:
@@ -59,7 +59,7 @@ def host_attention(
         qk_dim: number of features of each query and key head.
         v_dim: number of features of each value head.
         layer: number of the layer in its model, from 0.
-        given: names of parameters that each call passes, as for `Attention`.
+        passed: names of parameters that each call passes: ``given`` of `Attention`.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -88,13 +88,15 @@ def host_attention(
             "given is an argument of Attention only: the forward of this layer takes no parameters "
             "of the variant"
         )
-    kind = {"given": given, "device": device, "dtype": dtype}
+    kind = {"device": device, "dtype": dtype}
     if wrapper is None:
-        return projecting_attention(variant, num_heads, embed_dim, key_dim, qk_dim, options, **kind)
+        sizes = embed_dim, key_dim, qk_dim
+        return projecting_attention(variant, num_heads, *sizes, options, passed, **kind)
     name, arguments = named_wrapper(wrapper)
     fixed = {"key_dim": key_dim, "qk_dim": qk_dim, "v_dim": v_dim, "layer": layer, **kind}
     if twice := [key for key in (*fixed, *arguments) if key in options]:
         raise TypeError(f"options must not have {', '.join(twice)}: arguments of the wrapper")
+    options = {**options, "given": passed}
     return WRAPPERS[name](variant, num_heads, embed_dim, **fixed, **arguments, **options)
 
 

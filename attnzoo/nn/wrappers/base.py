@@ -107,13 +107,13 @@ class Wrapper(nn.Module):
         self.num_heads, self.layer = num_heads, layer
         self.qk_dim, self.v_dim = qk_dim or embed_dim // num_heads, v_dim or embed_dim // num_heads
         kind = {"device": device, "dtype": dtype}
-        given = options.pop("given", ())
+        passed = options.pop("given", ())
         self._configure(**kind)
         heads = self.maps * num_heads
         self.attention = projecting_attention(
-            variant, heads, embed_dim, self.key_dim, self.map_dim, options, given, **kind
+            variant, heads, embed_dim, self.key_dim, self.map_dim, options, passed, **kind
         )
-        self.given = tuple(given)
+        self.passed = tuple(passed)
         self.gate = None
         if self.gates:
             self.gate = HeadProjection(embed_dim, self.gates * num_heads, None, **kind)
@@ -228,7 +228,7 @@ class Wrapper(nn.Module):
         for name in ("alibi", "relative_bias"):
             if isinstance(values := options.get(name), Tensor):
                 options[name] = self._values_per_map(name, values)
-        for name in self.given:
+        for name in self.passed:
             if isinstance(values := options.get(name), Tensor):
                 options[name] = self._parameter_per_map(name, values)
         if isinstance(mask := options.get("attn_mask"), Tensor) and mask.dim() in (3, 4):
