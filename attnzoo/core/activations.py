@@ -93,6 +93,15 @@ SILU = Activation(
     unit=log2(e),
 )
 
+SOFTPLUS = Activation(
+    "softplus",
+    lambda s, shape: -torch.nn.functional.logsigmoid(-s),
+    lambda s, phi, shape: s.sigmoid(),
+    triton=TRITON + "softplus",
+    unit=log2(e),
+    increasing=True,
+)
+
 
 def _exp_less_one(s: Tensor, most: Tensor) -> Tensor:
     """(e^s − 1) · e^{−M} for s ≤ M. expm1 keeps the digits of small s."""

@@ -36,7 +36,7 @@ def probabilities(
         The weights, in the shape and dtype of ``scores``. Those of fp16 and bf16 scores are
         computed in fp32. A line without an entry that takes part has weight 0 and gradient 0. A NaN
         that takes part makes the weights of its line NaN, except in variants that treat each entry
-        by itself (sigmoid, relu, silu).
+        by itself (sigmoid, relu, silu, screening).
 
     Raises:
         ValueError: ``dim``, a shape, a device or the value of a parameter is wrong, or the weights

@@ -15,7 +15,7 @@ COMPILE_LIMIT = 45.0  # seconds without a line in which a process may compile it
 MAIN = ("softmax", "ssmax", "sigmoid", "entmax", "sparsemax", "relu", "sink", "softpick")
 OTHERS = (
     "log_n", "adaptive_temperature", "asentmax", "forgetting", "scale_invariant", "taylor", "relu2",
-    "position_temperature", "silu",
+    "position_temperature", "silu", "lssa", "screening",
 )  # fmt: skip
 GAINS = "softmax,ssmax,log_n"
 THRESHOLDS = ("entmax", "sparsemax", "asentmax")

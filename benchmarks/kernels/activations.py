@@ -83,8 +83,10 @@ def variant_forms(variants: Iterable[str]) -> list[VariantForm]:
 @cache
 def _by_name(variants: tuple[str, ...]) -> dict[str, VariantForm]:
     by_name: dict[str, VariantForm] = {}
-    for source in sorted(variant_forms(variants), key=lambda source: not source.plain):
+    for source in variant_forms(variants):
         first = by_name.setdefault(source.name, source)
+        if source.plain and not first.plain and source.kind == first.kind:
+            by_name[source.name] = source
         if first.form.activation.triton != source.form.activation.triton:
             raise UsageError(
                 f"activation names must be unique, but {first.variant} and {source.variant} have "
@@ -96,7 +98,7 @@ def _by_name(variants: tuple[str, ...]) -> dict[str, VariantForm]:
 def activations() -> dict[str, VariantForm]:
     """One form per activation of the registered variants, by activation name.
 
-    If several forms share an activation, one that is `plain` is preferred.
+    If several forms of a kind share an activation, one that is `plain` is preferred.
     """
     return _by_name(tuple(attnzoo.list_variants()))
 

@@ -140,6 +140,17 @@ def silu_fixed(n: int, gap: float) -> float:
     return gap / (1 + math.exp(-gap)) / n
 
 
+def lssa_fixed(n: int, gap: float) -> float:
+    """φ(Δ log n) / (φ(Δ log n) + (n − 1) log 2), φ the softplus: about Δ log n / (n log 2)."""
+    top = math.log1p(n**gap)
+    return top / (top + (n - 1) * math.log(2))
+
+
+def lssa_shrinking(n: int, kappa: float) -> float:
+    """2 / n: for n → ∞, softplus(s) is s, and the mean of s is half of the largest."""
+    return 2 / n
+
+
 def sigmoid_uniform(n: int) -> float:
     """p(1 − p) with p = 1/(1 + n), because J is diagonal."""
     return n / (1 + n) ** 2
@@ -200,5 +211,19 @@ LAWS = (
         entmax_uniform(1.25),
     ),
     Law("sigmoid", {}, sigmoid_fixed, uniform=sigmoid_uniform),
+    Law(
+        "lssa",
+        {"eps": 0.0},
+        lssa_fixed,
+        lssa_shrinking,
+        uniform=lambda n: math.log(n) / (2 * n * math.log(2)),
+    ),
+    # One weight does not depend on the other scores, and scores of 0 have weight 0.
+    Law(
+        "screening",
+        {"r": 2.0},
+        lambda n, gap: max(1 - 2 * (1 - gap), 0.0) ** 2,
+        uniform=lambda n: 0.0,
+    ),
     Law("silu", {}, silu_fixed, uniform=lambda n: 0.5 / n),  # SiLU'(0) = ½
 )

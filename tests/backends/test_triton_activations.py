@@ -29,6 +29,7 @@ ACTIVATIONS: list[tuple[Activation, float | None]] = [
     (activations.EXP, None),
     (activations.SIGMOID, None),
     (activations.SILU, None),
+    (activations.SOFTPLUS, None),
     (activations.SPARSEMAX, None),
     (activations.ENTMAX15, None),
     (activations.TAYLOR[2], None),

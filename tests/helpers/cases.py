@@ -297,6 +297,28 @@ CASES = {
         least=-0.2785,  # the minimum of z·σ(z)
         row=lambda z, p: z / (1 + (-z).exp()) / p.get("length", max(len(z), 1)),
     ),
+    "lssa": Case(
+        Paper(
+            (0.0, math.log(3) / math.log(2)),
+            (1 / 3, 2 / 3),
+            {},
+            "log(1 + 1) and log(1 + 3): the gain is log 2",
+        ),
+        PAIRWISE,
+        settings=({"eps": 0.25},),
+        row=lambda z, p: (
+            torch.logaddexp(log_n(z) * z, torch.zeros_like(z))
+            / (torch.logaddexp(log_n(z) * z, torch.zeros_like(z)).sum() + p.get("eps", 1e-8))
+        ),
+    ),
+    "screening": Case(
+        Paper((1.0, 0.75, 0.25), (1.0, 1 / 4, 0.0), {}, "1 − 2·(1 − z) is 1, ½ and −½"),
+        PAIRWISE,
+        learned={"r": (1.2, 3.0)},
+        settings=({"r": 1.0},),
+        smooth=False,
+        row=lambda z, p: (1 - p.get("r", 2.0) * (1 - z)).relu() ** 2,
+    ),
     "topk": Case(
         Paper(
             (0.0, math.log(3), 0.0, -1.0),

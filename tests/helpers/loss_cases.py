@@ -189,7 +189,7 @@ def by_definition(inputs: Inputs) -> dict[str, Tensor]:
 # ---- one variant at a time, with small inputs ---
 
 # The others have no pairwise form for rows, depend on positions or can give the target weight 0.
-WITHOUT = ("adaptive_temperature", "relu", "relu2", "silu", "softpick")
+WITHOUT = ("adaptive_temperature", "lssa", "relu", "relu2", "screening", "silu", "softpick")
 LOSSES = [v for v in WITH_FORMS if v not in WITHOUT and has_rows(v)]
 # One variant for each way to compute a loss.
 QUICK = ("softmax", "sink", "entmax", "sigmoid", "taylor", "topk")

@@ -259,6 +259,61 @@ def test_silu_on_jagged_histories_equals_hstu(backend: str) -> None:
     )
 
 
+def unit(x: Tensor) -> Tensor:
+    return x / x.square().sum(-1, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lssa_equals_its_pseudocode(backend: str) -> None:
+    """The causal weights of row i are softplus(log d · log i · cos), divided by their sum."""
+    inputs = [rand(2, 3, 9, 6, seed=i) for i in range(3)]
+
+    def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        counts = torch.arange(1, 10, dtype=torch.float64)[:, None]
+        scores = math.log(6) * counts.log() * torch.einsum("bhid,bhjd->bhij", unit(q), unit(k))
+        w = (1 + scores.exp()).log() * torch.ones(9, 9, dtype=torch.float64).tril()
+        return (w / (w.sum(-1, keepdim=True) + 1e-8)) @ v
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = dict(scale=math.log(6), is_causal=True, backend=backend)
+        return attnzoo.attention(unit(q), unit(k), v, "lssa", **options)
+
+    agree(grads(ours, *inputs), grads(theirs, *inputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lssa_of_rows_far_below_zero_is_finite(backend: str) -> None:
+    """In fp32 the softplus of −200 is 0. In fp64 the sum of the row is far below eps."""
+    for dtype in (torch.float32, torch.float64):
+        w = weights_of(torch.full((2, 5), -200.0, dtype=dtype), "lssa", backend)
+        assert torch.equal(w.float(), torch.zeros(2, 5))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_screening_with_a_learned_acceptance_width(backend: str) -> None:
+    """Both parameterizations of the paper: width σ(s), and r = e^s + 1 with s of opposite sign.
+
+    The keys are rotated after they are normalized, as by the paper's position encoding.
+    """
+    inputs = [rand(2, 3, 9, 6, seed=i) for i in range(3)]
+    logits = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
+    rotation = torch.linalg.qr(rand(6, 6, seed=5)).Q
+
+    def theirs(q: Tensor, k: Tensor, v: Tensor, s: Tensor) -> Tensor:
+        cosine = F.cosine_similarity(q[:, :, :, None], (k @ rotation)[:, :, None], dim=-1)
+        width = torch.sigmoid(s)[:, None, None]
+        trimmed = (1 - (1 - cosine) / width).clamp(min=0)
+        return (trimmed.square() * torch.ones(9, 9, dtype=torch.float64).tril()) @ v
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, s: Tensor) -> Tensor:
+        return attnzoo.attention(
+            unit(q), unit(k) @ rotation, v, "screening", r=(-s).exp() + 1, scale=1.0,
+            is_causal=True, backend=backend,
+        )  # fmt: skip
+
+    agree(grads(ours, *inputs, logits), grads(theirs, *inputs, logits))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sink_equals_softmax_times_sigmoid_of_lse_minus_b(backend: str) -> None:
     q, k, v = (rand(2, 3, 9, 6, seed=i) for i in range(3))

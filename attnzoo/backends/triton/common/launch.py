@@ -251,8 +251,12 @@ def is_safe(
     """
     added = layout.relative_bias, layout.k_segments, layout.mask, layout.softcap, terms.key_bias
     number = sum(x is not None for x in added)
-    if kernel == "dkdv" and rule is not None and (number or rule.normalize == "threshold"):
-        return True
+    if kernel == "dkdv" and rule is not None:
+        phi = rule.activation
+        # φ and φ' are both kept, and computed from an exponential.
+        both = rule.normalize == "sum" and phi.unit != 1.0 and not phi.exponential
+        if number or both or rule.normalize == "threshold":
+            return True
     # An activation that varies with the query, or has several results per score
     varies = vectors.shape is not None or terms.factor is not None
     normalizer = rule is not None and rule.activation.normalizer is not None
