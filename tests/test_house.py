@@ -227,7 +227,7 @@ def test_import_registers_the_variants_and_loads_no_heavy_package() -> None:
 @pytest.mark.parametrize("folder", ["attnzoo", "tests", "evals", "benchmarks"])
 def test_files_are_short(folder: str) -> None:
     for path in (ROOT / folder).rglob("*.py"):
-        assert len(path.read_text().splitlines()) < 400, path
+        assert len(path.read_text().splitlines()) < 500, path
 
 
 def test_eval_tasks_import_only_the_core_dependencies() -> None:
