@@ -244,3 +244,10 @@ def test_blocks_of_unknown_size_raise() -> None:
     del layer.indexer
     with pytest.raises(ValueError, match="Sparse must have indexer.block_size"):
         attend(layer, q, q, q, None, block_indices=torch.zeros(1, 1, 5, 2).int())
+
+
+def test_a_sharded_sequence_raises() -> None:
+    q, layer = torch.zeros(1, 4, 5, 8), Sparse()
+    layer.attnzoo.sharding = object()
+    with pytest.raises(ValueError, match="Sparse must not select keys when its sequence is shard"):
+        attend(layer, q, q, q, None, indices=torch.zeros(1, 5, 2).int())

@@ -159,6 +159,7 @@ class HeadLoss:
 
 def loss_function(output: Any, params: Any) -> Callable[..., Tensor]:
     """The loss that ``output`` and ``output_params`` describe; raises if there is none."""
+    loss: Any = output
     if not isinstance(output, str):
         if not callable(output):
             raise TypeError(
@@ -170,14 +171,14 @@ def loss_function(output: Any, params: Any) -> Callable[..., Tensor]:
                 f"output_params must be None if output is a function, got {shown(params)}: use "
                 "functools.partial"
             )
-        return output
+        return loss
     if params is not None and not isinstance(params, dict):
         raise TypeError(f"output_params must be a dict or None, got {shown(params)}")
     for name, value in (params or {}).items():
         if not isinstance(plain(value), (int, float)):
             raise TypeError(f"output_params[{name!r}] must be a number, got {shown(value)}")
     check_head(OutputHead(torch.zeros(2, 1), None, output, None, params or {}), 0.0, 0.0)
-    loss: Any = partial(linear_loss, variant=output, **(params or {}))
+    loss = partial(linear_loss, variant=output, **(params or {}))
     return loss
 
 
