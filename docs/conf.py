@@ -37,7 +37,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:obj", r".*"),
     (r"py:.*", r"(?!attnzoo\.).*"),
-    (r"py:class", r"attnzoo\.(backends|core|functional|losses)\..*"),
+    (r"py:class", r"attnzoo\.(backends|core|functional|integrations\.sdpa|losses)\..*"),
     (r"py:class", r"attnzoo\.(distributed|nn|integrations\.transformers)\.[a-z_]+\..*"),
 ]
 show_warning_types = True

@@ -20,14 +20,6 @@ from attnzoo.core.registry import get_variant
 from attnzoo.functional.attention import attention
 from attnzoo.nn.checks import check_cross_attention
 
-# Functions of torch.nn.MultiheadAttention and torch.nn.TransformerEncoderLayer. All of them may
-# compute softmax without a call that the mode sees.
-LAYERS = (
-    multi_head_attention_forward,
-    torch._native_multi_head_attention,
-    torch._transformer_encoder_layer_fwd,
-)
-
 
 class Redirected:
     """What was redirected.
@@ -59,7 +51,9 @@ class RedirectionMode(TorchFunctionMode):
                     f"{', '.join(kind.__name__ for kind in types)}"
                 )
             return self.redirect(*args, **kwargs)
-        if func in LAYERS:
+        # With a mode, torch's layers call this function, not their fused ones. The mode would not
+        # see its calls.
+        if func is multi_head_attention_forward:
             raise ValueError(
                 "replace_sdpa does not support torch.nn.MultiheadAttention, which may compute "
                 "softmax without scaled_dot_product_attention: use attnzoo.nn.replace for it"
