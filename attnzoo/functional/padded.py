@@ -65,10 +65,11 @@ def padded_attention(
     neutral = get_variant(variant).identity or {}
     for name in neutral.keys() & set(token_params.of_keys):
         params[name] = params[name].where(keys.valid[:, None], neutral[name])
-    result = attention(
-        q, k, v, variant, attn_mask=keys.valid[:, None, None], backend=backend, **arguments,
-        **params,
-    )  # fmt: skip
+    visible: dict[str, Any] = {"attn_mask": keys.valid[:, None, None]}
+    if arguments["return_max_logits"]:
+        # Padding repeats a query, which may see keys there that its token does not see.
+        visible = {"segment_ids": ((~queries.valid).int(), 2 * (~keys.valid).int())}
+    result = attention(q, k, v, variant, backend=backend, **visible, **arguments, **params)
     tokens, width = inputs.query.shape[0], inputs.longest[0]
     row = sequences(inputs.ends[0], tokens)
     place = torch.arange(tokens, device=row.device) - inputs.ends[0][1:][row] + width

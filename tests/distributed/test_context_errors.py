@@ -24,6 +24,7 @@ PARTS = {
     made.gradients_on_one_rank: (EQUAL, "(1, 2, 8, 4) with gradient"),
     made.backend_for_some_chunks: ("ValueError", "backend 'sdpa' cannot run 'softmax' here"),
     made.length_above_a_limit: ("ValueError", "max_length=8 is below the length 16"),
+    made.maxima_of_shards: ("ValueError: return_max_logits must be False for a sharded sequence",),
     made.different_shards: ("ValueError: unshard must be called with equal arguments", "(1, 6)"),
     made.too_few_heads: ("at least as many query heads as ranks, got 1 heads and 2 ranks",),
 }

@@ -193,3 +193,22 @@ def test_compiles_without_graph_break() -> None:
         q, k, v = (rand(2, 4, n, 8, seed=i).requires_grad_() for i in range(3))
         for have, want in zip(compiled(q, k, v), function(q, k, v), strict=True):
             assert torch.allclose(have, want, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_padding_of_compiled_varlen_calls_does_not_count() -> None:
+    """With a window, a query would see earlier keys in the place of the padding before it."""
+    q, k, v = rand(3, 2, 4), rand(9, 2, 4, seed=1), rand(9, 2, 4, seed=2)
+    k[1] = k[6] = 50 * q[0]  # the key before the first one that query 0 sees, and a later sequence
+    of_q, of_k = torch.tensor([0, 2, 3]), torch.tensor([0, 5, 9])
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attnzoo.varlen_attention(
+            q, k, v, of_q, of_k, 4, 6, is_causal=True, window=2, return_lse=True,
+            return_max_logits=True,
+        )  # fmt: skip
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for have, want in zip(compiled(q, k, v), function(q, k, v), strict=True):
+        assert torch.allclose(have, want)

@@ -90,6 +90,10 @@ def length_above_a_limit(rank: int) -> str:
     return _call(rank, variant="cosformer", max_length=8, method="all_gather", is_causal=True)
 
 
+def maxima_of_shards(rank: int) -> str:
+    return _call(rank, return_max_logits=True)
+
+
 def different_shards(rank: int) -> str:
     mesh = dist.init_device_mesh("cpu", (2,))
     try:
@@ -103,7 +107,7 @@ MISTAKES = (
     different_lengths, lengths_that_differ_later, different_variants, odd_length,
     a_mistake_on_one_rank, unsupported_variant, two_dimensional_mesh, no_mesh, too_few_heads,
     scalar_mask_on_one_rank, whole_key_mask, gradients_on_one_rank, backend_for_some_chunks,
-    length_above_a_limit, different_shards,
+    length_above_a_limit, maxima_of_shards, different_shards,
 )  # fmt: skip
 
 
