@@ -130,7 +130,9 @@ def test_packed_batch_fills_a_static_cache(make: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
-@pytest.mark.parametrize(("make", "variant"), [(llama4, "ssmax"), (large_llama, "entmax")])
+@pytest.mark.parametrize(
+    ("make", "variant"), [(llama4, "ssmax"), (large_llama, "entmax"), (gpt_oss, "sink")]
+)
 def test_compiled_packed_batches_equal_their_documents(make: Any, variant: str, how: str) -> None:
     """With masks and caches too, and chunks that start anew with each document."""
     model = convert(make(), variant)
@@ -146,4 +148,20 @@ def test_compiled_packed_batches_equal_their_documents(make: Any, variant: str, 
             for cached in (False, True):
                 actual = compiled(**one, use_cache=cached).logits[:, -sum(LENGTHS) :]
                 assert torch.allclose(actual, expected, atol=5e-5)
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_layers_that_are_compiled_one_by_one_see_a_packed_batch() -> None:
+    """The mask of gpt-oss is made without position ids."""
+    model = convert(gpt_oss(), "sink")
+    expected = torch.cat([model(one, use_cache=False).logits for one in documents()], dim=1)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    for inputs in (batch(), with_padding(0, 1), with_padding(7, 1)):
+        actual = model(**inputs, use_cache=False).logits
+        if "attention_mask" in inputs:
+            actual = actual[inputs["attention_mask"] > 0][None]
+        assert torch.allclose(actual, expected, atol=5e-5)
     torch.compiler.reset()

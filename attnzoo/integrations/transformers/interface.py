@@ -121,7 +121,7 @@ def attend(
     key, value = key[:, :, mask.start : mask.stop], value[:, :, mask.start : mask.stop]
     options: dict[str, Any] = {
         **masks.with_bias(mask, kwargs.get("position_bias")),
-        "segment_ids": packed_segments(module, mask, query, key, kwargs),
+        "segment_ids": packed_segments(module, mask, is_causal, query, key, kwargs),
         "scale": scaling, "dropout_p": dropout, "enable_gqa": key.shape[1] != query.shape[1],
     }  # fmt: skip
     softcap, sinks = kwargs.get("softcap"), _sinks(kwargs)

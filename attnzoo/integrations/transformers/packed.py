@@ -48,12 +48,21 @@ _last_forward: _ForwardSegments | None = None
 
 
 def packed_segments(
-    module: nn.Module, mask: Mask, query: Tensor, key: Tensor, kwargs: dict[str, Any]
+    module: nn.Module,
+    mask: Mask,
+    is_causal: bool,
+    query: Tensor,
+    key: Tensor,
+    kwargs: dict[str, Any],
 ) -> Segments:
     """The segments of a call: those of the mask, or of a packed batch that it does not show.
 
     Reads the values of position ids once per forward, or in each layer if they are an inference
-    tensor, and of sequence lengths only on a CPU.
+    tensor, and of sequence lengths only on a CPU. A graph cannot read them: there every causal call
+    without a cache has segments, also if its rows hold one document each.
+
+    Args:
+        is_causal: the module's flag. It counts in a graph, where the mask may be dense.
     """
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     lengths = kwargs.get("cu_seq_lens_q")
@@ -71,19 +80,36 @@ def packed_segments(
     positions = kwargs.get("position_ids")
     if (
         mask.segment_ids is not None
-        or not (mask.causal and queries == keys)
         or not isinstance(positions, Tensor)
-        or positions.dim() != 2
-        or positions.shape[0] not in (1, batch)
-        or positions.shape[1] != queries
-        or not _readable(positions)
+        or queries != keys
+        or positions.shape not in ((1, queries), (batch, queries))
     ):
         return mask.segment_ids
+    if not _readable(positions):
+        if not (mask.causal or (is_causal and _is_dense(mask))):
+            return None
+        return document_starts(positions.expand(batch, -1), _visible_tokens(mask, batch))[0]
+    if not mask.causal:
+        return None
     steps = _once(module, positions, (batch, queries), _from_positions)
     if steps is None or mask.attn_mask is None:
         return steps[0] if steps is not None and steps[1] else None
-    starts, packed = document_starts(positions.expand(batch, -1), mask.attn_mask[:, 0, 0])
+    starts, packed = document_starts(positions.expand(batch, -1), _visible_tokens(mask, batch))
     return starts if bool(packed) else None
+
+
+def _is_dense(mask: Mask) -> bool:
+    return mask.attn_mask is not None and mask.attn_mask.shape[2] > 1
+
+
+def _visible_tokens(mask: Mask, batch: int) -> Tensor | None:
+    """The tokens that may see themselves, (B, N); None for all."""
+    visible = mask.attn_mask
+    if visible is None:
+        return None
+    visible = visible[:, 0].diagonal(dim1=1, dim2=2) if _is_dense(mask) else visible[:, 0, 0]
+    visible = visible if visible.dtype == torch.bool else visible > float("-inf")
+    return visible.expand(batch, -1)
 
 
 def _combined(queries: Tensor, keys: Tensor, mask: Mask) -> Segments:
