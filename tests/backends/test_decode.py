@@ -124,6 +124,7 @@ def setting(variant: str, **others: Any) -> dict[str, Any]:
 def test_scores_far_from_zero_agree(variant: str, score: float, dtype: torch.dtype) -> None:
     inputs = make(variant, setting(variant, dtype=dtype, span="causal"))
     inputs.leaves["q"][..., 0], inputs.leaves["k"][..., 0] = 4.0, score
+    inputs.leaves["v"] /= 64  # fp16 can then hold the output of weights such as (2·80 − 1)²
     assert disagreements(variant, inputs) == []
 
 
@@ -208,8 +209,9 @@ def test_the_number_of_splits_does_not_change_the_result(
         options: Any = {"is_causal": True, "enable_gqa": True, "backend": "decode"}
         options |= params_of(variant)
         outs.append(attnzoo.attention(q, k, v, variant, **options))
-    assert torch.allclose(outs[0], outs[1], atol=2e-6)
-    assert torch.allclose(outs[0], outs[2], atol=2e-6)
+    accuracy = 2e-6 * max(1.0, float(outs[0].abs().max()))  # weights may be far above 1
+    assert torch.allclose(outs[0], outs[1], atol=accuracy)
+    assert torch.allclose(outs[0], outs[2], atol=accuracy)
 
 
 def test_splits_use_all_processors_and_are_not_too_small(

@@ -64,10 +64,11 @@ def test_other_calls_are_safe() -> None:
     assert safe(terms=Terms(factor=VECTOR))
     assert safe(vectors=Vectors(shape=VECTOR))
     assert safe(rule=Rule(activations.SOFTPICK, "sum"))
-    for kernel in ("forward", "dkdv"):
-        assert safe(rule=Rule(activations.SOFTPLUS, "sum"), kernel=kernel) == (kernel == "dkdv")
-        for other in (activations.EXP, activations.RELU2):
-            assert not safe(rule=Rule(other, "sum"), kernel=kernel)
+    q = torch.empty(1, 2, 64, 32, dtype=torch.bfloat16)
+    for phi in (activations.EXP, activations.RELU2, activations.SOFTPLUS):
+        assert not safe(rule=Rule(phi, "sum"), q=q)
+        exponential = phi is activations.SOFTPLUS
+        assert safe(rule=Rule(phi, "sum"), q=q, kernel="dkdv") == exponential
     for normalize, dtype in product(("none", "sum", "threshold"), (torch.float16, torch.bfloat16)):
         q = torch.empty(1, 2, 64, 32, dtype=dtype)
         rule = Rule(activations.SPARSEMAX, normalize)

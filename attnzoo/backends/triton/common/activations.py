@@ -123,13 +123,12 @@ def softplus(x, shape):
     log(1 + u) = u P(u), where P has degree 7 and the smallest relative error for u ≤ 1, 2e-7. A
     logarithm of 1 + u would lose the digits of small u.
     """
-    slope = reciprocal(1.0 + tl.exp2(-x))
     u = tl.exp2(-tl.abs(x))
     p = -0.107681708 + u * (0.0440896192 - 0.00853920291 * u)
     p = -0.244954636 + u * (0.177452421 + u * p)
     p = 0.999999806 + u * (-0.499974054 + u * (0.3327548 + u * p))
     # tl.maximum(NaN, 0) is 0, but u is then NaN. A second exp2 takes fewer registers than a choice.
-    return LN2 * tl.maximum(x, 0.0) + u * p, reciprocal(1.0 + tl.exp2(-x))
+    return tl.maximum(LN2 * x, 0.0) + u * p, reciprocal(1.0 + tl.exp2(-x))
 
 
 @triton.jit
