@@ -27,9 +27,9 @@ PREFERRED = (
 LIMITS = [
     (r"(.*_)?(num_)?(key_value|kv)_heads|num_kv_groups|multi_query_group_num", 2),
     (r".*heads|n_head|.*num_head", HEADS),
-    (r"(n|topk|num_expert)_groups?", 1),
+    (r"(n|top_?k|num_expert)_groups?", 1),
     (r".*groups?|.*layers_per_block", 4),
-    (r".*experts_per_tok.*|(.*_)?top_?k.*|.*topk|moe_k|num_selected_experts", 2),
+    (r".*experts_per_tok.*|(.*_)?top_?k.*|moe_k|num_selected_experts", 2),
     (r".*experts.*|.*num_codebooks|codebook_num", 4),
     (r".*head_dim|d_kv|.*head_size|dim_head|.*_rank|key_length|value_length|rotary_dim", HEAD_DIM),
     (r".*vocab.*|.*codebook_size|num_embeddings", VOCABULARY),
