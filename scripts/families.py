@@ -125,7 +125,11 @@ def trial_with(family: str, kind: Any, **options: Any) -> dict[str, Any]:
     except Exception as error:
         return row_of(family, name, "not tried", f"config: {described(error)}")
     batch, before, problem = None, None, ""
-    for one in tiny_models.batches(model):
+    try:
+        candidates = list(tiny_models.batches(model))
+    except Exception as error:
+        return row_of(family, name, "not tried", f"inputs: {described(error)}")
+    for one in candidates:
         try:
             before = outputs_and_gradients(model, one)
         except Exception as error:
@@ -242,7 +246,9 @@ def difference(old: dict[str, Tensor], new: dict[str, Tensor]) -> float:
     """The largest difference of tensors of the same name. A missing one is infinitely different."""
     if old.keys() - new.keys():
         return float("inf")
-    largest = max(float(x.abs().max()) for x in old.values() if x.numel())
+    largest = max((float(x.abs().max()) for x in old.values() if x.numel()), default=0.0)
+    if largest == 0:
+        return 0.0 if all(not x.any() for x in new.values()) else float("inf")
     worst = 0.0
     for name, x in old.items():
         if x.numel():

@@ -21,6 +21,7 @@ REFUSED = {
     "must use transformers' AttentionInterface": "does not use transformers' `AttentionInterface`",
     "does not support indices": "selects keys by an index",
     "does not support sinks": "has sinks per token",
+    "torch.finfo() requires": "supports only its own eager attention",
     "support another attention than its own eager one": "has sinks, and only eager attention",
 }
 NOT_TRIED = {
@@ -90,6 +91,8 @@ def summary(rows: list[dict[str, Any]]) -> tuple[str, str]:
     refused = [in_words(row["reason"], REFUSED) for row in by_result["refused"]]
     if by_result["equal"] and refused:
         return "part", f"a part {refused[0]}"
+    if by_result["equal"] and rows[0]["result"] == "not tried":
+        return "part", "only a part was tried"
     if by_result["equal"]:
         return "equal", kind(by_result["equal"][0])
     if refused:

@@ -29,7 +29,7 @@ LIMITS = [
     (r".*heads|n_head|.*num_head", HEADS),
     (r"(n|top_?k|num_expert)_groups?", 1),
     (r".*groups?|.*layers_per_block", 4),
-    (r".*experts_per_tok.*|.*top_?k.*|moe_k|num_selected_experts", 2),
+    (r".*experts_per_tok.*|(.*_)?top_?k.*|moe_k|num_selected_experts", 2),
     (r".*experts.*|.*num_codebooks|codebook_num", 4),
     (r".*head_dim|d_kv|.*head_size|dim_head|.*_rank|key_length|value_length|rotary_dim", HEAD_DIM),
     (r".*vocab.*|.*codebook_size|num_embeddings", VOCABULARY),
@@ -54,6 +54,9 @@ IF_NONE = {
 # Values that no rule gives, by the class of the config.
 CHOSEN: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1]},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": 4}},
+    "DbrxConfig": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "Emu3Config": {"vocabulary_map": {"<image>": 4}},
     "EsmConfig": {"pad_token_id": 1, "mask_token_id": 2},
     "Glm5NextTextConfig": {"index_kpool": 2},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
@@ -172,7 +175,8 @@ def batches(model: Any) -> Iterator[dict[str, Any]]:
     size, channels = _setting(model, "image_size", 64), _setting(model, "num_channels", 3)
     height, width = (size, size) if isinstance(size, int) else list(size)[-2:]
     frames = _setting(model, "num_frames", 4)
-    mels = _setting(model, "num_mel_bins", None) or _setting(model, "feature_size", 16)
+    mels = _setting(model, "num_mel_bins", None) or _setting(model, "feature_size", None)
+    mels = mels or _setting(model, "input_feat_per_channel", 16)
     steps = _setting(model, "max_source_positions", None)
     steps = 2 * steps if steps else _setting(model, "max_length", 64)
     image = torch.randn(2, channels, height, width)
@@ -214,7 +218,9 @@ def batches(model: Any) -> Iterator[dict[str, Any]]:
     if first == "past_values":
         context, series = _setting(model, "context_length", 32), "num_input_channels"
         yield {first: torch.randn(2, context, _setting(model, series, 1))}
-    for value in (torch.randn(2, 7, WIDTH), image, *sound):
+    short = {x: y[:, :7] if "_mask" in x else y for x, y in more.items()}
+    yield {first: torch.randn(2, 7, WIDTH), **short}
+    for value in (image, *sound):
         yield {first: value, **more}
 
 
