@@ -159,8 +159,8 @@ def test_a_cropped_cache_goes_on() -> None:
         full = model(ids()).logits
         model(torch.cat([ids()[:, :6], ids()[:, :5]], 1), past_key_values=cache)
         cache.crop(-5)
-        rest = model(ids()[:, 6:], past_key_values=cache).logits
-    assert torch.allclose(rest, full[:, 6:], atol=1e-5)
+        continued = model(ids()[:, 6:], past_key_values=cache).logits
+    assert torch.allclose(continued, full[:, 6:], atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
