@@ -66,13 +66,11 @@ class CacheWithParameters:
         )
         self._check(layer_idx, features + columns.shape[-1])
         stored = values[..., features:].detach().chunk(len(names), dim=-1)
-        self.made, self.per_key = (
-            made,
-            {
-                name: _all_tokens(name, _from_features(x, made[name]), made[name])
-                for name, x in zip(names, stored)
-            },
-        )
+        self.made = made
+        self.per_key = {
+            name: _all_tokens(name, _from_features(x, made[name]), made[name])
+            for name, x in zip(names, stored)
+        }
         return keys, values[..., :features]
 
     def _check(self, layer_idx: int, features: int) -> None:
