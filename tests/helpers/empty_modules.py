@@ -44,6 +44,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
         f"{name} of ssmax": lambda kind=kind: kind("ssmax", HEADS, 24, layer=1)
         for name, kind in attnzoo.nn.WRAPPERS.items()
     },
+    "gate with a bias": lambda: attnzoo.nn.OutputGate("softmax", HEADS, 24, bias=True),
+    "gated xsa": lambda: attnzoo.nn.XSA("softmax", HEADS, 24, gated=True),
     "output gate of forgetting": lambda: attnzoo.nn.OutputGate("forgetting", HEADS, 24),
     "Taylor": lambda: attnzoo.nn.Taylor(24, HEADS, bias=True),
     "RelativeBias": lambda: attnzoo.nn.RelativeBias(HEADS),

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hedgehog": ("hedgehog", {}),
     "differential": ("ssmax", {"wrapper": "differential"}),
     "gate": ("ssmax", {"wrapper": "output_gate"}),
+    "forgetting": ("forgetting", {"wrapper": "qassmax"}),
 }
 
 

@@ -41,7 +41,10 @@ def test_an_adapted_model_raises_with_what_to_do(call: Any) -> None:
     assert torch.allclose(model(ids()).logits, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"variant": "ssmax"}, {"variant": "entmax", "alpha": 1.4}])
+@pytest.mark.parametrize(
+    "options",
+    [{"variant": "ssmax"}, {"variant": "entmax", "alpha": 1.4}, {"variant": "forgetting"}],
+)
 def test_adapters_of_a_converted_model_are_saved_loaded_and_merged(
     options: dict[str, Any], tmp_path: Path
 ) -> None:

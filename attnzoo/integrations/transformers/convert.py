@@ -100,7 +100,9 @@ def convert(
             weights are not a softmax of scores, or there is a wrapper: it then needs training. A
             model is taken as loaded if its ``name_or_path`` is not empty; a new model made from
             the config of a checkpoint has it too.
-        **params: parameters of the variant, as for `attnzoo.nn.Attention`.
+        **params: parameters of the variant, as for `attnzoo.nn.Attention`. If a parameter has a
+            projection, and neither a value nor an initial value, or the value "projected", each
+            layer learns the projection, as in `attnzoo.nn.MultiheadAttention`; see Notes.
 
     Returns:
         The model.
@@ -138,9 +140,13 @@ def convert(
         the original. In a causal model it may differ as much as with the variant's own initial
         values: queries with many keys get sharper weights, queries with few keys flatter weights.
 
-        A gate of a wrapper is made from the hidden states that the attention module gets; most
-        models hand them on. ``layer`` of `attnzoo.nn.Differential` is the module's ``layer_idx``,
-        or else its place in the order of execution.
+        A gate of a wrapper, and a parameter with a projection, are made from the hidden states that
+        the attention module gets; most models hand them on. A parameter with one value per key
+        (forgetting) is kept in the model's dynamic or static cache, as further features of the
+        values; with other caches pass ``use_cache=False``, or give it a value.
+
+        ``layer`` of `attnzoo.nn.Differential` is the module's ``layer_idx``, or else its place in
+        the order of execution.
 
         A wrapper with Q > 1 queries per head (differential_v2, mixture) needs a module that makes
         its queries with a `torch.nn.Linear`. Its matrix gets Q·H·D rows: each head's first query

@@ -364,10 +364,10 @@ def _check_not_positional(config: Any) -> None:
     """Raises for variants that need positions, which unused keys of a static cache would change."""
     layers = (getattr(config, NAME, None) or {}).get("layers", {})
     for name, layer in layers.items():
-        variant, wrapper = layer["variant"], WRAPPERS.get((layer.get("wrapper") or {}).get("name"))
+        variant, wrapper = layer["variant"], layer.get("wrapper")
         positional = variant if get_variant(variant).by_position else None
-        if wrapper is not None and wrapper.positional:
-            positional = positional or wrapper.__name__
+        if wrapper is not None and (kind := WRAPPERS[wrapper["name"]]).positional:
+            positional = positional or kind.__name__
         if positional is not None:
             raise ValueError(
                 f"{positional} ({name}) does not support a static cache that is compiled or "

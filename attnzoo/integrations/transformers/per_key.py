@@ -55,9 +55,9 @@ class CacheWithParameters:
     ) -> tuple[Tensor, Tensor]:
         """Appends the next tokens, and returns the keys and values of all tokens."""
         names = per_key_names(self.child)
-        self.made = self.child.projected(self.hidden, self.hidden)
+        made = self.child.projected(self.hidden, self.hidden)
         columns = torch.cat(
-            [_as_features(self.made[name].detach(), value_states) for name in names], dim=-1
+            [_as_features(made[name].detach(), value_states) for name in names], dim=-1
         )
         features = value_states.shape[-1]
         self._check(layer_idx, features + columns.shape[-1])
@@ -66,8 +66,9 @@ class CacheWithParameters:
         )
         self._check(layer_idx, features + columns.shape[-1])
         stored = values[..., features:].detach().chunk(len(names), dim=-1)
+        self.made = made
         self.per_key = {
-            name: self._all_tokens(name, _from_features(x, self.made[name]))
+            name: _all_tokens(name, _from_features(x, made[name]), made[name])
             for name, x in zip(names, stored)
         }
         return keys, values[..., :features]
@@ -90,18 +91,17 @@ class CacheWithParameters:
                 f"per value, got {values.shape[-1]}: start with a new cache"
             )
 
-    def _all_tokens(self, name: str, stored: Tensor) -> Tensor:
-        """The parameter at all tokens of the cache, with a gradient if all of them are present."""
-        assert self.made is not None
-        present = self.made[name]
-        if not (torch.is_grad_enabled() and present.requires_grad):
-            return stored
-        if stored.shape[-1] == present.shape[-1]:
-            return present
-        raise ValueError(
-            f"{name} requires a gradient, which a cache of earlier tokens does not support: use "
-            "torch.no_grad(), or pass use_cache=False"
-        )
+
+def _all_tokens(name: str, stored: Tensor, present: Tensor) -> Tensor:
+    """The parameter at all tokens of the cache, with a gradient if all of them are present."""
+    if not (torch.is_grad_enabled() and present.requires_grad):
+        return stored
+    if stored.shape[-1] == present.shape[-1]:
+        return present
+    raise ValueError(
+        f"{name} requires a gradient, which a cache of earlier tokens does not support: use "
+        "torch.no_grad(), or pass use_cache=False"
+    )
 
 
 def _as_features(x: Tensor, values: Tensor) -> Tensor:

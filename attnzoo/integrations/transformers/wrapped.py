@@ -18,6 +18,7 @@ from attnzoo.integrations.transformers.per_key import (
     CACHE,
     STORED,
     WAY_OUT,
+    CacheWithParameters,
     per_key_names,
     stored_in,
 )
@@ -118,16 +119,17 @@ def from_hidden_states(
     """
     if not getattr(child, "uses_hidden_states", False):
         return {}
-    hidden, stored = kwargs.get(HIDDEN), kwargs.get(STORED)
+    hidden: Tensor | None = kwargs.get(HIDDEN)
+    stored: CacheWithParameters | None = kwargs.get(STORED)
     if hidden is None:
         raise ValueError(
             f"{_instead(child)}, because {type(module).__name__} hands no hidden states "
             "(B, N, features) on to its attention function"
         )
-    filled = stored is not None and stored.made is not None
-    made = dict(stored.made if filled else child.projected(hidden, hidden))
+    made, per_key = (None, {}) if stored is None else (stored.made, stored.per_key)
+    made = child.projected(hidden, hidden) if made is None else dict(made)
     for name in per_key_names(child):
-        values = stored.per_key[name] if filled else made[name]
+        values = per_key.get(name, made[name])
         if values.shape[-1] != keys:
             raise ValueError(
                 f"{child.variant}'s {name} must be known for all {keys} keys of "

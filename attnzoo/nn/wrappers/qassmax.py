@@ -71,21 +71,15 @@ class QASSMax(Wrapper):
 
     def _configure(self, **kind: Any) -> None:
         scales = self.qk_dim if self.per == "element" else 1
-        self.base_mlp = _mlp(1, self.hidden, self.num_heads * scales, kind)
-        self.query_mlp = _mlp(self.qk_dim, self.hidden, scales, kind)
-        self._set_last()
-
-    def _set_last(self) -> None:
-        for mlp, start in ((self.base_mlp, 1.0), (self.query_mlp, 0.0)):
-            nn.init.zeros_(mlp[2].weight)  # pyright: ignore
-            nn.init.constant_(mlp[2].bias, start)  # pyright: ignore
+        self.base_mlp = _mlp(1, self.hidden, self.num_heads * scales, 1.0, kind)
+        self.query_mlp = _mlp(self.qk_dim, self.hidden, scales, 0.0, kind)
 
     def reset_parameters(self) -> None:
         """Resets all parameters to their initial values; draws the first layers again."""
         super().reset_parameters()
-        for mlp in (self.base_mlp, self.query_mlp):
-            mlp[0].reset_parameters()  # pyright: ignore
-        self._set_last()
+        for layer in (*self.base_mlp, *self.query_mlp):
+            if isinstance(layer, nn.Linear):
+                layer.reset_parameters()
 
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
@@ -124,10 +118,23 @@ class QASSMax(Wrapper):
         return f"num_heads={self.num_heads}, per={self.per!r}, hidden={self.hidden}"
 
 
-def _mlp(inputs: int, hidden: int, outputs: int, kind: dict[str, Any]) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(inputs, hidden, **kind), nn.GELU(), nn.Linear(hidden, outputs, **kind)
-    )
+class LastLayer(nn.Linear):
+    """A linear layer that gives the same number for all inputs initially."""
+
+    def __init__(self, inputs: int, outputs: int, start: float, **kind: Any) -> None:
+        self.start = start  # torch's constructor calls reset_parameters
+        super().__init__(inputs, outputs, **kind)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, self.start)
+
+
+def _mlp(
+    inputs: int, hidden: int, outputs: int, start: float, kind: dict[str, Any]
+) -> nn.Sequential:
+    first, last = nn.Linear(inputs, hidden, **kind), LastLayer(hidden, outputs, start, **kind)
+    return nn.Sequential(first, nn.GELU(), last)
 
 
 def _linear(layer: Any, x: Tensor) -> Tensor:
