@@ -40,7 +40,7 @@ class RelativeBias(nn.Module):
         The table (H, 2·max_distance + 1), for ``relative_bias`` of `attnzoo.attention`. The weight
         gets its gradient through the table. `tiled`, `flash` and `decode` build no (Nq, Nk) matrix;
         `flash` needs a buffer of (B, H, Nq, 2·max_distance + 1) fp32 numbers for the gradient.
-        Layers may share one module, as in T5.
+        Layers may share one module, as in T5 and in `Transformer` with ``positions="t5"``.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.

@@ -109,7 +109,9 @@ def test_a_converted_model_trains_and_loads(tmp_path: Path) -> None:
     loaded = attnzoo.integrations.transformers.from_pretrained(
         transformers.T5ForConditionalGeneration, tmp_path
     )
+    tables = tables_of(first_of(loaded).attnzoo)
     assert torch.equal(loaded(**inputs).logits, model.eval()(**inputs).logits)
+    assert tables[0] is not None
 
 
 def test_variants_that_take_no_bias_raise_and_leave_the_model_unchanged() -> None:

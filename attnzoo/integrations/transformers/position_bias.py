@@ -28,6 +28,10 @@ from attnzoo.integrations.transformers.masks import NAME, Mask, with_bias
 
 KIND = "_attnzoo_bias"  # the attribute of a recognized host: "row", "none" or "zeros"
 ARGUMENTS = ["self", "query_length", "key_length", "device", "past_seen_tokens"]
+FIELDS = (
+    "config", "has_relative_attention_bias", "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+)  # fmt: skip
 
 
 def bias_options(
@@ -156,7 +160,7 @@ def _kind(model: nn.Module, name: str, module: Any) -> str | None:
     compute_bias = getattr(type(module), "compute_bias", None)
     if compute_bias is None or list(inspect.signature(compute_bias).parameters) != ARGUMENTS:
         return None
-    if not _is_of_transformers(model, name):
+    if not all(hasattr(module, field) for field in FIELDS) or not _is_of_transformers(model, name):
         return None
     if module.has_relative_attention_bias:
         return "row" if _is_by_difference(module) else None
@@ -187,7 +191,8 @@ def _is_by_difference(module: Any) -> bool:
     numbers = torch.arange(module.relative_attention_num_buckets, dtype=torch.float32, device="cpu")
     probe = copy.copy(module)
     vars(probe).pop(KIND, None)
-    probe._modules = {"relative_attention_bias": nn.Embedding.from_pretrained(numbers[:, None])}
+    embedding = nn.Embedding.from_pretrained(numbers[:, None])
+    probe._modules = {**module._modules, "relative_attention_bias": embedding}
     matrix = compute_bias(probe, 3, 4 * radius + 1, "cpu", 2 * radius)
     row = compute_bias(probe, 1, 4 * radius + 3, "cpu", 2 * radius + 2)
     values = row[0, 0, 0, 2:]  # of the differences -2R ... 2R
