@@ -53,11 +53,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, attend: Attend, depth: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(10, 16), nn.Embedding(12, 16)
+        self.tokens, self.positions = nn.Embedding(10, 16), nn.Embedding(12, 16)
         self.blocks = nn.Sequential(*[Block(attend, causal=True) for _ in range(depth)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(self.tokens(x) + self.places.weight) @ self.tokens.weight.mT
+        return self.blocks(self.tokens(x) + self.positions.weight) @ self.tokens.weight.mT
 
 
 class ViT(nn.Module):
