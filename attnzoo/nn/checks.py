@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnzoo.core.arguments import ARGUMENTS
-from attnzoo.core.checks import DTYPES, did_you_mean, is_dtensor, shown
+from attnzoo.core.checks import DTYPES, did_you_mean, is_dtensor, is_number, plain, shown
 from attnzoo.core.parameters import check_names
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Variant
@@ -113,6 +113,40 @@ def check_cross_attention(
             f"{positional} does not support the cross-attention of {layer}: positions of queries "
             f"among the keys of another sequence are undefined{hint}"
         )
+
+
+def check_table_positions(queries: int, keys: int, is_causal: bool, appends: bool) -> None:
+    """Raises if the relative positions of the queries and keys of a layer are not known."""
+    if appends:
+        raise ValueError(
+            "relative_bias must be None with add_bias_kv or add_zero_attn: the appended key has no "
+            "position"
+        )
+    if not is_causal and queries != keys:
+        raise ValueError(
+            f"relative_bias must be None for {queries} queries and {keys} keys without "
+            "is_causal=True, which says that the queries are the last tokens"
+        )
+
+
+def check_queries(attend: Any, had: int, options: dict[str, Any]) -> None:
+    """Raises if a wrapper needs more or fewer queries per head than the layer's matrix makes."""
+    if attend.queries != had:
+        made = "one query per head, which" if had == 1 else f"{had} queries per head, which"
+        raise ValueError(
+            f"wrapper must use {made} the matrix of the layer makes, got "
+            f"{options.get('wrapper')!r}, which uses {attend.queries}"
+        )
+
+
+def check_range(name: str, value: Any, low: float, high: float) -> float:
+    """The value as a float; raises unless it is a number from ``low`` to ``high``."""
+    value = plain(value)
+    if not is_number(value):
+        raise TypeError(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be from {low:g} to {high:g}, got {shown(value)}")
+    return float(value)
 
 
 def check_plain_layer(name: str, layer: nn.MultiheadAttention) -> None:

@@ -27,6 +27,8 @@ from attnzoo.nn.checks import (
     check_not_of_layers,
     check_options_of,
     check_plain_layer,
+    check_queries,
+    check_table_positions,
 )
 from attnzoo.nn.masks import attended
 from attnzoo.nn.parameters import Names
@@ -193,7 +195,7 @@ class MultiheadAttention(nn.Module):
             module.bias_k is not None, bool(module.add_zero_attn), module.kdim, module.vdim,
             bool(module.batch_first), device="meta", variant=variant, layer=layer, **options,
         )  # fmt: skip
-        _check_queries(new.attend, 1, options)
+        check_queries(new.attend, 1, options)
         for name, parameter in module.named_parameters():
             owner, _, leaf = name.rpartition(".")
             setattr(new.get_submodule(owner), leaf, parameter)
@@ -216,7 +218,7 @@ class MultiheadAttention(nn.Module):
         number = self.layer if layer is None else layer
         new = self._attention(variant, options, weight.device, weight.dtype, number)
         new.train(self.training)
-        _check_queries(new, self.widths[0] // self.embed_dim, options)
+        check_queries(new, self.widths[0] // self.embed_dim, options)
         return new
 
     def _attention(
@@ -287,7 +289,7 @@ class MultiheadAttention(nn.Module):
         hint = "; is_causal=True says that the queries are the last tokens of the same sequence"
         check_cross_attention(self.attend.needs_positions, "MultiheadAttention", crossed, hint)
         if relative_bias is not None:
-            self._check_positions(q, k, is_causal)
+            check_table_positions(q.shape[2], k.shape[2], is_causal, self.appends)
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
         mask, causal = attended(
@@ -336,19 +338,6 @@ class MultiheadAttention(nn.Module):
             is_causal: bool = False, *, relative_bias: Tensor | None = None,
         ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
         def __call__(self, *args: Any, **keywords: Any) -> Any: ...
-
-    def _check_positions(self, q: Tensor, k: Tensor, is_causal: bool) -> None:
-        """Raises if relative_bias has no meaning, because the positions of keys are not known."""
-        if self.appends:
-            raise ValueError(
-                "relative_bias must be None with add_bias_kv or add_zero_attn: the appended key "
-                "has no position"
-            )
-        if not is_causal and q.shape[2] != k.shape[2]:
-            raise ValueError(
-                f"relative_bias must be None for {q.shape[2]} queries and {k.shape[2]} keys "
-                "without is_causal=True, which says that the queries are the last tokens"
-            )
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Checks the inputs; returns whether they have a batch dimension."""
@@ -405,13 +394,3 @@ class MultiheadAttention(nn.Module):
         if self.add_zero_attn:
             k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         return k, v
-
-
-def _check_queries(attend: Attention | Wrapper, had: int, options: dict[str, Any]) -> None:
-    """Raises if a wrapper needs more or fewer queries per head than the layer's matrix makes."""
-    if attend.queries != had:
-        made = "one query per head, which" if had == 1 else f"{had} queries per head, which"
-        raise ValueError(
-            f"wrapper must use {made} the matrix of the layer makes, got "
-            f"{options.get('wrapper')!r}, which uses {attend.queries}"
-        )

@@ -14,15 +14,13 @@ from attnzoo.core.checks import (
     check_dense,
     check_probability,
     check_sizes,
-    is_number,
     is_readable,
-    plain,
     shown,
 )
 from attnzoo.nn.adaptive_softmax import AdaptiveSoftmax
 from attnzoo.nn.attention import Attention
 from attnzoo.nn.cache import Cache, cached_length
-from attnzoo.nn.checks import check_heads, check_options_of, check_positional
+from attnzoo.nn.checks import check_heads, check_options_of, check_positional, check_range
 from attnzoo.nn.decoder_layer import DecoderLayer, Scale
 from attnzoo.nn.output_layer import OutputLayer
 from attnzoo.nn.per_layer import per_layer
@@ -156,9 +154,9 @@ class Transformer(nn.Module):
             raise ValueError(f"positions={positions!r} needs an even head dimension, got {came}")
         check_bool("qk_norm", qk_norm)
         if layer_scale is not None:
-            layer_scale = _number("layer_scale", layer_scale, 0, LARGEST)
-        rope_share = _number("rope_share", rope_share, 0, 1)
-        rope_base = _number("rope_base", rope_base, 1, LARGEST)
+            layer_scale = check_range("layer_scale", layer_scale, 0, LARGEST)
+        rope_share = check_range("rope_share", rope_share, 0, 1)
+        rope_base = check_range("rope_base", rope_base, 1, LARGEST)
         dropout = check_probability("dropout", dropout)
         self.positions, self.window, self.num_heads = positions, window, num_heads
         self.rotated_pairs = 0
@@ -398,12 +396,3 @@ class Transformer(nn.Module):
         if positions.dim() == 2:
             angles = angles[:, None]
         return torch.stack([angles.cos(), angles.sin()])
-
-
-def _number(name: str, value: Any, low: float, high: float) -> float:
-    value = plain(value)
-    if not is_number(value):
-        raise TypeError(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be from {low:g} to {high:g}, got {shown(value)}")
-    return float(value)
