@@ -59,4 +59,5 @@ VARIANT = Variant(
         ),
     ),
     forms=forms,
+    length_gain=True,
 )

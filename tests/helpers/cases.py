@@ -23,6 +23,7 @@ from helpers.row_formulas import (
     bisected,
     log_n,
     log_n_row,
+    lssa_row,
     perturbed_row,
     taylor_row,
     top_k_softmax,
@@ -306,10 +307,7 @@ CASES = {
         ),
         PAIRWISE,
         settings=({"eps": 0.25},),
-        row=lambda z, p: (
-            torch.logaddexp(log_n(z) * z, torch.zeros_like(z))
-            / (torch.logaddexp(log_n(z) * z, torch.zeros_like(z)).sum() + p.get("eps", 1e-8))
-        ),
+        row=lssa_row,
     ),
     "screening": Case(
         Paper((1.0, 0.75, 0.25), (1.0, 1 / 4, 0.0), {}, "1 − 2·(1 − z) is 1, ½ and −½"),

@@ -78,3 +78,8 @@ def perturbed_row(z: Tensor, p: dict[str, Any]) -> Tensor:
     density = torch.distributions.Normal(x, 1.0).log_prob(t).exp()
     others = torch.stack([below[:, torch.arange(len(x)) != j].prod(-1) for j in range(len(x))], -1)
     return torch.trapezoid(density * others, dx=0.005, dim=0)
+
+
+def lssa_row(z: Tensor, p: dict[str, Any]) -> Tensor:
+    softplus = torch.logaddexp(log_n(z) * z, torch.zeros_like(z))
+    return softplus / (softplus.sum() + p.get("eps", 1e-8))

@@ -139,7 +139,8 @@ def definition(
             w = weights_of(module, queries[:, 0], keys, head, keywords)
             if isinstance(module, Laser):
                 c = module.clamp
-                out = (w @ (c * torch.tanh(values / c)).exp()).log()
+                total = w @ (c * torch.tanh(values / c)).exp()
+                out = torch.where(total == 0, 1.0, total).log()  # 0 if all weights are 0
             elif isinstance(module, XSA):
                 out, last = w @ values, values[:, -q.shape[2] :]
                 share = 1.0 if module.alpha is None else module.alpha[head].tanh()

@@ -150,6 +150,14 @@ def test_a_second_gain_raises(make: Any, message: str, variant: str, start: Any)
     assert state(model) == before
 
 
+def test_a_wrapper_with_a_second_gain_raises() -> None:
+    model = ministral3()
+    before = state(model)
+    with pytest.raises(ValueError, match=r"wrapper must have no gain .* got 'qassmax'; softmax and"):
+        convert(model, "softmax", wrapper="qassmax")
+    assert state(model) == before
+
+
 @pytest.mark.parametrize(
     ("make", "options"),
     [

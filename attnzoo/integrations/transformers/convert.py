@@ -202,12 +202,12 @@ def _child(
     sink = taken_sink(model, variant, call, params)
     params = params | {name: value for name, value in identity.items() if name != sink}
     check_logits(call, variant)
-    check_gain(variant, call.module)
+    entry = wrapper_entry(wrapper, call)
+    check_gain(variant, entry and entry["name"], call.module)
     options = {
         "learn": _learned(variant, learn, identity, sink), "softcap": call.softcap,
         "given": () if sink is None else (sink,), "head_dim": call.qk_dim, **params,
     }  # fmt: skip
-    entry = wrapper_entry(wrapper, call)
     dtype = dtype_of(call.module, call.hidden)
     features = embed_dim(call)
     child = new_child(variant.name, call.heads, entry, options, dtype, features)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from attnzoo.core.variant import Variant
+from attnzoo.nn import WRAPPERS
 
 
 class HostGain(NamedTuple):
@@ -75,15 +76,21 @@ HOST_GAINS = (
 )
 
 
-def check_gain(variant: Variant, module: nn.Module) -> None:
-    """Raises if the variant has a gain by length and the host multiplies its queries by one."""
+def check_gain(variant: Variant, wrapper: str | None, module: nn.Module) -> None:
+    """Raises if the variant or wrapper has a gain by length and the host has one already."""
     config = getattr(module, "config", None)
     gain = next((gain for gain in HOST_GAINS if gain.present(module, config)), None)
-    if gain is None or not variant.length_gain:
-        return
-    off = f", or make the model with {gain.without}" if gain.without else ""
-    raise ValueError(
-        f"variant must have no gain that grows with the length, because {type(module).__name__} "
-        f"already multiplies its queries by {gain.formula}, got {variant.name!r}; softmax and "
-        f"variants without such a gain keep this factor: use one, choose other layers{off}"
-    )
+    has_gain = {
+        "variant": variant.name if variant.length_gain else None,
+        "wrapper": wrapper if wrapper and WRAPPERS[wrapper].length_gain else None,
+    }
+    for argument, name in has_gain.items():
+        if gain is None or name is None:
+            continue
+        off = f", or make the model with {gain.without}" if gain.without else ""
+        raise ValueError(
+            f"{argument} must have no gain that grows with the length, because "
+            f"{type(module).__name__} already multiplies its queries by {gain.formula}, got "
+            f"{name!r}; softmax and variants without such a gain keep this factor: use one, choose "
+            f"other layers{off}"
+        )

@@ -77,6 +77,7 @@ class Wrapper(nn.Module):
     maps = 1
     gates = 0
     positional = False  # whether the output depends on which of the keys is that of the query
+    length_gain = False  # whether the wrapper scales queries by the number of keys
 
     def __init__(
         self,

@@ -52,6 +52,8 @@ class QASSMax(Wrapper):
         of q, which gains of a variant such as ssmax are not.
     """
 
+    length_gain = True
+
     def __init__(
         self,
         variant: str,
