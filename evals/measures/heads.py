@@ -35,7 +35,7 @@ from evals.task import HeadSample
 ROWS = 4  # number of rows of the score matrix measured per sequence: the last ones
 MOST_KEYS = 4096  # the cosine between keys uses at most the last 4096 keys
 JACOBIAN_KEYS = 256
-_PASSED = ("is_causal", "alibi", "scale", "enable_gqa")
+_PASSED = ("is_causal", "alibi", "relative_bias", "scale", "enable_gqa")
 
 
 def own_parameters(attention: attnzoo.nn.Attention) -> dict[str, Any]:
@@ -135,6 +135,10 @@ def scores(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tenso
     distance = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
     if options.get("alibi") is not None:
         z = z - options["alibi"].to(z)[:, None, None] * distance.abs().to(z)
+    if options.get("relative_bias") is not None:
+        table = options["relative_bias"].to(z)
+        radius = table.shape[-1] // 2
+        z = z + table[:, radius - distance.clamp(-radius, radius).to(z.device)]
     causal = options.get("is_causal")
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return z, visible.to(z.device)
