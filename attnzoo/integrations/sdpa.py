@@ -115,8 +115,9 @@ class RedirectionMode(TorchFunctionMode):
         if queries == keys:
             return key, value, mask
         if not is_causal:
+            variant = get_variant(self.variant)
             check_cross_attention(
-                get_variant(self.variant),
+                variant.name if variant.by_position else None,
                 f"a call with {queries} queries and {keys} keys",
                 crossed=True,
                 hint="; with a cache, calls of scaled_dot_product_attention do not contain them",

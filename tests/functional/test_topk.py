@@ -241,10 +241,12 @@ def test_parameters_of_linear_topk() -> None:
     beta = torch.rand(2, 20, dtype=torch.float64)
     got = linear_topk(input, weight, 4, "asentmax", beta=beta, delta=torch.ones(1))
     agrees(got, probabilities(input @ weight.mT, "asentmax", beta=beta), 4, 1e-9)
+    got = linear_topk(input, weight, 4, "sink", b=beta)
+    agrees(got, probabilities(input @ weight.mT, "sink", b=beta), 4, 1e-9)
     with pytest.raises(
-        ValueError, match=r"sink's b must be a number or a tensor of shape \(\), got"
+        ValueError, match=r"sigmoid's bias must be a number or a tensor of shape \(\), got"
     ):
-        linear_topk(input, weight, 4, "sink", b=torch.zeros(2, 20))
+        linear_topk(input, weight, 4, "sigmoid", bias=beta)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -20,6 +20,7 @@ from attnzoo.nn import (
     QASSMax,
     Wrapper,
 )
+from attnzoo.nn.wrappers.qassmax import LAYOUT
 from helpers.cases import rand, unprojected
 
 B, H, KV, N, D, E = 2, 4, 2, 7, 8, 32
@@ -88,9 +89,8 @@ def qassmax_scales(
     module: QASSMax, queries: Tensor, keys: Tensor, head: int, options: dict[str, Any]
 ) -> Tensor:
     """The factors of the queries (B, 1, Nq, D) of a head; n is counted in a row of weights."""
-    options = {name: x for name, x in options.items() if name != "scale"}
+    options = {name: x for name, x in options.items() if name in LAYOUT}
     zeros = torch.zeros_like(queries), torch.zeros_like(keys[:, None])
-    options.pop("alibi", None)
     n = (attnzoo.attention_weights(*zeros, zeros[1], **options) > 0).sum(-1, keepdim=True)
     log_n = n.clamp(min=1).to(queries.dtype).log()
     base = module.base_mlp(log_n).unflatten(-1, (H, -1))[..., head, :]

@@ -339,5 +339,5 @@ def test_windows_compile_as_one_graph(make: Any, variant: str) -> None:
 
 
 def test_a_variant_of_positions_raises_in_layers_with_a_sliding_window() -> None:
-    with pytest.raises(ValueError, match="position_temperature .*sliding window .*Attention"):
+    with pytest.raises(ValueError, match="position_temperature .*sliding window, .*Attention"):
         convert(mistral(), "position_temperature", train_length=4)
