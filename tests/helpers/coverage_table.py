@@ -66,14 +66,14 @@ def pair(variant: str, backend: str) -> Any:
 PAIRS = [pair(variant, name) for variant in VARIANTS for name in backends_of(variant)]
 TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
-# The same for modules that only combine outputs. On Triton backends, one variant of each
-# normalization is enough for them, and one variant for the quick tests.
+# The same for code that only combines results: all variants on tiled, and one variant of each
+# normalization on the other backends. On those, one variant is enough for the quick tests.
 OUTSIDE = [
     pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.slow], id=pair.id)
     if pair.values[0] != "softmax" and {*KERNELS, "eager"} & {*pair.values}
     else pair
     for pair in TRAINED
-    if pair.values[0] in FIRST.values() or pair.values[1] not in KERNELS
+    if pair.values[0] in FIRST.values() or pair.values[1] == "tiled"
 ]
 
 
