@@ -37,7 +37,7 @@ NOT_TRIED = {
     "process ended": "takes more time or memory than the limits",
 }
 RESULT_NAMES = {
-    "equal": "equal", "part": "equal in part", "differs": "differs", "refused": "refused",
+    "equal": "equal", "part": "equal in part", "differs": "differs", "refused": "unsupported",
     "none": "no attention", "not tried": "not tried",
 }  # fmt: skip
 

@@ -165,13 +165,13 @@ def test_families_are_grouped_by_result_and_reason(tmp_path: Path) -> None:
         "| equal, 1 | text | `a` |",
         "| equal in part, 1 | a part does not use transformers' `AttentionInterface` | `d` |",
         "| differs, 1 | outputs 0.5, gradients 1e-07 | `e` |",
-        "| refused, 1 | does not use transformers' `AttentionInterface` | `b` |",
+        "| unsupported, 1 | does not use transformers' `AttentionInterface` | `b` |",
         "| no attention, 1 | nothing to convert | `c` |",
         "| not tried, 1 | has no model of its own: it uses that of another family | `f` |",
     ]
     assert families_facts(path) == (
         "7 families of transformers 5.1.0, tried with torch 2.9.0 on 2026-01-31: 2 equal, "
-        "1 equal in part, 1 differs, 1 refused, 1 no attention, 1 not tried.\n"
+        "1 equal in part, 1 differs, 1 unsupported, 1 no attention, 1 not tried.\n"
     )
 
 

@@ -15,7 +15,7 @@ from attnzoo.functional.attention import attention, attention_weights
 from attnzoo.nn.cache import Cache, KVCache, StateCache
 from attnzoo.nn.checks import check_options_of, check_positional
 from attnzoo.nn.decoding import attend
-from attnzoo.nn.parameters import Names, VariantParameters
+from attnzoo.nn.parameters import Names, VariantParameters, passed_names
 from attnzoo.nn.projections import Projections, split_projected
 from attnzoo.nn.sharding import Sharding
 
@@ -378,6 +378,11 @@ def projecting_attention(
     """
     if "head_dim" in options:
         raise TypeError("head_dim is an argument of Attention only: this layer sets it")
+    specs = {param.name: param for param in get_variant(variant).params}
+    passed = passed_names(variant, specs, passed)
+    for name in passed:
+        if name in options:
+            raise TypeError(f"{name} must not be set if given names it, got {shown(options[name])}")
     names, options = split_projected(variant, options)
     names = tuple(name for name in names if name not in passed)
     others = {**kind, **options, "given": (*names, *passed)}

@@ -61,7 +61,7 @@ class VariantParameters(nn.Module):
         """
         dtype = torch.get_default_dtype() if dtype is None else dtype
         specs = {p.name: _with_default(p, defaults or {}) for p in self._specs(variant)}
-        self.given = _passed_names(variant, specs, given)
+        self.given = passed_names(variant, specs, given)
         learned = _learned(variant, specs, learn, self.given)
         if learn is None:  # a None that is given, such as an identity map, is not learned
             learned = tuple(name for name in learned if params.get(name, REQUIRED) is not None)
@@ -266,7 +266,8 @@ def _learned(
     return learned
 
 
-def _passed_names(variant: str, specs: dict[str, Param], passed: Names) -> tuple[str, ...]:
+def passed_names(variant: str, specs: dict[str, Param], passed: Names) -> tuple[str, ...]:
+    """The argument ``given``, validated."""
     possible = _may_be_tensors(specs)
     return _names("given", passed, possible, f"parameters of {variant!r} that may be tensors")
 

@@ -59,8 +59,8 @@ class Transformer(nn.Module):
             "alibi" adds −slope·|i − j| to the scores, with slopes 2^{−8h/H}. "nape" does so in the
             second half of the heads, with slopes 1, 1/2, 1/3, …, and the first half has no encoding
             (Vasylenko et al. 2025, arXiv:2506.16640, and their code). "t5" adds a learned bias, a
-            `RelativeBias` that all layers share, with its default buckets. "none" has no encoding
-            besides the causal mask.
+            `RelativeBias` that all layers share, with all 32 buckets behind the query. "none" has
+            no encoding besides the causal mask.
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
         mlp_dim: number of hidden features of each MLP; None is 4·E.
         window: number of keys that each query sees, its own included; None is no limit.

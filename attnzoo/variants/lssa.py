@@ -5,10 +5,12 @@ Formula:
     softplus(x) = log(1 + e^x),  n_i = number of keys visible to query i
 
 Effect: Weights grow in proportion to large logits, not exponentially, so no logit overflows. As n
-grows, a key with logit Δ among keys with logit 0 has weight Δ·log n / (n·log 2), to leading order,
-which tends to 0 for every Δ. If all logits lie in an interval, all weights tend to 0.
+grows, a key with logit Δ among keys with logit 0 has, to leading order, weight Δ·log n / (n·log 2)
+if Δ > 0, and n^(Δ−1) / log 2 if Δ < 0. Both tend to 0, as do all weights if all logits lie in an
+interval of positive numbers. One key whose logit is the largest of negative logits has a weight
+that tends to 1, as in ssmax.
 
-Initial values: eps = 1e-8.
+Initial values: eps = 1e-30.
 
 Source: Gao & Spratling 2025, arXiv:2501.13428 (LSSA, the first of two stages).
 
@@ -16,9 +18,10 @@ Differences: The paper's logits are log d · cos(q_i, k_j). Pass q and k as unit
 scale = log d. n_i is counted per query after mask, causality and window. The paper divides by the
 sum only; without eps, a row of which all scores are below −100 would be 0/0 in fp32.
 
-Notes: A row sums to 1 up to eps. The second stage of the paper (LSSAR) is not included:
-ReLU(n_i·w_ij − 1)^p, normalized again. It compares each weight with the mean of its row, so its
-shape depends on a sum over the row through which gradients flow, which no form has.
+Notes: The weights of a row sum to Σ / (Σ + eps), which is below 1 if all scores are below −60. The
+second stage of the paper (LSSAR) is not included: ReLU(n_i·w_ij − 1)^p, normalized again. It
+compares each weight with the mean of its row, so its shape depends on a sum over the row through
+which gradients flow, which no form has.
 """
 
 from torch import Tensor
@@ -51,7 +54,7 @@ VARIANT = Variant(
     params=(
         Param(
             "eps",
-            1e-8,
+            1e-30,
             kind="float",
             doc="added to the normalizer",
             check=lambda x: x >= 0,

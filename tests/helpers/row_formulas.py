@@ -82,4 +82,4 @@ def perturbed_row(z: Tensor, p: dict[str, Any]) -> Tensor:
 
 def lssa_row(z: Tensor, p: dict[str, Any]) -> Tensor:
     softplus = torch.logaddexp(log_n(z) * z, torch.zeros_like(z))
-    return softplus / (softplus.sum() + p.get("eps", 1e-8))
+    return softplus / (softplus.sum() + p.get("eps", 1e-30))

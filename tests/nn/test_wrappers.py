@@ -321,6 +321,33 @@ def test_laser_rejects_negative_weights() -> None:
         Laser("silu", H, E)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"given": 3}, TypeError, "given must be a tuple of names, got 3"),
+        ({"given": "s"}, TypeError, "given must be a tuple of names, got 's'"),
+        ({"given": ("b", "c")}, ValueError, r"given must name .* \(s, b\), got 'c'"),
+        ({"given": ("s",), "s": 2.0}, TypeError, "s must not be set if given names it, got 2.0"),
+    ],
+)
+def test_wrong_names_of_given_parameters_raise(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        XSA("ssmax", H, E, **options)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_mixed_dtypes_under_autocast_and_wrong_caches(name: str) -> None:
+    module = WRAPPERS[name]("softmax", H, E)
+    q, k, v, x = (leaf.float() for leaf in inputs(module))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(q.bfloat16(), k, v, **module.projected(x, x))
+    assert out.shape == (B, H, N, v.shape[-1])
+    with pytest.raises(TypeError, match="cache must be a KVCache or a StateCache, got int"):
+        module(q, k, v, cache=3, **module.projected(x, x))
+
+
 def test_every_wrapper_is_tested() -> None:
     assert {name for name, _ in MADE.values()} == {*WRAPPERS}
 

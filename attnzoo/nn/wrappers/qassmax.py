@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from attnzoo.core.arguments import check_call
 from attnzoo.core.call import in_full_precision, widened
 from attnzoo.core.checks import check_sizes, plain, shown
+from attnzoo.nn.cache import KVCache, StateCache
 from attnzoo.nn.wrappers.base import Wrapper
 
 LAYOUT = ("attn_mask", "is_causal", "window", "segment_ids")  # what the number of keys depends on
@@ -109,10 +110,10 @@ class QASSMax(Wrapper):
             )
         layout = {name: options[name] for name in LAYOUT if name in options}
         keys, cache = k.shape[2], options.get("cache")
-        if cache is not None:
+        if isinstance(cache, (KVCache, StateCache)):  # the attention raises for others
             keys, layout["is_causal"] = cache.length + keys, True
         # The count depends on the shape of the keys only.
-        k = k.new_zeros(()).expand(*k.shape[:2], keys, k.shape[3])
+        k = q.new_zeros(()).expand(*k.shape[:2], keys, k.shape[3])
         return check_call(q, k, k, enable_gqa=True, **layout).log_n
 
     def extra_repr(self) -> str:

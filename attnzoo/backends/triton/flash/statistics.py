@@ -49,21 +49,9 @@ def row_stats(
     low, full, high = blocks_of_keys(block, visible.ranges, size, tile)
     if tile.SPLIT:
         m, z, t = _add_keys(
-            m,
-            z,
-            t,
-            low,
-            full,
-            q_side,
-            factor,
-            i,
-            k_matrix,
-            scoring,
-            rule,
-            tile,
-            False,
+            m, z, t, low, full, q_side, factor, i, k_matrix, scoring, rule, tile, False,
             peak is not None,
-        )
+        )  # fmt: skip
         low = full
     m, z, t = _add_keys(
         m, z, t, low, high, q_side, factor, i, k_matrix, scoring, rule, tile, True, peak is not None
