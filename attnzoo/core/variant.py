@@ -216,3 +216,8 @@ class Variant:
     def by_position(self) -> bool:
         """Whether weights depend on positions."""
         return self.positional or self.absolute
+
+    @property
+    def needs_positions(self) -> str | None:
+        """The name of the variant if weights depend on positions, or None."""
+        return self.name if self.by_position else None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +18,17 @@ from attnzoo.core.parameters import check_names
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.attention import attention
 from attnzoo.nn.checks import check_cross_attention
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# What torch's layers call: the first one in eager mode, all of them in compiled code. The mode does
+# not see the calls inside of them.
+LAYERS = (
+    multi_head_attention_forward,
+    torch._native_multi_head_attention,  # pyright: ignore
+    torch._transformer_encoder_layer_fwd,  # pyright: ignore
+)
 
 
 class Redirected:
@@ -51,9 +61,7 @@ class RedirectionMode(TorchFunctionMode):
                     f"{', '.join(kind.__name__ for kind in types)}"
                 )
             return self.redirect(*args, **kwargs)
-        # With a mode, torch's layers call this function, not their fused ones. The mode would not
-        # see its calls.
-        if func is multi_head_attention_forward:
+        if func in LAYERS:
             raise ValueError(
                 "replace_sdpa does not support torch.nn.MultiheadAttention, which may compute "
                 "softmax without scaled_dot_product_attention: use attnzoo.nn.replace for it"
@@ -91,17 +99,22 @@ class RedirectionMode(TorchFunctionMode):
                 raise ValueError(f"{name} must have two dimensions or more, got {tuple(x.shape)}")
         if attn_mask is not None:
             check_dense("attn_mask", attn_mask)
-        key, value, attn_mask = self.aligned(query, key, value, attn_mask, is_causal)
 
-        attend = partial(
-            attention,
-            variant=self.variant,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            **self.params,
-        )
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            k, v, mask = self.aligned(q, k, v, mask, is_causal)
+            return attention(
+                q,
+                k,
+                v,
+                self.variant,
+                attn_mask=mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                **self.params,
+            )
+
         gqa = check_bool("enable_gqa", enable_gqa)
         return in_four_dimensions(attend, query, key, value, attn_mask, gqa)
 
@@ -115,9 +128,8 @@ class RedirectionMode(TorchFunctionMode):
         if queries == keys:
             return key, value, mask
         if not is_causal:
-            variant = get_variant(self.variant)
             check_cross_attention(
-                variant.name if variant.by_position else None,
+                get_variant(self.variant).needs_positions,
                 f"a call with {queries} queries and {keys} keys",
                 crossed=True,
                 hint="; with a cache, calls of scaled_dot_product_attention do not contain them",
@@ -158,12 +170,10 @@ def in_four_dimensions(
     headless = all(x.dim() < 4 for x in tensors) and not (enable_gqa and query.dim() == 3)
     if headless:
         tensors = tuple([x.unsqueeze(-3) for x in tensors])
-        mask = mask.unsqueeze(-3) if mask is not None and mask.dim() > 2 else mask
     shared = -3 if enable_gqa else -2  # the dimensions before it are common to all tensors
-    first = tensors[0].shape[:shared]
-    if all(x.dim() == 4 and x.shape[:shared] == first for x in tensors):
-        out = attend(*tensors, attn_mask=mask)
-    else:
+    leading = tensors[0].shape[:shared]
+    is_direct = all(x.dim() == 4 and x.shape[:shared] == leading for x in tensors)
+    if not is_direct:
         try:
             leading = torch.broadcast_shapes(*[x.shape[:shared] for x in tensors])
         except RuntimeError:
@@ -172,6 +182,20 @@ def in_four_dimensions(
                 "query, key and value must have leading dimensions that broadcast, got shapes "
                 f"{shapes}"
             ) from None
+    if mask is not None:
+        scores = [*leading, *tensors[0].shape[shared:-1], tensors[1].shape[-2]]
+        if headless:
+            del scores[-3]
+        fits = all(have in (1, want) for have, want in zip(reversed(mask.shape), reversed(scores)))
+        if not (fits and 1 <= mask.dim() <= len(scores)):
+            raise ValueError(
+                f"attn_mask must broadcast to {tuple(scores)}, the shape of the scores, got "
+                f"{tuple(mask.shape)}"
+            )
+        mask = mask.unsqueeze(-3) if headless and mask.dim() > 2 else mask
+    if is_direct:
+        out = attend(*tensors, mask)
+    else:
         tensors = tuple([x.expand(*leading, *x.shape[shared:]) for x in tensors])
         batch = tensors[0].shape[:-3]
 
@@ -180,13 +204,45 @@ def in_four_dimensions(
 
         if mask is not None and mask.dim() > 3:
             mask = flat(mask.expand(*batch, *mask.shape[-3:]))
-        out = attend(*map(flat, tensors), attn_mask=mask)
+        out = attend(*map(flat, tensors), mask)
         out = out.reshape(*batch, *out.shape[-3:])
     return out.squeeze(-3) if headless else out
 
 
-@contextmanager
-def replace_sdpa(variant: str, **params: Any) -> Iterator[Redirected]:
+class Redirection:
+    """What `replace_sdpa` returns. Each entry has its own mode and its own count."""
+
+    def __init__(self, variant: str, params: dict[str, Any], stacklevel: int = 2) -> None:
+        self.variant, self.params, self.stacklevel = variant, params, stacklevel
+        self.modes: list[RedirectionMode] = []
+
+    def __enter__(self) -> Redirected:
+        mode = RedirectionMode(self.variant, self.params, Redirected())
+        mode.__enter__()
+        self.modes.append(mode)
+        return mode.redirected
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        mode = self.modes.pop()
+        mode.__exit__(kind, error, traceback)
+        if kind is None and not (mode.redirected.calls or mode.redirected.compiled):
+            warnings.warn(
+                "replace_sdpa redirected no call: the block did not call "
+                "torch.nn.functional.scaled_dot_product_attention",
+                stacklevel=self.stacklevel,
+            )
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def decorated(*args: P.args, **kwargs: P.kwargs) -> T:
+            # A new object, because threads may run the function at the same time.
+            with Redirection(self.variant, self.params, stacklevel=3):
+                return function(*args, **kwargs)
+
+        return decorated
+
+
+def replace_sdpa(variant: str, **params: Any) -> Redirection:
     """Let `torch.nn.functional.scaled_dot_product_attention` compute a variant inside.
 
     For models that call this function, such as those of timm, diffusers, torchtune and litgpt, and
@@ -204,8 +260,9 @@ def replace_sdpa(variant: str, **params: Any) -> Iterator[Redirected]:
             or a tensor () or (H,), which gets gradients.
 
     Returns:
-        A context manager. It yields an object whose ``calls`` is the number of calls redirected so
-        far; calls in compiled graphs do not count, but set ``compiled`` to True.
+        A context manager, which may be entered again. Each entry yields an object whose ``calls``
+        is the number of calls redirected so far; calls in compiled graphs do not count, but set
+        ``compiled`` to True.
 
     Raises:
         ValueError: There is no such variant. Calls inside raise as `attention` does, and also if
@@ -242,12 +299,4 @@ def replace_sdpa(variant: str, **params: Any) -> Iterator[Redirected]:
         Inside, each operation of torch in eager mode takes about 2 µs more on a CPU.
     """
     check_names(get_variant(variant), params)
-    redirected = Redirected()
-    with RedirectionMode(variant, params, redirected):
-        yield redirected
-    if not (redirected.calls or redirected.compiled):
-        warnings.warn(
-            "replace_sdpa redirected no call: the block did not call "
-            "torch.nn.functional.scaled_dot_product_attention",
-            stacklevel=3,
-        )
+    return Redirection(variant, params)

@@ -114,7 +114,7 @@ class Attention(VariantParameters):
     @property
     def needs_positions(self) -> str | None:
         """The name of what depends on the positions of queries among the keys, or None."""
-        return self.variant if get_variant(self.variant).by_position else None
+        return get_variant(self.variant).needs_positions
 
     @property
     def uses_hidden_states(self) -> bool:

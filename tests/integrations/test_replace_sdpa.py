@@ -236,6 +236,25 @@ def test_nesting_exceptions_and_decorator() -> None:
     assert torch.equal(scaled_dot_product_attention(q, k, v), soft)
 
 
+def test_one_object_is_entered_again() -> None:
+    q, k, v = qkv(2, 3, 9, 8)
+    soft = scaled_dot_product_attention(q, k, v)
+    block = replace_sdpa("ssmax")
+    decorated = block(scaled_dot_product_attention)
+    with block as outer:
+        scaled_dot_product_attention(q, k, v)
+        with block as inner:
+            out = scaled_dot_product_attention(q, k, v) + decorated(q, k, v)
+            scaled_dot_product_attention(q, k, v)
+        with pytest.warns(UserWarning, match="redirected no call"), block:
+            pass
+    with block as again:
+        scaled_dot_product_attention(q, k, v)
+    assert torch.equal(out, 2 * attnzoo.attention(q, k, v, "ssmax"))
+    assert (outer.calls, inner.calls, again.calls) == (1, 2, 1)
+    assert torch.equal(scaled_dot_product_attention(q, k, v), soft)
+
+
 def test_threads_choose_on_their_own() -> None:
     q, k, v = qkv(2, 3, 9, 8)
     outs: list[Tensor] = []
@@ -267,7 +286,9 @@ def test_block_without_calls_warns() -> None:
         replace_sdpa("ssmax"),
     ):
         pass
-    assert seen[0].filename == __file__
+    with pytest.warns(UserWarning, match="redirected no call") as seen_by_caller:
+        replace_sdpa("ssmax")(int)()
+    assert seen[0].filename == seen_by_caller[0].filename == __file__
     with warnings.catch_warnings(), pytest.raises(ZeroDivisionError), replace_sdpa("ssmax"):
         warnings.simplefilter("error")
         raise ZeroDivisionError
@@ -285,8 +306,8 @@ def redirected(*args: Any, variant: str = "ssmax", **options: Any) -> Callable[[
 
 
 test_wrong_calls_raise = raising([
-    (redirected(Q, K, V, variant="ssmx"), ValueError, "did you mean 'ssmax'"),
-    (redirected(Q, K, V, params={"t": 1.0}), TypeError, "has no parameter 't'"),
+    (lambda: replace_sdpa("ssmx"), ValueError, "did you mean 'ssmax'"),
+    (lambda: replace_sdpa("ssmax", t=1.0), TypeError, "has no parameter 't'"),
     (redirected(Q, K, V, params={"softcap": 1.0}), TypeError, "has no parameter 'softcap'"),
     (redirected(Q, K, V, params={"backend": "eager"}), TypeError, "has no parameter 'backend'"),
     (redirected(Q, K, V, params={"s": torch.ones(3)}), ValueError, r"s must have shape \(\) or"),
@@ -297,6 +318,15 @@ test_wrong_calls_raise = raising([
     (redirected(Q[0, 0, 0], K, V), ValueError, r"query must have two dimensions or more, got \(8"),
     (redirected(Q, K[:, :3], V[:, :3]), ValueError, "leading dimensions that broadcast, got"),
     (redirected(Q, K[:, :3], V[:, :3], enable_gqa=True), ValueError, "must be a multiple of k's"),
+    (redirected(Q[0, 0], K[0, 0], V[0, 0], rand(2, 6, 6)), ValueError,
+     r"attn_mask must broadcast to \(6, 6\), the shape of the scores, got \(2, 6, 6\)"),
+    (redirected(Q[0], K[0], V[0], rand(3, 6, 6)), ValueError, r"to \(4, 6, 6\), .*got \(3, 6, 6\)"),
+    (redirected(Q, K, V, rand(1, 2, 4, 6, 6)), ValueError, r"to \(2, 4, 6, 6\), .*got \(1, 2, 4"),
+    (redirected(Q[None], K, V, rand(3, 2, 1, 6, 6)), ValueError, r"to \(1, 2, 4, .*got \(3, 2, 1"),
+    (redirected(Q[None], K[:, :2], V[:, :2], rand(2, 6, 6), enable_gqa=True), ValueError,
+     r"to \(1, 2, 4, 6, 6\), .*got \(2, 6, 6\)"),
+    (redirected(Q[..., :3, :], K, V, rand(3, 5), is_causal=True), ValueError,
+     r"to \(2, 4, 3, 6\), .*got \(3, 5\)"),
     (redirected(Q, K, V, dropout_p=1.0), ValueError, r"dropout_p must be a number in \[0, 1\)"),
     (redirected(STRIDED, STRIDED, STRIDED), TypeError, "query must be a dense tensor, got a"),
     (redirected(JAGGED, JAGGED, JAGGED), TypeError, "plain tensors only, got NestedTensor"),
@@ -319,6 +349,25 @@ def test_layers_of_torch_raise(need_weights: bool, with_grad: bool) -> None:
         for call in (lambda: layer(x, x, x, need_weights=need_weights), lambda: encoder.eval()(x)):
             with pytest.raises(ValueError, match=match), replace_sdpa("ssmax"):
                 call()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_compiled_layers_of_torch_raise(with_grad: bool) -> None:
+    torch.compiler.reset()
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+
+    @torch.compile(backend="eager")
+    def attend_twice(x: Tensor) -> Tensor:
+        return scaled_dot_product_attention(x, x, x) + layer(x)
+
+    match = "does not support torch.nn.MultiheadAttention"
+    with (
+        torch.set_grad_enabled(with_grad),
+        pytest.raises(ValueError, match=match),
+        replace_sdpa("ssmax"),
+    ):
+        attend_twice(rand(2, 5, 8).float())
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -365,7 +365,7 @@ def _check_not_positional(config: Any) -> None:
     layers = (getattr(config, NAME, None) or {}).get("layers", {})
     for name, layer in layers.items():
         variant, wrapper = layer["variant"], layer.get("wrapper")
-        positional = variant if get_variant(variant).by_position else None
+        positional = get_variant(variant).needs_positions
         if wrapper is not None and (kind := WRAPPERS[wrapper["name"]]).positional:
             positional = positional or kind.__name__
         if positional is not None:
