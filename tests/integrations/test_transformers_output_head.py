@@ -122,7 +122,6 @@ def test_loss_and_gradients_are_those_of_the_logits(
         assert (have.grad is None) == (want.grad is None)
         if want.grad is not None:
             assert torch.allclose(have.grad, want.grad, rtol=1e-9, atol=1e-14)
-    assert model.config.attnzoo_output == {"variant": variant}
 
 
 def test_the_model_computes_the_logits_of_one_token(tmp_path: Path) -> None:
@@ -193,9 +192,64 @@ def test_output_takes_other_losses(tmp_path: Path) -> None:
     hidden = model.model(ids()).last_hidden_state[:, :-1]
     theirs = margin_loss(hidden, model.lm_head.weight, ids()[:, 1:], kind="arc")
     assert torch.allclose(ours, theirs, rtol=1e-6)
-    assert not hasattr(model.config, "attnzoo_output")
     with pytest.raises(ValueError, match="has a softcap, which this loss does not take"):
         trainer(gemma2(), tmp_path, output=angles)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "options"),
+    [
+        ("Qwen3Moe", "router_aux_loss_coef",
+         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+        pytest.param("JetMoe", "aux_loss_coef", {"num_local_experts": 4, "num_experts_per_tok": 2},
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_the_auxiliary_loss_of_a_router_is_added(
+    name: str, factor: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {**options, "num_key_value_heads": 2, "output_router_logits": True, factor: 3.0}
+    batch = {"input_ids": ids(), "labels": ids()}
+    losses, gradients = [], []
+    for ours in ({}, {"output": "softmax"}):
+        model = small(name, **options)
+        losses.append(trainer(model, tmp_path, **ours).compute_loss(model, dict(batch)))
+        losses[-1].backward()
+        gradients.append([x.grad for x in model.parameters() if x.grad is not None])
+    assert torch.allclose(*losses, rtol=1e-6)
+    for have, want in zip(*gradients, strict=True):
+        assert torch.allclose(have, want, rtol=1e-4, atol=1e-6)
+
+
+def test_losses_that_the_outputs_do_not_have_raise(tmp_path: Path) -> None:
+    for model, text in (
+        (t5(output_router_logits=True), "with output_router_logits=True in its config adds a loss"),
+        (llama(z_loss_coefficient=0.1), "with z_loss_coefficient=0.1 in its config adds a loss"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            trainer(model, tmp_path, output="entmax")
+    mine = trainer(small("Bert"), tmp_path, output="entmax")
+    batch = {"input_ids": ids(), "labels": ids(), "next_sentence_label": ids()[:, 0]}
+    with pytest.raises(ValueError, match="no labels other than .*, got next_sentence_label"):
+        mine.compute_loss(mine.model, batch)
+
+
+def test_evaluation_with_generate_has_the_loss_of_the_variant(tmp_path: Path) -> None:
+    class MySeq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):
+        pass
+
+    model, rows = t5(), [{"input_ids": x, "labels": x} for x in ids()]
+    values = []
+    for generates in (False, True):
+        arguments = transformers.Seq2SeqTrainingArguments(
+            str(tmp_path), predict_with_generate=generates, report_to=[], use_cpu=True,
+            disable_tqdm=True,
+        )  # fmt: skip
+        mine = MySeq2SeqTrainer(model, arguments, eval_dataset=rows, output="entmax")
+        result = mine.predict(rows)
+        values.append(result.metrics["test_loss"])
+    assert result.predictions.ndim == 2  # tokens, not logits
+    assert values[1] == pytest.approx(values[0], rel=1e-6)
 
 
 class Doubled(transformers.LlamaForCausalLM):
@@ -211,11 +265,19 @@ class Twice(transformers.LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
+class AddsLoss(transformers.LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        result["aux_loss"] = result.logits.sum()
+        return result
+
+
 def test_models_that_do_not_fit_raise(tmp_path: Path) -> None:
     batch = {"input_ids": ids(), "labels": ids()}
     for kind, text in (
         (Doubled, "Doubled has other logits than its output layer gives"),
         (Twice, "Twice calls its output layer 2 times"),
+        (AddsLoss, "AddsLoss has an aux_loss, but none of router_aux_loss_coef, aux_loss_coef"),
     ):
         model = kind(llama().config)
         with pytest.raises(ValueError, match=text):
@@ -239,6 +301,11 @@ def test_models_that_do_not_fit_raise(tmp_path: Path) -> None:
         (ValueError, "a compute_loss_func", {"compute_loss_func": print}),
         (ValueError, "torch_compile", {"torch_compile": True}),
         (ValueError, "'relu' has no loss", {"output": "relu"}),
+        (
+            ValueError,
+            "variant of TrainerMixin's output must not depend on positions",
+            {"output": "forgetting"},
+        ),
         (TypeError, "output must be the name of a variant, a function", {"output": 3}),
         (TypeError, "output_params must be None without output", {"output": None}),
         (TypeError, "output_params must be None if output is a function", {"output": margin_loss}),
@@ -250,7 +317,7 @@ def test_wrong_arguments_raise(
     error: type[Exception], text: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     params: dict[str, Any] = {"alpha": 1.5}
-    options = {"output": "entmax", **({} if options.get("output") == "relu" else
+    options = {"output": "entmax", **({} if options.get("output") in ("relu", "forgetting") else
                {"output_params": params}), **options}  # fmt: skip
     with pytest.raises(error, match=text):
         trainer(llama(), tmp_path, **options)
@@ -313,14 +380,36 @@ def test_processor_leaves_out_tokens_without_logits() -> None:
     ):
         with pytest.raises(error, match=text):
             VariantLogitsProcessor("entmax", **arguments)
-    with pytest.raises(ValueError, match="positions"):
+    with pytest.raises(ValueError, match="variant of VariantLogitsProcessor must not depend"):
         VariantLogitsProcessor("stick_breaking")
 
 
+def test_the_processor_shows_its_arguments() -> None:
+    text = "VariantLogitsProcessor('entmax', temperature=0.5, alpha=1.3)"
+    assert repr(VariantLogitsProcessor("entmax", temperature=0.5, alpha=1.3)) == text
+
+
 def test_the_config_of_a_saved_model_names_the_head(tmp_path: Path) -> None:
-    model = convert(llama(), "ssmax")
-    trainer(model, tmp_path, output="entmax", output_params={"alpha": 1.3})
+    model = convert(llama(), "ssmax").train()
+    batch = {"input_ids": ids(), "labels": ids()}
+    options: dict[str, Any] = {"output": "entmax", "output_params": {"alpha": 1.3}}
+    trainer(model, tmp_path, **options).compute_loss(model, batch)
+    trainer(model, tmp_path).compute_loss(model.eval(), batch)  # an evaluation changes nothing
     model.save_pretrained(tmp_path)
     process = VariantLogitsProcessor(**AutoConfig.from_pretrained(tmp_path).attnzoo_output)
     assert process.variant == "entmax"
     assert process.params == {"alpha": 1.3}
+
+
+def test_the_config_names_only_the_head_of_the_last_training(tmp_path: Path) -> None:
+    batch = {"input_ids": ids(), "labels": ids()}
+    model = llama().train()
+    for output in (None, margin_loss):
+        trainer(model, tmp_path, output="entmax").compute_loss(model, batch)
+        assert model.config.attnzoo_output == {"variant": "entmax"}
+        trainer(model, tmp_path, output=output).compute_loss(model, batch)
+        assert not hasattr(model.config, "attnzoo_output")
+    model = Doubled(llama().config)
+    with pytest.raises(ValueError, match="has other logits"):
+        trainer(model, tmp_path, output="entmax").compute_loss(model, batch)
+    assert not hasattr(model.config, "attnzoo_output")

@@ -22,6 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from attnzoo.core.checks import plain, shown
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.probabilities import probabilities
+from attnzoo.functional.score_rows import check_has_rows
 from attnzoo.losses.arguments import check_number
 from attnzoo.losses.linear_loss import linear_loss
 from attnzoo.losses.probabilities import OutputHead, check_head
@@ -30,6 +31,9 @@ ENTRY = "attnzoo_output"  # in the config of a model that was trained with the l
 # What models do with their logits, by the names in their configs: factors with their powers.
 SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 SOFTCAP = "final_logit_softcapping"
+ROUTER_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")  # of aux_loss in the loss of a model
+# With these in their configs, models add losses that they compute only from labels.
+ADDED_LOSSES = ("z_loss_coefficient", "diffusion_loss_weight")
 
 
 class HeadLoss:
@@ -58,13 +62,20 @@ class HeadLoss:
         self.has_added_bias = added is not None and bool(added.any())
         self.from_decoder = getattr(model.config, "is_encoder_decoder", False)
         self.shifts_labels = model.loss_function is ForCausalLMLoss and not self.from_decoder
+        factors = (getattr(x, name, None) for x in (model, config) for name in ROUTER_FACTORS)
+        self.router_factor = next((factor for factor in factors if factor is not None), None)
+        has_aux_loss = not self.from_decoder and getattr(model.config, "return_dict", True)
+        for name in ADDED_LOSSES if has_aux_loss else (*ADDED_LOSSES, "output_router_logits"):
+            value = getattr(model.config, name, None)
+            if value:
+                raise self._unsupported(
+                    f"with {name}={value} in its config adds a loss that its outputs do not have "
+                    "without labels"
+                )
         accepted = inspect.signature(self.loss).parameters
         for name in self._options():
             if name not in accepted:
                 raise self._unsupported(f"has a {name}, which this loss does not take")
-        if isinstance(output, str):
-            numbers = {name: plain(value) for name, value in (params or {}).items()}
-            setattr(model.config, ENTRY, {"variant": output, **numbers})
         self.is_checked = False
         self.losses: list[Tensor] = []  # of the current call
         self.logits: Tensor | None = None  # of its last token (B, 1, V)
@@ -82,7 +93,10 @@ class HeadLoss:
         return options if self.softcap is None else {**options, "softcap": self.softcap}
 
     def with_targets(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-        """The inputs with all that the model else makes from labels, and the targets (B, N)."""
+        """Inputs that do not need labels, and the targets (B, N).
+
+        A model that gets no labels makes no decoder_input_ids from them.
+        """
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor):
             raise ValueError(f"inputs must have labels, got only {', '.join(sorted(inputs))}")
@@ -93,6 +107,12 @@ class HeadLoss:
                 raise ValueError(f"inputs of {self.name} must have decoder_input_ids, got none")
             inputs["decoder_input_ids"] = make(labels=labels)
         shifted = inputs.pop("shift_labels", None)
+        others = [name for name in inputs if "_label" in name]
+        if others:  # such as next_sentence_label
+            raise ValueError(
+                f"inputs must have no labels other than labels and shift_labels, got "
+                f"{', '.join(others)}: the loss of output would leave them out"
+            )
         if shifted is None and self.shifts_labels:
             shifted = pad(labels[..., 1:], (0, 1), value=-100)
         return inputs, labels if shifted is None else shifted
@@ -154,7 +174,23 @@ class HeadLoss:
                     f"{SOFTCAP}, the factors {', '.join(SCALES)}, and final_logits_bias"
                 )
             self.is_checked, self.logits = True, None
-        return self.losses.pop()
+        loss = self.losses.pop()
+        aux_loss = outputs.get("aux_loss") if isinstance(outputs, dict) else None
+        if not isinstance(aux_loss, Tensor):
+            return loss
+        if self.router_factor is None:
+            raise self._unsupported(f"has an aux_loss, but none of {', '.join(ROUTER_FACTORS)}")
+        return loss + self.router_factor * aux_loss.to(loss.device)
+
+
+def record_output(model: Any, output: Any, params: dict[str, Any] | None) -> None:
+    """Names the variant that a model is trained with in its config; removes the entry of others."""
+    config = getattr(model, "config", None)
+    if isinstance(output, str):
+        numbers = {name: plain(value) for name, value in (params or {}).items()}
+        setattr(config, ENTRY, {"variant": output, **numbers})
+    elif hasattr(config, ENTRY):
+        delattr(config, ENTRY)
 
 
 def loss_function(output: Any, params: Any) -> Callable[..., Tensor]:
@@ -177,6 +213,7 @@ def loss_function(output: Any, params: Any) -> Callable[..., Tensor]:
     for name, value in (params or {}).items():
         if not isinstance(plain(value), (int, float)):
             raise TypeError(f"output_params[{name!r}] must be a number, got {shown(value)}")
+    check_has_rows("TrainerMixin's output", output)
     check_head(OutputHead(torch.zeros(2, 1), None, output, None, params or {}), 0.0, 0.0)
     loss = partial(linear_loss, variant=output, **(params or {}))
     return loss
@@ -218,8 +255,14 @@ class VariantLogitsProcessor(LogitsProcessor):
     def __init__(self, variant: str, *, temperature: float = 1.0, **params: Any) -> None:
         self.temperature = check_number("temperature", temperature, above=True)
         self.variant = variant
+        check_has_rows("VariantLogitsProcessor", variant)
         self.params = {**(get_variant(variant).output_defaults or {}), **params}
         probabilities(torch.zeros(1, 2), variant, **self.params)  # raises if they do not fit
+
+    def __repr__(self) -> str:
+        arguments = {"temperature": self.temperature, **self.params}
+        named = "".join(f", {name}={value}" for name, value in arguments.items())
+        return f"{type(self).__name__}({self.variant!r}{named})"
 
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
         """The log-probabilities (B, V) for the logits of the next token (B, V)."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from attnzoo.integrations.transformers.output_head import HeadLoss, loss_function
+from attnzoo.integrations.transformers.output_head import HeadLoss, loss_function, record_output
 from attnzoo.nn.optimizer import check_rate, without_decay
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ class TrainerMixin(_Base):
         gradient accumulation. Labels are shifted as the model shifts them, and −100 is ignored.
         The first call raises a ValueError if the logits of a token are not those of the model.
         Outputs have the logits of the last token only, except in an evaluation that returns
-        predictions. The config of the model gets the entry ``attnzoo_output``, a dict with the
-        variant and its parameters, which is saved with the model.
+        predictions. The auxiliary loss of a router is added as the model adds it. Training sets the
+        entry ``attnzoo_output`` in the config of the model, a dict with the variant and its
+        parameters, which is saved with the model. Training with another loss removes it.
     """
 
     def __init__(
@@ -117,21 +118,32 @@ class TrainerMixin(_Base):
         """The loss, and the outputs of the model if wanted."""
         args: Any = return_outputs, num_items_in_batch
         if self.output is None:
-            return super().compute_loss(model, inputs, *args)
-        head = self._head_of_model()
-        inputs, targets = head.with_targets(inputs)
-        loss_only = inputs.pop(LOSS_ONLY, not return_outputs)
-        with head.computing(targets, num_items_in_batch, logits=not loss_only):
-            return super().compute_loss(model, inputs, *args)
+            result = super().compute_loss(model, inputs, *args)
+        else:
+            head = self._head_of_model()
+            inputs, targets = head.with_targets(inputs)
+            loss_only = inputs.pop(LOSS_ONLY, not return_outputs)
+            with head.computing(targets, num_items_in_batch, logits=not loss_only):
+                result = super().compute_loss(model, inputs, *args)
+        if model.training:
+            record_output(self.model, self.output, self.output_params)
+        return result
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
         """The loss of a batch, and unless ``prediction_loss_only`` its logits and labels."""
-        if self.output is not None and prediction_loss_only and "labels" in inputs:
+        if self.output is None or "labels" not in inputs:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        if prediction_loss_only:
             inputs = {**inputs, LOSS_ONLY: True}
-        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        result = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        if prediction_loss_only or not getattr(self.args, "predict_with_generate", False):
+            return result
+        # Seq2SeqTrainer then takes the loss of the model.
+        loss, _, _ = self.prediction_step(model, inputs, True)
+        return loss, *result[1:]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's optimizer, with a group of their own for the learned parameters."""
