@@ -53,6 +53,7 @@ class QASSMax(Wrapper):
     """
 
     length_gain = True
+    nonlinear_queries = True
 
     def __init__(
         self,
