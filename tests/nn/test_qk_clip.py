@@ -254,7 +254,7 @@ def test_matrices_that_are_computed_raise(change: str) -> None:
 
 
 def test_shared_matrices_raise() -> None:
-    model = Transformer(7, 8, 2, 2)
+    model: Any = Transformer(7, 8, 2, 2)
     model.layers[1].qkv.weight = model.layers[0].qkv.weight
     with pytest.raises(ValueError, match="must not have layers that share parameters, such as wei"):
         QKClip(model, 1.0)
@@ -265,7 +265,7 @@ def test_shared_matrices_raise() -> None:
 
 
 def test_a_layer_that_is_used_twice_is_scaled_once() -> None:
-    model = grown(Transformer(7, 8, 2, 2), by=1.5)
+    model: Any = grown(Transformer(7, 8, 2, 2), by=1.5)
     model.layers[1] = model.layers[0]
     (before,) = maxima(model, TOKENS)
     clip, weight = QKClip(model, float(before.min()) / 2), model.layers[0].qkv.weight
@@ -289,7 +289,7 @@ def test_a_state_cache_in_training_mode_raises() -> None:
 def test_a_sharded_sequence_in_training_mode_raises() -> None:
     layer = MultiheadAttention(8, 2)
     QKClip(layer, 1.0)
-    layer.attend.sharding = object()
+    layer.attend.sharding = object()  # pyright: ignore
     x = rand(4, 1, 8).float()
     with pytest.raises(ValueError, match="QKClip does not support a sharded sequence in training"):
         layer(x, x, x, need_weights=False)
