@@ -12,8 +12,9 @@ from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import shown
 from attnzoo.functional import packed
 from attnzoo.functional.call_cache import find, key_of
-from attnzoo.functional.max_logits import Results, max_logits, max_logits_of
+from attnzoo.functional.max_logits import max_logits, max_logits_of
 from attnzoo.functional.prepare import check_supported, prepare
+from attnzoo.functional.results import Results
 from attnzoo.functional.run_on_backend import run_on_backend
 from attnzoo.functional.use_backend import named_backend
 
@@ -174,7 +175,8 @@ def attention(
         The output (B, H, Nq, Dv) in q's dtype. With ``return_lse`` a pair (output, lse), lse of
         shape (B, H, Nq) in fp32 (fp64 for fp64 inputs). A query without visible keys has output 0,
         lse −inf and gradient 0. With ``return_max_logits`` the last element of the tuple is the
-        maximum, (H,) in lse's dtype; −inf if no query of the head has a visible key.
+        maximum, (H,) in lse's dtype; −inf if no query of the head has a visible key,
+        and NaN if the logit of a visible key is NaN.
 
     Raises:
         ValueError: An argument has a wrong value or shape, or the call is unsupported by the

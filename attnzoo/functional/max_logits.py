@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,25 +65,3 @@ def _backend(call: Call, chosen: Backend) -> Backend:
 
 
 _SOFTMAX = Pairwise(EXP, "sum")  # a form that every backend with scores supports
-
-
-class Results(NamedTuple):
-    """What a call may return; None for what it was not asked for."""
-
-    out: Tensor
-    lse: Tensor | None
-    max_logits: Tensor | None
-
-    @staticmethod
-    def of(result: Tensor | tuple[Tensor, ...], arguments: dict[str, Any]) -> Results:
-        """Undo `returned`, with the ``arguments`` of the call."""
-        if isinstance(result, Tensor):
-            return Results(result, None, None)
-        lse = result[1] if arguments["return_lse"] else None
-        return Results(result[0], lse, result[-1] if arguments["return_max_logits"] else None)
-
-    @property
-    def returned(self) -> Tensor | tuple[Tensor, ...]:
-        """One tensor, or a tuple of what the call was asked for."""
-        values = tuple([x for x in self if x is not None])
-        return values if len(values) > 1 else self.out

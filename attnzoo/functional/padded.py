@@ -14,7 +14,7 @@ from torch import Tensor
 from attnzoo.core.registry import get_variant
 from attnzoo.core.varlen_arguments import Packed, TokenParams
 from attnzoo.functional.attention import attention
-from attnzoo.functional.max_logits import Results
+from attnzoo.functional.results import Results
 
 
 class PaddedRows(NamedTuple):

@@ -22,10 +22,11 @@ from attnzoo.core.varlen_arguments import (
 )
 from attnzoo.functional import packed
 from attnzoo.functional.attention import attention
-from attnzoo.functional.max_logits import Results, max_logits, max_logits_of_segments
+from attnzoo.functional.max_logits import max_logits, max_logits_of_segments
 from attnzoo.functional.packed import Runs, Segment
 from attnzoo.functional.padded import padded_attention, sequences
 from attnzoo.functional.prepare import prepare
+from attnzoo.functional.results import Results
 from attnzoo.functional.use_backend import named_backend
 
 if TYPE_CHECKING:

@@ -196,11 +196,26 @@ class Attention(VariantParameters):
                 )
         options: dict[str, Any] = {**keywords, **params, "return_lse": return_lse}
         records = self.training and self.max_logits is not None
+        if records and not return_max_logits:
+            self._check_recorded(cache)
         options["return_max_logits"] = return_max_logits or records
         if self.softcap is not None:
             options["softcap"] = self.softcap
         result = self._attend(q, k, v, cache, need_weights, options)
         return self._recorded(result, return_max_logits) if records else result
+
+    def _check_recorded(self, cache: Cache | None) -> None:
+        """Raises if a call has no largest logits for `QKClip`."""
+        if self.sharding is not None or isinstance(cache, StateCache):
+            what = "a StateCache" if self.sharding is None else "a sharded sequence"
+            raise ValueError(
+                f"QKClip does not support {what} in training mode: call eval() of the module or "
+                "remove() of the QKClip"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for copies and pickles, which no `QKClip` clips: they record no logits."""
+        return {name: x for name, x in vars(self).items() if name != "max_logits"}
 
     def _recorded(
         self, result: Tensor | tuple[Tensor, ...], return_max_logits: bool

@@ -149,6 +149,19 @@ def check_range(name: str, value: Any, low: float, high: float) -> float:
     return float(value)
 
 
+def check_registered(name: str, module: nn.Module, tensors: Iterable[str]) -> None:
+    """Raises unless these tensors of a module are its parameters.
+
+    Otherwise a method such as a parametrization computes them, and changes of them would be lost.
+    """
+    for tensor in tensors:
+        if module._parameters.get(tensor) is None:
+            raise ValueError(
+                f"{name} must have a plain parameter {tensor}, got a {type(module).__name__} that "
+                "is pruned, parametrized, flattened or with an adapter"
+            )
+
+
 def check_plain_layer(name: str, layer: nn.MultiheadAttention) -> None:
     """Raises unless a layer of torch does what its class does, with parameters of its own.
 

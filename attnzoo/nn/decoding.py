@@ -29,7 +29,7 @@ STATE_DEFAULTS = {
 
 
 class AttentionKeywords(TypedDict, total=False):
-    """The keywords of `attnzoo.attention` that modules pass on, except return_lse."""
+    """The keywords of `attnzoo.attention` that modules pass on, without those that return more."""
 
     attn_mask: Tensor | None
     is_causal: bool
@@ -46,21 +46,26 @@ class AttentionKeywords(TypedDict, total=False):
 @overload
 def attend(
     cache: Cache, q: Tensor, k: Tensor, v: Tensor, variant: str, *,
-    return_lse: Literal[False] = False, **arguments: Any,
+    return_lse: Literal[False] = False, return_max_logits: Literal[False] = False, **arguments: Any,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attend(
     cache: Cache, q: Tensor, k: Tensor, v: Tensor, variant: str, *,
-    return_lse: Literal[True], **arguments: Any,
+    return_lse: Literal[True], return_max_logits: Literal[False] = False, **arguments: Any,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attend(
     cache: Cache, q: Tensor, k: Tensor, v: Tensor, variant: str, *,
-    return_lse: bool, **arguments: Any,
+    return_lse: bool, return_max_logits: Literal[False] = False, **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attend(
+    cache: Cache, q: Tensor, k: Tensor, v: Tensor, variant: str, *,
+    return_lse: bool = False, return_max_logits: Literal[True], **arguments: Any,
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 def attend(
     cache: Cache, q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attention of the next tokens to all tokens so far; appends the next tokens to the cache.
 
     The output for the next tokens is the same as in ``attention(..., is_causal=True)`` over the
@@ -79,7 +84,9 @@ def attend(
             key masks, and no values per key or per query.
 
     Returns:
-        The output (B, H, N, Dv); with ``return_lse`` (output, lse (B, H, N)).
+        The output (B, H, N, Dv); with ``return_lse`` (output, lse (B, H, N)). With
+        ``return_max_logits`` the largest logits (H,) of these queries come last. A `StateCache`
+        supports neither.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the cache is left unchanged.
@@ -116,7 +123,7 @@ def attend(
 
 def _attend_to_keys(
     cache: KVCache, q: Tensor, k: Tensor, v: Tensor, variant: str, arguments: dict[str, Any]
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     for name, x in {"q": q, **arguments}.items():
         check_no_grad(name, x)
     before = cache.length

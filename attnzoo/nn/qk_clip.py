@@ -7,10 +7,18 @@ import math
 import torch
 from torch import Tensor, nn
 
-from attnzoo.core.checks import check_dense, is_dtensor, is_finite, is_number, plain, shown
+from attnzoo.core.checks import (
+    DTYPES,
+    check_dense,
+    is_dtensor,
+    is_finite,
+    is_number,
+    plain,
+    shown,
+)
 from attnzoo.core.registry import get_variant
 from attnzoo.nn.attention import Attention
-from attnzoo.nn.checks import check_module
+from attnzoo.nn.checks import check_module, check_registered
 from attnzoo.nn.decoder_layer import DecoderLayer
 from attnzoo.nn.multihead import MultiheadAttention
 
@@ -26,8 +34,9 @@ class QKClip:
     t / S_h. Other heads do not change. Biases are scaled like their matrices.
 
     Args:
-        model: a module that contains `MultiheadAttention` or `Transformer` layers, without qk_norm.
-            Their forwards then compute the largest logits in training mode.
+        model: a module that contains `MultiheadAttention` or `Transformer` layers, without qk_norm
+            and with plain parameters that no two layers share. Their forwards then compute the
+            largest logits in training mode, until `remove`. Those of a copy or pickle do not.
         threshold: t, above 0.
 
     Raises:
@@ -57,7 +66,8 @@ class QKClip:
 
         With data parallelism each rank has the maxima of its batch. Before `step`, all ranks must
         take the maximum: ``for x in clip.max_logits: dist.all_reduce(x, dist.ReduceOp.MAX)``.
-        Sharded matrices are not supported; for other models see `qk_clip_`.
+        Sharded matrices are not supported; for other models see `qk_clip_`. In training mode,
+        calls with a `StateCache` or a sharded sequence raise.
     """
 
     def __init__(self, model: nn.Module, threshold: float) -> None:
@@ -71,8 +81,7 @@ class QKClip:
                 "model must contain MultiheadAttention or Transformer layers of attnzoo; for "
                 "others pass the result of return_max_logits=True to qk_clip_"
             )
-        for layer in self.layers:
-            _check_layer(layer)
+        _check_layers(self.layers)
         self._reset()
 
     @property
@@ -82,20 +91,28 @@ class QKClip:
         missing = [n for n, x in enumerate(recorded) if x is None]
         if missing:
             raise ValueError(
-                f"the attention of layer {missing[0]} was replaced: make a new QKClip after that"
+                f"the attention of layer {missing[0]} records no logits: it was replaced or "
+                "copied, or remove() was called; make a new QKClip"
             )
         return [x for x in recorded if x is not None]
 
     @torch.no_grad()
     def step(self) -> None:
         """Scales the matrices, and forgets the maxima. Call it after each step of the optimizer."""
-        for layer, largest in zip(self.layers, self.max_logits, strict=True):
+        recorded = self.max_logits
+        _check_layers(self.layers)
+        for layer, largest in zip(self.layers, recorded, strict=True):
             for of_queries, of_keys in _projections(layer):
                 qk_clip_(of_queries, of_keys, largest, self.threshold)
             key = getattr(layer, "bias_k", None)  # appended by the layer
             if key is not None and key.numel() == _projections(layer)[0][0].shape[0]:
                 _scale(key.view(-1), _factors(largest, self.threshold).sqrt())
         self._reset()
+
+    def remove(self) -> None:
+        """Ends the recording: the forwards of the model are again those without a QKClip."""
+        for layer in self.layers:
+            _attention_of(layer).max_logits = None
 
     def _reset(self) -> None:
         for layer in self.layers:
@@ -115,8 +132,9 @@ def qk_clip_(q_weight: Tensor, k_weight: Tensor, max_logits: Tensor, threshold: 
 
     Args:
         q_weight: matrix (H·D, E) or bias (H·D,) of the queries; the D rows of a head are adjacent.
-        k_weight: matrix (Hkv·D, E) or bias (Hkv·D,) of the keys. Hkv divides H.
-        max_logits: S, the largest logit of each head, (H,), from ``return_max_logits=True``.
+        k_weight: matrix (Hkv·D, E) or bias (Hkv·D,) of the keys, on the same device. Hkv divides H.
+        max_logits: S, the largest logit of each head, (H,), from ``return_max_logits=True``, on the
+            same device.
         threshold: t, above 0.
 
     Raises:
@@ -137,6 +155,14 @@ def qk_clip_(q_weight: Tensor, k_weight: Tensor, max_logits: Tensor, threshold: 
         check_dense(name, x)
         if is_dtensor(x):
             raise ValueError(f"{name} must not be sharded")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+        if x.device != q_weight.device:
+            raise ValueError(
+                f"{name} must be on q_weight's device {q_weight.device}, got {x.device}"
+            )
+        if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(f"{name} must have memory for each entry, got an expanded tensor")
     threshold = _check_threshold(threshold)
     if max_logits.dim() != 1 or max_logits.shape[0] == 0:
         raise ValueError(f"max_logits must have shape (H,), got {tuple(max_logits.shape)}")
@@ -185,11 +211,39 @@ def _attention_of(layer: Layer) -> Attention:
     return attend if isinstance(attend, Attention) else attend.attention
 
 
+def _check_layers(layers: list[Layer]) -> None:
+    scaled: set[int] = set()
+    for layer in layers:
+        _check_layer(layer)
+        owner, names = _scaled(layer)
+        check_registered("model", owner, names)
+        for name in names:
+            if id(parameter := getattr(owner, name)) in scaled:
+                raise ValueError(
+                    f"model must not have layers that share parameters, such as {name} of a "
+                    f"{type(owner).__name__}: use the layer itself several times"
+                )
+            scaled.add(id(parameter))
+
+
+def _scaled(layer: Layer) -> tuple[nn.Module, list[str]]:
+    """The module and the names of the parameters that a step may scale."""
+    if isinstance(layer, DecoderLayer):
+        return layer.qkv, ["weight"]
+    names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "in_proj_bias", "bias_k")
+    return layer, [name for name in names if getattr(layer, name) is not None]
+
+
 def _check_layer(layer: Layer) -> None:
     attend = layer.attend
     if not isinstance(attend, Attention) and attend.maps > 1:
         raise ValueError(
             f"model must have no wrapper with several maps per head, got {type(attend).__name__}"
+        )
+    if not isinstance(attend, Attention) and attend.nonlinear_queries:
+        raise ValueError(
+            f"model must have no wrapper that makes the queries nonlinear in W_q x, got "
+            f"{type(attend).__name__}: scaling W_q does not scale the logits by the same factor"
         )
     if isinstance(layer, DecoderLayer) and isinstance(layer.norm_q, nn.RMSNorm):
         raise ValueError(

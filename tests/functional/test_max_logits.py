@@ -126,6 +126,23 @@ def test_a_head_without_visible_keys_has_maximum_minus_infinity() -> None:
         assert largest.isinf().tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        "tiled",
+        *(pytest.param(x, marks=pytest.mark.interpreter) for x in ("flash", "decode")),
+    ],
+)
+def test_a_visible_nan_gives_nan_and_a_hidden_one_does_not(backend: str) -> None:
+    q, k = rand(1, 3, 2, 8).float(), rand(1, 3, 40, 8, seed=1).float()
+    k[:, 1, 3], k[:, 2, 5] = torch.nan, torch.nan
+    mask = torch.ones(1, 1, 1, 40, dtype=torch.bool)
+    mask[..., 5] = False
+    largest = attnzoo.attention(q, k, k, attn_mask=mask, backend=backend, return_max_logits=True)[1]
+    assert largest.isnan().tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("lengths", [[3, 0, 5], [4, 4], [0, 0]])
 @pytest.mark.parametrize("backend", [None, "eager", "tiled"])
 def test_varlen(lengths: list[int], backend: str | None) -> None:

@@ -38,6 +38,7 @@ assert_type(Attention("taylor", 4).new_cache(32, "state"), StateCache)
 with torch.no_grad():
     assert_type(module(q, k, v, cache=cache), Tensor)
     assert_type(attend(cache, q, k, v, "ssmax", return_lse=True), pair)
+    assert_type(attend(KVCache(16), q, k, v, "ssmax", return_max_logits=True), tuple[Tensor, ...])
 assert_type(cache.keys, Tensor | None)
 
 x = torch.randn(2, 10, 64)

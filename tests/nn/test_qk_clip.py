@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 from attnzoo.nn import Attention, MultiheadAttention, QKClip, Transformer, qk_clip_
 from helpers.cases import rand
@@ -170,11 +173,24 @@ W = torch.zeros(8, 5)
         ((W, W, torch.ones(2), 0), ValueError, "threshold must be a finite number > 0, got 0"),
         ((W, W, torch.ones(2), "1"), TypeError, "threshold must be a number > 0, got '1'"),
         (([1.0], W, torch.ones(2), 1.0), TypeError, "q_weight must be a tensor, got list"),
+        ((W.int(), W, torch.ones(2), 1.0), TypeError, "q_weight must be fp16, .*, got torch.int32"),
+        ((W, W.long(), torch.ones(2), 1.0), TypeError, "k_weight must be fp16, .* torch.int64"),
+        ((W, W, torch.ones(2).int(), 1.0), TypeError, "max_logits must be fp16, .* torch.int32"),
+        ((W, W.to("meta"), torch.ones(2), 1.0), ValueError, "k_weight must be on .* cpu, got meta"),
+        ((W[:1].expand(8, 5), W, torch.ones(2), 1.0), ValueError, "q_weight must have memory"),
+        ((W, W[:, :1].expand(8, 5), torch.ones(2), 1.0), ValueError, "k_weight must have memory"),
     ],
 )
 def test_wrong_matrices_raise(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         qk_clip_(*arguments)
+
+
+def test_an_error_leaves_both_matrices_unchanged() -> None:
+    keys = torch.ones(8, 5)
+    with pytest.raises(ValueError, match="q_weight must have memory"):
+        qk_clip_(torch.ones(1, 5).expand(8, 5), keys, torch.full((2,), 9.0), 1.0)
+    assert torch.equal(keys, torch.ones(8, 5))
 
 
 @pytest.mark.parametrize(
@@ -188,6 +204,11 @@ def test_wrong_matrices_raise(arguments: Any, error: type[Exception], message: s
             MultiheadAttention(16, 2, wrapper="differential"),
             ValueError,
             "no wrapper with several maps per head, got Differential",
+        ),
+        (
+            Transformer(7, 16, 2, 1, wrapper="qassmax"),
+            ValueError,
+            "no wrapper that makes the queries nonlinear in W_q x, got QASSMax",
         ),
     ],
 )
@@ -203,8 +224,98 @@ def test_a_replaced_attention_raises() -> None:
     layer = MultiheadAttention(8, 2)
     clip = QKClip(layer, 1.0)
     layer.attend = layer.new_attend("ssmax")
-    with pytest.raises(ValueError, match="attention of layer 0 was replaced: make a new QKClip"):
+    with pytest.raises(ValueError, match="attention of layer 0 records no logits: it was replaced"):
         clip.step()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "weight_norm": lambda x: parametrizations.weight_norm(x, "in_proj_weight"),
+    "pruned": lambda x: prune.l1_unstructured(x, "in_proj_weight", 0.5),
+    "pruned bias": lambda x: prune.l1_unstructured(x, "in_proj_bias", 0.5),
+    "separate": lambda x: parametrizations.weight_norm(x, "k_proj_weight"),
+    "qkv": lambda x: parametrizations.weight_norm(x.layers[1].qkv),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_matrices_that_are_computed_raise(change: str) -> None:
+    model: nn.Module = MultiheadAttention(8, 2, kdim=4 if change == "separate" else None)
+    if change == "qkv":
+        model = Transformer(7, 8, 2, 2)
+    clip = QKClip(model, 1.0)
+    CHANGES[change](model)
+    message = "model must have a plain parameter .*, got a .* that is pruned, parametrized"
+    with pytest.raises(ValueError, match=message):
+        clip.step()
+    clip.remove()
+    with pytest.raises(ValueError, match=message):
+        QKClip(model, 1.0)
+    assert all(x.max_logits is None for x in model.modules() if isinstance(x, Attention))
+
+
+def test_shared_matrices_raise() -> None:
+    model: Any = Transformer(7, 8, 2, 2)
+    model.layers[1].qkv.weight = model.layers[0].qkv.weight
+    with pytest.raises(ValueError, match="must not have layers that share parameters, such as wei"):
+        QKClip(model, 1.0)
+    layer = MultiheadAttention(8, 2, vdim=4)
+    layer.k_proj_weight = layer.q_proj_weight
+    with pytest.raises(ValueError, match="share parameters, such as k_proj_weight"):
+        QKClip(layer, 1.0)
+
+
+def test_a_layer_that_is_used_twice_is_scaled_once() -> None:
+    model: Any = grown(Transformer(7, 8, 2, 2), by=1.5)
+    model.layers[1] = model.layers[0]
+    (before,) = maxima(model, TOKENS)
+    clip, weight = QKClip(model, float(before.min()) / 2), model.layers[0].qkv.weight
+    queries = weight[:8].clone()
+    model(TOKENS)
+    clip.step()
+    factors = (clip.threshold / before).sqrt().repeat_interleave(4)
+    assert torch.allclose(weight[:8], factors[:, None] * queries)
+
+
+def test_a_state_cache_in_training_mode_raises() -> None:
+    model = Transformer(7, 8, 2, 1, variant="taylor")
+    clip = QKClip(model, 1.0)
+    with pytest.raises(ValueError, match="QKClip does not support a StateCache in training mode"):
+        model(TOKENS, caches=model.new_caches(16))
+    model.eval()(TOKENS, caches=model.new_caches(16))
+    clip.remove()
+    model.train()(TOKENS, caches=model.new_caches(16))
+
+
+def test_a_sharded_sequence_in_training_mode_raises() -> None:
+    layer = MultiheadAttention(8, 2)
+    QKClip(layer, 1.0)
+    layer.attend.sharding = object()  # pyright: ignore
+    x = rand(4, 1, 8).float()
+    with pytest.raises(ValueError, match="QKClip does not support a sharded sequence in training"):
+        layer(x, x, x, need_weights=False)
+
+
+def test_remove_ends_the_recording() -> None:
+    layer = MultiheadAttention(8, 2)
+    clip = QKClip(layer, 1.0)
+    clip.remove()
+    x = rand(4, 1, 8).float()
+    layer(x, x, x)
+    assert layer.attend.max_logits is None
+    for call in (clip.step, lambda: clip.max_logits):
+        with pytest.raises(ValueError, match=r"records no logits.*remove\(\) was called"):
+            call()
+
+
+def test_copies_do_not_record() -> None:
+    layer = MultiheadAttention(8, 2, batch_first=True, variant="ssmax")
+    QKClip(layer, 1.0)
+    x = rand(1, 4, 8).float()
+    out = layer(x, x, x)[0]
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(x, x, x)[0], out)
+        assert twin.attend.max_logits is None
+    assert layer.attend.max_logits is not None
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ class Wrapper(nn.Module):
     gates = 0
     positional = False  # whether the output depends on which of the keys is that of the query
     length_gain = False  # whether the wrapper scales queries by the number of keys
+    nonlinear_queries = False  # whether the queries of the attention are nonlinear in q
 
     def __init__(
         self,

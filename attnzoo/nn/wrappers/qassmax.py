@@ -54,6 +54,7 @@ class QASSMax(Wrapper):
     """
 
     length_gain = True
+    nonlinear_queries = True
 
     def __init__(
         self,

@@ -172,3 +172,17 @@ def short_log2(x):
     return tl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def row_peaks(r):
+    """Return the maximum of each row, NaN if an entry is NaN."""
+    if INTERPRETED:  # it runs functions given to tl.reduce entry by entry
+        has_nan = tl.max((r != r).to(tl.int32), 1) > 0
+        return tl.where(has_nan, float("nan"), tl.max(r, 1))
+    return tl.reduce(r, 1, larger)

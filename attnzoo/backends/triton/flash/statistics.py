@@ -15,7 +15,7 @@ from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.fold import factor_out, factored
 from attnzoo.backends.triton.common.groups import MaskStrides, Matrix, Scoring, Side, Size
 from attnzoo.backends.triton.common.scores import capped, load_head, load_vectors, out_of_unit
-from attnzoo.backends.triton.common.tile import load_block, load_queries, times
+from attnzoo.backends.triton.common.tile import larger, load_block, load_queries, row_peaks, times
 from attnzoo.backends.triton.flash.segments import blocks_of_keys
 
 RUNTIME = (
@@ -80,7 +80,7 @@ def _add_keys(
         product = capped(product, scoring.terms.inner, tile.PRECISION)
         s, scaled = factored(product, factor, i, j, scoring, rule, EDGE, HIDES)
         if ONLY_PEAK:
-            m = tl.maximum(m, tl.max(s, 1) * scaled)
+            m = larger(m, row_peaks(s) * scaled)
         else:
             m, z, t = add_scores(m, z, t, s, scaled, HIDES)
     return m, z, t

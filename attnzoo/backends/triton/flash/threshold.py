@@ -27,7 +27,7 @@ from attnzoo.backends.triton.common.groups import (
     Size,
 )
 from attnzoo.backends.triton.common.scores import capped, load_head, load_vectors, scores
-from attnzoo.backends.triton.common.tile import INTERPRETED, load_block, load_queries, times
+from attnzoo.backends.triton.common.tile import larger, load_block, load_queries, row_peaks, times
 from attnzoo.backends.triton.flash.segments import blocks_of_keys
 
 # A step is the last one of a query if |Z − 1| ≤ RESIDUAL before the step. Convergence is quadratic,
@@ -139,20 +139,6 @@ def threshold(
     tl.debug_barrier()  # as above, for the last list
     for n in range(length):
         tl.store(live + tl.load(blocks + n), 1)
-
-
-@triton.jit
-def larger(x, y):
-    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def row_peaks(r):
-    """Return the maximum of each row, NaN if an entry is NaN."""
-    if INTERPRETED:  # it runs functions given to tl.reduce entry by entry
-        has_nan = tl.max((r != r).to(tl.int32), 1) > 0
-        return tl.where(has_nan, float("nan"), tl.max(r, 1))
-    return tl.reduce(r, 1, larger)
 
 
 @triton.jit
