@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import linear, logsigmoid, softplus
-from transformers import AutoModelForCausalLM, DynamicCache, VideoMAEConfig, VideoMAEModel
+from transformers import (
+    AutoModelForCausalLM,
+    CTRLConfig,
+    CTRLLMHeadModel,
+    DynamicCache,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    VideoMAEConfig,
+    VideoMAEModel,
+)
 
 import attnzoo
 from attnzoo.integrations.transformers import convert, from_config, from_pretrained, revert
@@ -153,6 +164,24 @@ def test_generates_the_same_with_and_without_a_cache(which: str, make: Any) -> N
     assert torch.equal(generate(model, num_beams=3), beams)
 
 
+SIZES = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+OTHER_KEYWORD: dict[str, Any] = {
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL, initializer_range=0.3)),
+    "gpt_bigcode": lambda: GPTBigCodeForCausalLM(GPTBigCodeConfig(**SIZES)),
+    "ctrl": lambda: CTRLLMHeadModel(CTRLConfig(**SIZES, dff=64)),
+}
+
+
+@pytest.mark.parametrize("which", OTHER_KEYWORD)
+def test_goes_on_where_the_cache_has_another_keyword(which: str) -> None:
+    model = projecting("per key", lambda: OTHER_KEYWORD[which]().eval())
+    with torch.no_grad():
+        full = model(ids()).logits
+        cache = model(ids()[:, :7], use_cache=True).past_key_values
+        continued = model(ids()[:, 7:], past_key_values=cache).logits
+    assert torch.allclose(continued, full[:, 7:], atol=1e-5)
+
+
 def test_a_cropped_cache_goes_on() -> None:
     model, cache = projecting("per key"), DynamicCache()
     with torch.no_grad():
@@ -163,18 +192,29 @@ def test_a_cropped_cache_goes_on() -> None:
     assert torch.allclose(continued, full[:, 6:], atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_cache_does_not_round(dtype: torch.dtype) -> None:
-    """The gates of earlier tokens are those of the call that made them, in fp32 or fp64."""
-    model, cache = projecting("per key").to(dtype), DynamicCache()
-    first = [call[2]["log_gates"] for call in calls_of(model, ids(), past_key_values=cache)]
-    second = calls_of(model, ids(1), past_key_values=cache)
+@pytest.mark.parametrize("kv", [2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.bfloat16, False), (torch.float16, False), (torch.float64, False),
+     (torch.bfloat16, True), (torch.float16, True)],
+)  # fmt: skip
+def test_a_cache_does_not_round(dtype: torch.dtype, autocast: bool, kv: int) -> None:
+    """The gates of earlier tokens are those of the call that made them, in fp32 or fp64.
+
+    Under autocast the keys are in fp32, because of the rotary encoding, and the values are not.
+    """
+    of_model = torch.float32 if autocast else dtype
+    model = projecting("per key", lambda: llama(num_key_value_heads=kv).to(of_model))
+    cache = DynamicCache()
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        first = [call[2]["log_gates"] for call in calls_of(model, ids(), past_key_values=cache)]
+        second = calls_of(model, ids(1), past_key_values=cache)
     for before, (_, (_, _, values), options, _) in zip(first, second, strict=True):
         gates = options["log_gates"]
         assert gates.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert gates.shape == (2, 4, 13)
         assert torch.equal(gates[..., :12], before)
-        assert values.shape == (2, 2, 13, 8)
+        assert values.shape == (2, kv, 13, 8)
 
 
 # ------------------------------------------------------------------ other conversions
@@ -290,6 +330,17 @@ def test_unsupported_caches_raise() -> None:
     quantized.layers = [kind(), kind()]
     with pytest.raises(ValueError, match="keep all digits of log_gates, got a Quantized"):
         model(ids(), past_key_values=quantized)
+
+
+def test_a_cache_in_another_dtype_raises() -> None:
+    """Autocast to another dtype would convert the bits to other numbers."""
+    model, cache = projecting("per key", gpt2), DynamicCache()
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids(), past_key_values=cache)
+        message = "values in torch.float16, as this call, because it keeps bits of log_gates"
+        with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=message):
+            model(ids(1), past_key_values=cache)
 
 
 def test_a_half_of_an_encoder_decoder_decodes_without_a_cache() -> None:

@@ -148,6 +148,17 @@ def test_n_counts_the_selected_keys(name: str) -> None:
             assert call.log_n < sum(map(math.log, range(1, 13))) / 12
 
 
+def test_the_queries_of_a_head_share_its_selection() -> None:
+    """A mixture of equal queries is the model."""
+    model = convert(family("minimax_m3_vl"), "softmax", wrapper="mixture")
+    with torch.no_grad():
+        for layer in (x for x in model.modules() if "attnzoo" in x._modules):
+            first, second = layer.q_proj.weight.view(4, 2, 8, 32).unbind(1)
+            second.copy_(first)
+        expected = eager(family("minimax_m3_vl"))(ids())[0]
+        assert torch.allclose(model(ids())[0], expected, atol=1e-5)
+
+
 def test_a_model_that_adds_keys_raises() -> None:
     """DeepSeek-V4 concatenates compressed keys, which its mask shows only to its own attention."""
     options: dict[str, Any] = {

@@ -21,6 +21,7 @@ from transformers import (
 
 import attnzoo
 from attnzoo.integrations.transformers import convert, from_config, from_pretrained, revert
+from helpers.hf_hosts import inkling2
 from helpers.hf_models import (
     GQA,
     SMALL,
@@ -163,13 +164,20 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"wrapper": "mixture"},
         ValueError,
         r"wrapper must use one query per head, because GPT2Attention has no torch.nn.Linear with "
-        "32 rows named q_proj, query, q_lin, wq; wrappers that do: differential, laser, output",
+        "32 rows named q_proj, query, q_lin, wq, q; wrappers that do: differential, laser, output",
     ),
     "norm": (
         olmo,
         {"wrapper": "differential_v2"},
         ValueError,
-        "model must run after the conversion, but Olmo2ForCausalLM raised: .*must match",
+        "model must run after the conversion, but Olmo2ForCausalLM raised: .*must match.*"
+        "; a model that computes with .* needs a wrapper with one query per head: differential, l",
+    ),
+    "gain": (
+        inkling2,
+        {"variant": "sink", "wrapper": "mixture"},
+        ValueError,
+        "Inkling2ForCausalLM raised: .* needs a wrapper with one query per head: differential,",
     ),
     "tied": (
         lambda: tied(),

@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    T5Config,
+    T5Model,
 )
 
 from attnzoo.integrations.transformers import convert, revert
@@ -97,6 +99,23 @@ def test_a_gate_of_one_half_halves_the_output() -> None:
 def test_a_mixture_of_one_is_the_model() -> None:
     model = convert(bert(), "softmax", wrapper=("mixture", {"components": 1}))
     assert torch.allclose(outputs(model), outputs(bert()), atol=1e-6)
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1}
+    return T5Model(T5Config(**sizes, num_heads=4, dropout_rate=0.0)).eval()
+
+
+def test_a_mixture_of_equal_queries_is_the_model() -> None:
+    """T5 names the layer of its queries q, and its bias per head is that of both queries."""
+    model = convert(t5(), "softmax", wrapper="mixture")
+    with torch.no_grad():
+        for layer in (x for x in model.modules() if "attnzoo" in x._modules):
+            first, second = layer.q.weight.view(4, 2, 8, 32).unbind(1)
+            second.copy_(first)
+        inputs = {"input_ids": ids(), "decoder_input_ids": ids(5)}
+        assert torch.allclose(model(**inputs)[0], t5()(**inputs)[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("which", EACH)

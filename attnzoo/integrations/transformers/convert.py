@@ -44,6 +44,7 @@ from attnzoo.integrations.transformers.spec import (
     write_specs,
 )
 from attnzoo.integrations.transformers.wrapped import (
+    ONE_QUERY,
     check_hidden_states,
     check_query_layer,
     dtype_of,
@@ -182,7 +183,7 @@ def convert(
     with undone(undo):
         attach(model, children, undo)
         set_implementations(model, NAME, idle)
-        _run_once(model, batch)
+        _run_once(model, batch, children)
         write_specs(model, before)
         if warn:
             warn_of_training(model, chosen, wrapper, start)
@@ -230,12 +231,20 @@ def undone(undo: list[Callable[[], None]]) -> Iterator[None]:
         raise
 
 
-def _run_once(model: Any, batch: dict[str, Any]) -> None:
+def _run_once(
+    model: Any, batch: dict[str, Any], children: Mapping[str, Attention | Wrapper]
+) -> None:
     try:
         run_model(model, [batch])
     except Exception as error:
+        hint = ""
+        if isinstance(error, RuntimeError) and any(x.queries > 1 for x in children.values()):
+            hint = (
+                "; a model that computes with the queries of each head before its attention needs "
+                f"a wrapper with one query per head: {ONE_QUERY}"
+            )
         raise ValueError(
-            f"model must run after the conversion, but {type(model).__name__} raised: {error}"
+            f"model must run after the conversion, but {type(model).__name__} raised: {error}{hint}"
         ) from error
 
 

@@ -132,7 +132,8 @@ def attend(
     if sharding is not None:
         mask = _for_shards(module, mask, query, sharding, kwargs)
     keys = key.shape[2]
-    mask = with_selection(module, mask, query.shape[1], keys, kwargs)
+    heads = query.shape[1] // getattr(child, "queries", 1)
+    mask = with_selection(module, mask, heads, keys, kwargs)
     arguments = bias_options(
         module, mask, attention_mask, kwargs.get("position_bias"), query.shape[2], keys,
         sharding is not None,
@@ -146,7 +147,6 @@ def attend(
         "scale": scaling, "dropout_p": dropout, "enable_gqa": key.shape[1] != query.shape[1],
     }  # fmt: skip
     softcap, sinks = kwargs.get("softcap"), _sinks(kwargs)
-    heads = query.shape[1] // getattr(child, "queries", 1)
     if calls is not None:
         log_n, rows = _log_n(query, key, value, options)
         dims = query.shape[-1], value.shape[-1]

@@ -12,7 +12,9 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from attnzoo.nn.projections import Projections
 
-CACHE = "past_key_values"  # the keyword of attention modules for their cache
+# Keywords of attention modules for their cache: the second is that of GPT-NeoX and GPT-BigCode.
+CACHES = ("past_key_values", "layer_past")
+CACHE = CACHES[0]  # what models and messages call it
 STORED = "attnzoo_stored"  # the keyword that hands a `CacheWithParameters` to attention functions
 WAY_OUT = "pass use_cache=False, or give convert the parameter as a number or a tensor (H,)"
 
@@ -55,16 +57,19 @@ class CacheWithParameters:
     ) -> tuple[Tensor, Tensor]:
         """Appends the next tokens, and returns the keys and values of all tokens."""
         names = per_key_names(self.child)
+        # Under autocast rotary encodings make fp32 keys, and a cache gives the values their dtype.
+        dtype = torch.promote_types(key_states.dtype, value_states.dtype)
+        value_states = value_states.to(dtype)
         made = self.child.projected(self.hidden, self.hidden)
         columns = torch.cat(
             [_as_features(made[name].detach(), value_states) for name in names], dim=-1
         )
         features = value_states.shape[-1]
-        self._check(layer_idx, features + columns.shape[-1])
+        self._check(layer_idx, features + columns.shape[-1], dtype)
         keys, values = self.cache.update(
             key_states, torch.cat([value_states, columns], dim=-1), layer_idx, *args, **kwargs
         )
-        self._check(layer_idx, features + columns.shape[-1])
+        self._check(layer_idx, features + columns.shape[-1], dtype)
         stored = values[..., features:].detach().chunk(len(names), dim=-1)
         self.made = made
         self.per_key = {
@@ -73,7 +78,7 @@ class CacheWithParameters:
         }
         return keys, values[..., :features]
 
-    def _check(self, layer_idx: int, features: int) -> None:
+    def _check(self, layer_idx: int, features: int, dtype: torch.dtype) -> None:
         """Raises if the layer of the cache cannot keep the parameters, or was filled without."""
         if layer_idx >= len(self.cache.layers):
             return  # a dynamic cache has a layer after its first update
@@ -89,6 +94,12 @@ class CacheWithParameters:
             raise ValueError(
                 f"{CACHE} must have been filled by the converted model, with {features} features "
                 f"per value, got {values.shape[-1]}: start with a new cache"
+            )
+        if isinstance(values, Tensor) and values.dim() == 4 and values.dtype != dtype:
+            names = ", ".join(per_key_names(self.child))
+            raise ValueError(
+                f"{CACHE} must have values in {dtype}, as this call, because it keeps bits of "
+                f"{names}, got {values.dtype}: start with a new cache"
             )
 
 
@@ -106,8 +117,9 @@ def _all_tokens(name: str, stored: Tensor, present: Tensor) -> Tensor:
 
 def _as_features(x: Tensor, values: Tensor) -> Tensor:
     """(B, H, N) as features (B, Hkv, N, ·) in the dtype of the values, without a rounding."""
-    grouped = rearrange(x, "b (kv group) n -> b kv n group", kv=values.shape[1]).contiguous()
-    return grouped.view(values.dtype)
+    grouped = rearrange(x, "b (kv group) n -> b kv n group", kv=values.shape[1])
+    # A view as another dtype needs stride 1, which `contiguous` does not give to a dimension of 1.
+    return grouped.reshape(-1).view(values.dtype).view(*grouped.shape[:-1], -1)
 
 
 def _from_features(stored: Tensor, like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attnzoo.core.checks import DTYPES
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.per_key import (
-    CACHE,
+    CACHES,
     STORED,
     WAY_OUT,
     CacheWithParameters,
@@ -25,7 +25,8 @@ from attnzoo.integrations.transformers.per_key import (
 from attnzoo.nn import WRAPPERS, Attention, Wrapper, host_attention
 from attnzoo.nn.projections import Projections, split_projected
 
-QUERY_LAYERS = ("q_proj", "query", "q_lin", "wq")  # names of the layer that makes the queries
+QUERY_LAYERS = ("q_proj", "query", "q_lin", "wq", "q")  # names of the layer that makes the queries
+ONE_QUERY = ", ".join(name for name, kind in WRAPPERS.items() if kind.queries == 1)
 HIDDEN = "attnzoo_hidden_states"  # the keyword that hands them to the attention function
 
 
@@ -101,8 +102,11 @@ def pass_hidden_states(
     """A hook before forward. Attention modules hand keywords on to their attention function."""
     hidden = hidden_states(args, kwargs)
     kwargs = {**kwargs, HIDDEN: hidden}
-    stored = stored_in(kwargs.get(CACHE), module._modules.get(NAME), hidden)
-    return args, kwargs if stored is None else {**kwargs, CACHE: stored, STORED: stored}
+    for name in CACHES:
+        stored = stored_in(kwargs.get(name), module._modules.get(NAME), hidden)
+        if stored is not None:
+            return args, {**kwargs, name: stored, STORED: stored}
+    return args, kwargs
 
 
 def from_hidden_states(
@@ -198,11 +202,10 @@ def query_layer(module: nn.Module, child: Attention | Wrapper | None) -> nn.Line
         layer = module._modules.get(name)
         if type(layer) is nn.Linear and layer.out_features == rows:
             return layer
-    able = [name for name, kind in WRAPPERS.items() if kind.queries == 1]
     raise ValueError(
         f"wrapper must use one query per head, because {type(module).__name__} has no "
         f"torch.nn.Linear with {rows} rows named {', '.join(QUERY_LAYERS)}; wrappers that do: "
-        f"{', '.join(able)}"
+        f"{ONE_QUERY}"
     )
 
 
