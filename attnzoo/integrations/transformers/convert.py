@@ -204,7 +204,7 @@ def _child(
     params = params | {name: value for name, value in identity.items() if name != sink}
     check_logits(call, variant)
     entry = wrapper_entry(wrapper, call)
-    check_gain(variant, entry and entry["name"], call.module)
+    check_gain(variant, None if entry is None else entry["name"], call.module)
     options = {
         "learn": _learned(variant, learn, identity, sink), "softcap": call.softcap,
         "given": () if sink is None else (sink,), "head_dim": call.qk_dim, **params,
