@@ -97,6 +97,7 @@ def test_generated_folders_are_ignored_by_git() -> None:
     assert {".venv/", "/results/", "__pycache__/", ".pytest_cache/", ".ruff_cache/"} <= set(ignored)
 
 
+@pytest.mark.slow
 def test_import_without_transformers_or_with_an_old_version_raises() -> None:
     code = (
         "import importlib.metadata, importlib.util, sys, attnzoo\n"

@@ -118,6 +118,7 @@ def test_decode_reads_keys_once(variant: str) -> None:
     assert count == FORWARD // N
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 def test_linear_forms_are_counted_linearly() -> None:
     def count(backend: str, n: int, is_causal: bool, backward: bool) -> int:

@@ -49,6 +49,7 @@ def test_compile_writes_resource_usage_to_json(tmp_path: Path) -> None:
         "exp D=64 fp32",
         "exp D=64 bf16 all",
         "exp D=64 bf16 mask",
+        "exp D=64 bf16 peak",
         "exp D=64 bf16 softcap",
         "exp D=64 bf16 fp32 mask",
     ]

@@ -61,6 +61,7 @@ def rows(session: Session) -> list[str]:
     return [line["row"] for line in journal.read(session.journal) if "row" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["hang", "crash", "lose", "raise"])
 def test_items_after_one_that_ends_the_process_are_measured(bad: str, tmp_path: Path) -> None:
     stage_session = session(tmp_path)
@@ -135,6 +136,7 @@ def test_items_that_all_hang_do_not_use_up_the_session(tmp_path: Path) -> None:
     assert len([line for line in lines(stage_session) if "failed" in line]) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )

@@ -22,6 +22,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_table_and_file_list_every_variant_with_a_form_and_direction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

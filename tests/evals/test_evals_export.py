@@ -189,6 +189,7 @@ def test_latex_compiles(tmp_path: Path) -> None:
     assert (tmp_path / "page.pdf").exists()
 
 
+@pytest.mark.slow
 def test_figures_are_valid_and_reproducible(folder: Path, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     assert exported(folder, "--figures", "png,svg,pdf", "--out", str(one)) == 0

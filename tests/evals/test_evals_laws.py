@@ -37,6 +37,7 @@ def test_every_law_holds_and_is_printed(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(line["failed"] == "0" for line in lines)
 
 
+@pytest.mark.slow
 def test_option_variants_selects_the_laws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
 
 
+@pytest.mark.slow
 def test_tensorboard_has_a_folder_per_training_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +56,7 @@ def test_tensorboard_has_a_folder_per_training_run(
     assert ("test/accuracy", 16) in calls
 
 
+@pytest.mark.slow
 def test_each_training_run_is_a_wandb_run_with_its_own_axes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,6 +195,7 @@ def test_output_has_a_plan_a_line_per_run_a_score_table_and_the_report(
     assert report == f"Report: {tmp_path / TASK / 'report.html'}"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_verbose_prints_all_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--preset", "paper", "--variants", "softmax,softmax->adaptive_temperature"]

@@ -168,6 +168,7 @@ def graphs_over(
 FEW_GRAPHS = [v if v == "sink" else pytest.param(v, marks=pytest.mark.slow) for v in WITH_FORMS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", FEW_GRAPHS)
 def test_tiled_compiles_few_graphs_for_all_lengths(variant: str) -> None:
     """Three graphs suffice: for the first length, for few scores and for many scores."""
@@ -245,6 +246,7 @@ def register(name: str, forms: Any) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_registry")
 def test_activations_with_the_same_name_are_distinguished() -> None:
     q, k, v = (rand(1, 2, 9, 4, seed=i).requires_grad_() for i in range(3))
@@ -261,6 +263,7 @@ def test_activations_with_the_same_name_are_distinguished() -> None:
             assert torch.allclose(have, want)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_registry")
 def test_activation_created_in_a_compiled_call_raises_where_it_is_needed() -> None:
     q, k, v = (rand(1, 2, 9, 4, seed=i).float() for i in range(3))

@@ -178,6 +178,7 @@ OF_TOKENS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_TOKENS)
 def test_output_layers_export_with_any_number_of_tokens(name: str) -> None:
     model = Function(OF_TOKENS[name]).requires_grad_(False)
@@ -191,6 +192,7 @@ def test_output_layers_export_with_any_number_of_tokens(name: str) -> None:
         torch.testing.assert_close(program(*example(tokens)), model(*example(tokens)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longest", [7, torch.tensor(7)], ids=["int", "tensor"])
 def test_packed_sequences_export_with_any_number_of_tokens(longest: Any) -> None:
     def attend(x: Tensor, ends: Tensor, most: Any) -> Tensor:

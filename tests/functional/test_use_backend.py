@@ -221,6 +221,7 @@ def test_context_inside_of_compiled_code() -> None:
     assert attnzoo.explain(q, k, v, "sink", b=0.1).chosen == "tiled"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [True, False])
 def test_export_follows_the_choice(strict: bool) -> None:
     layer, args = Attention("sink", 2), tuple(inputs())

@@ -137,7 +137,10 @@ def make(row: dict[str, Any], seed: int = 0) -> Inputs:
     if row["weight"]:
         weight = rand(classes, seed=seed + 4).abs()
         weight[classes // 2] = 0.0
-        weight[int(target.flatten()[0])] = 0.5  # so that not all weights are 0
+        first = 1 if row["ignored"] == "class 0" else 0
+        counted = target[target >= first]
+        if counted.numel():
+            weight[int(counted.flatten()[0])] = 0.5  # so that not all weights are 0
         options["weight"] = weight.to(dtype)
     if row["ignored"] == "some":
         target.view(-1)[1::3] = -100

@@ -144,6 +144,7 @@ def test_the_model_computes_the_logits_of_one_token(tmp_path: Path) -> None:
     assert not model.lm_head._forward_pre_hooks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [llama, pytest.param(t5, marks=pytest.mark.slow)], ids=["llama", "t5"]
 )

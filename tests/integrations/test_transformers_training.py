@@ -17,6 +17,7 @@ from helpers.hf_models import ids, llama, quiet
 pytestmark = [quiet, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
+@pytest.mark.slow
 def test_trainer_with_parameter_groups_does_not_decay_scales(tmp_path: Path) -> None:
     """The weight decay is so large that a decayed scale would move by far more than 1e-2."""
     model = convert(llama(), "ssmax", s=0.5)
@@ -112,6 +113,7 @@ def test_trainer_mixin_and_parameter_groups_follow_one_rule() -> None:
     }
 
 
+@pytest.mark.slow
 def test_trainer_mixin_trains_and_does_not_decay_scales(tmp_path: Path) -> None:
     """The weight decay is so large that a decayed scale would move by far more than 1e-2."""
     model = convert(llama(), "ssmax", s=0.5)

@@ -181,6 +181,7 @@ def test_perturbed_losses_agree_with_those_of_a_cpu(
         torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", some(LOSSES))
 def test_a_loss_holds_at_most_five_tensors_of_a_chunk(
     variant: str, monkeypatch: pytest.MonkeyPatch
@@ -201,6 +202,7 @@ def test_a_loss_holds_at_most_five_tensors_of_a_chunk(
     assert used - 4 * (x.numel() + e.numel()) <= 5 * 4 * logits
 
 
+@pytest.mark.slow
 def test_perturbed_losses_hold_few_tensors_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "CPU", ())
     assert perturb_max.LARGE_BLOCK <= chunks.LARGE // 8

@@ -19,6 +19,7 @@ def test_peak_of_measures_memory() -> None:
     assert 2**21 <= peak_of(lambda: (x @ e.mT).logsumexp(-1)) < 3 * 2**21 + 2**16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", some(LOSSES, ("softmax",)))
 def test_memory_is_at_most_an_eighth_of_the_logits(variant: str, reduction: str) -> None:

@@ -200,6 +200,7 @@ def test_a_cluster_without_targets_gets_no_gradient_as_in_torch() -> None:
     assert all(p.grad is None for p in second.parameters())
 
 
+@pytest.mark.slow
 def test_memory_is_at_most_an_eighth_of_the_logits() -> None:
     """The gradients are not counted."""
     tokens, classes = 2048, 16000

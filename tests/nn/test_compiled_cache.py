@@ -63,6 +63,7 @@ def test_masks_and_segments_of_all_tokens_compile_two_graphs(name: str) -> None:
     assert graphs.frame_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["sink", pytest.param("taylor", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_attention_compiles_two_graphs(variant: str) -> None:

@@ -333,6 +333,7 @@ def test_float_masks_whose_values_cannot_be_read() -> None:
     assert call(later.to("meta")).shape == (1, 5, 16)
 
 
+@pytest.mark.slow
 def test_compiles_as_one_graph() -> None:
     layer = MultiheadAttention(16, 4, batch_first=True, variant="ssmax")
     x = rand(2, 9, 16).float()

@@ -198,6 +198,7 @@ def test_another_variant_in_sharded_layers_raises(mesh: Any) -> None:
     assert [layer.self_attn.attend.variant for layer in model.layers] == ["ssmax", "ssmax"]
 
 
+@pytest.mark.slow
 def test_a_compiled_encoder_runs_the_new_layers() -> None:
     model, x = encoder(enable_nested_tensor=False), rand(2, 5, 16).float()
     compiled = torch.compile(model, backend="eager")
