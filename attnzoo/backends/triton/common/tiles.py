@@ -86,10 +86,11 @@ OVERRIDES: dict[int, dict[tuple[str, str], Row]] = {
     },
     100: {
         ("plain", "forward"): {
-            64: full(128, 64, 8, 2), 128: Config(128, 128, 8, 2), 256: Config(64, 64, 4, 2),
+            64: full(128, 64, 8, 2), 128: full(128, 128, 8, 2), 256: Config(64, 64, 4, 2),
         },
         ("plain", "dq"): {128: full(128, 64, 8, 2), 256: Config(64, 64, 8, 1)},
         ("plain", "dkdv"): {128: full(64, 128, 8, 2), 256: Config(64, 64, 8, 1)},
+        ("plain", "decode"): {64: full(16, 128, 8, 3), 128: full(16, 64, 4, 3)},
         ("safe", "dq"): {128: full(64, 32, 8, 2)},
     },
 }  # fmt: skip
