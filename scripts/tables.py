@@ -89,7 +89,7 @@ def versions_table(root: Path = ROOT) -> str:
     tested = {"python": [version for version in pythons if "." in version]}
     for entry in chain(project["dependencies"], *project["optional-dependencies"].values()):
         package = Requirement(entry)
-        required |= {package.name: bound.version for bound in package.specifier}
+        required.update((package.name, bound.version) for bound in package.specifier)
     for line in "".join((root / file).read_text() for file in CONSTRAINTS).splitlines():
         if line and not line.startswith("#"):
             package = Requirement(line)
