@@ -95,12 +95,13 @@ def publish(
         to / f"{name}.csv": _summary(rows),
         to / f"{name}.json": _json(made),
     }
+    figures = {figure: figure_path(to, name, figure) for figure in FIGURES}
     if is_pretrained(rows[0]):
-        for figure in FIGURES:  # the documentation would show an old one above the new table
-            figure_path(to, name, figure).unlink(missing_ok=True)
         for figure, _, drawn in pretrained_plots.figures(pretrained.groups(rows)[0]):
-            if figure in FIGURES:
-                written[figure_path(to, name, figure)] = png(drawn)
+            if figure in figures:
+                written[figures.pop(figure)] = png(drawn)
+        for path in figures.values():  # the documentation would show it above the new table
+            path.unlink(missing_ok=True)
     for path, content in written.items():
         write_whole(path, content)
     return list(written)
