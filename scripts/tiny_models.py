@@ -24,8 +24,8 @@ PREFERRED = (
     "ForPreTraining",
 )  # fmt: skip
 
-# (pattern of the name of a field, largest value). The first pattern that matches counts. None stands
-# for the number of layers.
+# (pattern of the name of a field, largest value). The first pattern that matches counts.
+# None stands for the number of layers.
 LIMITS = [
     (r"num_kv_shared_layers", 0),
     (r".*(layers|blocks|depths?)|n_layer", None),

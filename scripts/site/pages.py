@@ -69,14 +69,17 @@ def parameters(variant: attnzoo.Variant) -> str:
 
 def backends(variant: attnzoo.Variant) -> str:
     """A table of the candidates that `attnzoo.explain` lists for each of `CALLS`."""
-    plans = {title: explained(variant, *options) for title, options in CALLS.items()}
-    pairs = dict.fromkeys(
-        (c.backend, c.form.kind) for plan in plans.values() for c in plan.candidates
-    )
-    rows = [("backend", "form", *plans)]
-    for pair in pairs:
-        rows.append((f"`{pair[0]}`", pair[1], *(answer(plan, *pair) for plan in plans.values())))
-    return markdown(rows)
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for title, options in CALLS.items():
+        first = "**first**"
+        for candidate in explained(variant, *options).candidates:
+            row = cells.setdefault((f"`{candidate.backend}`", candidate.form.kind), {})
+            if candidate.reason is not None:
+                row.setdefault(title, facts.prose(candidate.reason))
+            else:
+                row[title], first = first, "yes"
+    rows = [(*pair, *(row.get(title, "–") for title in CALLS)) for pair, row in cells.items()]
+    return markdown([("backend", "form", *CALLS), *rows])
 
 
 def explained(
@@ -91,22 +94,13 @@ def explained(
         return attnzoo.explain(q, k, v, variant.name, is_causal=True, **required(variant.name))
 
 
-def answer(plan: attnzoo.Plan, backend: str, kind: str) -> str:
-    able = [(c.backend, c.form.kind) for c in plan.candidates if c.reason is None]
-    if (backend, kind) in able:
-        return "**first**" if able[0] == (backend, kind) else "yes"
-    reasons = [c.reason for c in plan.candidates if (c.backend, c.form.kind) == (backend, kind)]
-    return facts.prose(reasons[0] or "") if reasons else "–"
-
-
 def write(folder: Path) -> None:
     """Write the pages and their plots, and remove those of variants that no longer exist."""
     files = {}
     for name in attnzoo.list_variants():
         files[f"{name}.md"] = page(name)
-        pictures = {"row": variant_plots.row_plot, "growth": variant_plots.growth_plot}
-        for which, drawn in pictures.items():
-            svg = drawn(name)
+        for which, plot in variant_plots.PLOTS.items():
+            svg = plot(name)
             files[f"plots/{name}-{which}.svg"] = svg
             files[f"plots/{name}-{which}-dark.svg"] = variant_plots.darkened(svg)
     for path in [*folder.glob("*.md"), *folder.glob("plots/*")]:

@@ -96,3 +96,6 @@ def svg_of(figure: Figure) -> str:
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     return out.getvalue()
+
+
+PLOTS = {"row": row_plot, "growth": growth_plot}
