@@ -171,6 +171,7 @@ def _call(tree: ast.expr, wrappers: bool) -> VariantCall:
 def _arguments(keywords: list[ast.keyword]) -> Arguments:
     arguments: dict[str, Value] = {}
     for keyword in keywords:
+        value: Any
         try:
             value = ast.literal_eval(keyword.value)
         except (ValueError, TypeError):
