@@ -30,10 +30,8 @@ class Table:
 
 def aligned(cells: Sequence[str], widths: Sequence[int], left: Collection[int] = (0,)) -> str:
     """One line of a table. Columns whose index is in ``left`` are left-aligned, others right."""
-    parts = [
-        cell.ljust(width) if i in left else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
+    sides = ("<" if i in left else ">" for i in range(len(cells)))
+    parts = (f"{x:{side}{n}}" for x, side, n in zip(cells, sides, widths, strict=True))
     return "  ".join(parts).rstrip()
 
 

@@ -30,6 +30,7 @@ MEANINGS = {
     "encoder-decoder": "the rules make no valid inputs",
     "random": "its outputs are random",
     "finite": "its outputs or gradients are not finite",
+    "MemoryError": "takes more time or memory than the limits",
     "TimeoutError": "takes more time or memory than the limits",
 }
 RESULT_NAMES = {

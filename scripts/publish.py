@@ -114,18 +114,17 @@ def _files(folder: Path) -> set[Path]:
 
 def _summary(rows: Sequence[Row]) -> str:
     """The CSV of the rows, which must have equal settings."""
+    several: Sequence[Any]
     if is_pretrained(rows[0]):
-        several: Sequence[Any] = pretrained.groups(rows)
-        titles, text = [group.title for group in several], pretrained.summary_csv
+        several, text = pretrained.groups(rows), pretrained.summary_csv
+    elif is_trial(rows[0]):
+        several, text = trial_groups(rows), trials_csv
     else:
-        several, text = (
-            (trial_groups(rows), trials_csv) if is_trial(rows[0]) else (groups(rows), csv_text)
-        )
-        titles = [group.distinction for group in several]
+        several, text = groups(rows), csv_text
     if len(several) > 1:
         raise UsageError(
             f"DIR must have results with equal settings, got {len(several)} groups: "
-            f"{'; '.join(titles)}"
+            + "; ".join(x.title if is_pretrained(rows[0]) else x.distinction for x in several)
         )
     return text(several)
 
