@@ -30,10 +30,8 @@ class Table:
 
 def aligned(cells: Sequence[str], widths: Sequence[int], left: Collection[int] = (0,)) -> str:
     """One line of a table. Columns whose index is in ``left`` are left-aligned, others right."""
-    parts = [
-        cell.ljust(width) if i in left else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
+    sides = ("<" if i in left else ">" for i in range(len(cells)))
+    parts = (f"{x:{side}{n}}" for x, side, n in zip(cells, sides, widths, strict=True))
     return "  ".join(parts).rstrip()
 
 
@@ -68,17 +66,12 @@ def read_tables(text: str) -> list[Table]:
     for line in csv.reader(io.StringIO(text)):
         lines.append(line)
         if len(line) == 1 and len(lines) > 1:  # the note ends a table
-            (title,), header, *rows, (note,) = _checked(lines)
-            tables.append(Table(title, header, rows, note))
+            title, *inner, note = lines
+            widths = {len(row) for row in inner}
+            if len(title) != 1 or len(widths) != 1 or min(widths) < 2:
+                raise ValueError(f"the table {title} must have a title, a header and rows as long")
+            tables.append(Table(title[0], inner[0], inner[1:], note[0]))
             lines = []
     if lines:
         raise ValueError(f"the table {lines[0][:1]} has no note after its rows")
     return tables
-
-
-def _checked(lines: list[list[str]]) -> list[list[str]]:
-    """The lines of one table, if they have one title and equal numbers of at least two cells."""
-    title, *inner, _ = lines
-    if len(title) != 1 or not inner or {len(line) for line in inner} != {max(2, len(inner[0]))}:
-        raise ValueError(f"the table {title[:1]} must have a title, a header and rows as long")
-    return lines

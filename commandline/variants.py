@@ -18,6 +18,7 @@ import attnzoo
 from attnzoo.nn import WRAPPERS
 from commandline.errors import UsageError
 
+EXPECTED = "expected name, name(x=1) or a->b(x=1)"
 Value = int | float | bool | str | None | tuple[float, ...]
 Arguments = tuple[tuple[str, Value], ...]
 
@@ -53,12 +54,8 @@ class VariantCall:
         return None if self.wrapper is None else (self.wrapper[0], dict(self.wrapper[1]))
 
     def __str__(self) -> str:
-        inside = ", ".join(f"{name}={value!r}" for name, value in self.arguments)
-        text = f"{self.name}({inside})" if inside else self.name
-        if self.wrapper is None:
-            return text
-        name, arguments = self.wrapper
-        return f"{name}({', '.join([text, *(f'{key}={x!r}' for key, x in arguments)])})"
+        text = _written(self.name, self.arguments)
+        return text if self.wrapper is None else _written(*self.wrapper, text)
 
     def identity(self) -> dict[str, object]:
         """The name and the parameters as a dict, for the keys under which results are stored.
@@ -73,6 +70,11 @@ class VariantCall:
         name, arguments = self.wrapper
         values = {**WRAPPERS[name].own_arguments(), **dict(arguments)}
         return {**call, "wrapper": name, "wrapper_params": {n: repr(x) for n, x in values.items()}}
+
+
+def _written(name: str, arguments: Arguments, *first: str) -> str:
+    inside = ", ".join([*first, *(f"{key}={value!r}" for key, value in arguments)])
+    return f"{name}({inside})" if inside else name
 
 
 @dataclass(frozen=True)
@@ -90,91 +92,21 @@ class Spec:
         return f"{self.train}->{self.test}" if self.is_substitution else str(self.train)
 
 
-# ------------------------------------------------------------------------------------- parsing
-
-
 def split_list(text: str) -> list[str]:
     """Split at the commas outside parentheses.
 
     >>> split_list("softmax, ssmax(s=0.4, b=1)")
     ['softmax', 'ssmax(s=0.4, b=1)']
     """
-    parts, depth, start = [], 0, 0
-    for position, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            parts.append(text[start:position].strip())
-            start = position + 1
-    return [*parts, text[start:].strip()]
-
-
-def _parse_call(text: str, spec: str, wrappers: bool) -> VariantCall:
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
-        raise UsageError(f"cannot read variant {spec!r}: expected name or name(x=1)") from None
-    return _read_call(tree, spec, wrappers)
-
-
-def _read_call(tree: ast.expr, spec: str, wrappers: bool) -> VariantCall:
-    if isinstance(tree, ast.Name):
-        if wrappers and tree.id in WRAPPERS:
-            raise UsageError(
-                f"cannot read variant {spec!r}: {tree.id} is a wrapper and needs a variant, as in "
-                f"{tree.id}(softmax)"
-            )
-        return VariantCall(tree.id)
-    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
-        raise UsageError(f"cannot read variant {spec!r}: expected name, name(x=1) or a->b(x=1)")
-    name, arguments = tree.func.id, _read_arguments(tree, spec)
-    if not wrappers or name not in WRAPPERS:
-        if tree.args:
-            hint = f"wrappers are {', '.join(WRAPPERS)}"
-            raise UsageError(
-                f"cannot read variant {spec!r}: parameters of {name} must have names, as in "
-                f"{name}(x=1); {hint if wrappers else 'this command does not support wrappers'}"
-            )
-        return VariantCall(name, arguments)
-    if len(tree.args) != 1 or isinstance(tree.args[0], ast.Constant):
-        raise UsageError(
-            f"cannot read variant {spec!r}: {name} needs one variant, as in {name}(softmax)"
-        )
-    inner = _read_call(tree.args[0], spec, wrappers)
-    if inner.wrapper is not None:
-        raise UsageError(f"cannot read variant {spec!r}: a wrapper cannot have a wrapper")
-    possible = WRAPPERS[name].own_arguments()
-    for argument, _ in arguments:
-        if argument not in possible:
-            known = ", ".join(possible) or "none"
-            raise UsageError(
-                f"cannot read variant {spec!r}: {name} has no argument {argument}; it has: {known}"
-            )
-    return replace(inner, wrapper=(name, arguments))
-
-
-def _read_arguments(tree: ast.Call, spec: str) -> Arguments:
-    arguments: list[tuple[str, Value]] = []
-    for keyword in tree.keywords:
-        value: Any
-        try:
-            value = ast.literal_eval(keyword.value)
-        except (ValueError, TypeError):
-            value = ...
-        if keyword.arg is None or not _is_value(value):
-            raise UsageError(
-                f"cannot read variant {spec!r}: the value of {keyword.arg or '**'} must be a "
-                "number, True, False, None, a quoted string, or a tuple of numbers"
-            )
-        if keyword.arg in dict(arguments):
-            raise UsageError(f"cannot read variant {spec!r}: {keyword.arg} is given twice")
-        arguments.append((keyword.arg, value))
-    return tuple(sorted(arguments))
-
-
-def _is_value(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return len(value) > 0 and all(type(x) in (int, float) for x in value)
-    return value is None or isinstance(value, (int, float, bool, str))
+    parts: list[str] = []
+    depth = 0
+    for piece in text.split(","):
+        if depth == 0:
+            parts.append(piece)
+        else:
+            parts[-1] += f",{piece}"
+        depth += piece.count("(") - piece.count(")")
+    return [part.strip() for part in parts]
 
 
 def parse_spec(text: str, wrappers: bool = False) -> Spec:
@@ -186,14 +118,18 @@ def parse_spec(text: str, wrappers: bool = False) -> Spec:
     >>> print(parse_spec("mixture(ssmax(s=0.4), components=3)", wrappers=True))
     mixture(ssmax(s=0.4), components=3)
     """
-    parts = text.split("->")
-    if len(parts) > 2 or not all(part.strip() for part in parts):
-        raise UsageError(f"cannot read variant {text!r}: expected name, name(x=1) or a->b(x=1)")
-    calls = [_parse_call(part, text, wrappers) for part in parts]
-    spec = Spec(calls[0], calls[-1])
-    if spec.train.wrapper != spec.test.wrapper:
-        raise UsageError(f"variant {text!r}: a and b of a->b must have the same wrapper")
-    return spec
+    try:
+        parts = [ast.parse(part.strip(), mode="eval").body for part in text.split("->", 2)]
+        if len(parts) > 2:
+            raise ValueError(EXPECTED)
+        calls = [_call(part, wrappers) for part in parts]
+        if calls[0].wrapper != calls[-1].wrapper:
+            raise ValueError("a and b of a->b must have the same wrapper")
+    except SyntaxError:
+        raise UsageError(f"cannot read variant {text!r}: {EXPECTED}") from None
+    except ValueError as error:
+        raise UsageError(f"cannot read variant {text!r}: {error}") from None
+    return Spec(calls[0], calls[-1])
 
 
 def parse_specs(texts: list[str], wrappers: bool = False) -> list[Spec]:
@@ -205,7 +141,56 @@ def parse_specs(texts: list[str], wrappers: bool = False) -> list[Spec]:
     return specs
 
 
-# ---------------------------------------------------------------------------------- defaults
+def _call(tree: ast.expr, wrappers: bool) -> VariantCall:
+    """The variant of an expression; raises ValueError if it is none."""
+    call = ast.Call(tree, [], []) if isinstance(tree, ast.Name) else tree
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise ValueError(EXPECTED)
+    name, arguments = call.func.id, _arguments(call.keywords)
+    if not wrappers or name not in WRAPPERS:
+        if call.args:
+            hint = f"wrappers are {', '.join(WRAPPERS)}"
+            raise ValueError(
+                f"parameters of {name} must have names, as in {name}(x=1); "
+                f"{hint if wrappers else 'this command does not support wrappers'}"
+            )
+        return VariantCall(name, arguments)
+    if len(call.args) != 1:
+        raise ValueError(f"{name} is a wrapper and needs one variant, as in {name}(softmax)")
+    inner = _call(call.args[0], wrappers)
+    if inner.wrapper is not None:
+        raise ValueError("a wrapper cannot have a wrapper")
+    possible = WRAPPERS[name].own_arguments()
+    for argument, _ in arguments:
+        if argument not in possible:
+            known = ", ".join(possible) or "none"
+            raise ValueError(f"{name} has no argument {argument}; it has: {known}")
+    return replace(inner, wrapper=(name, arguments))
+
+
+def _arguments(keywords: list[ast.keyword]) -> Arguments:
+    arguments: dict[str, Value] = {}
+    for keyword in keywords:
+        value: Any
+        try:
+            value = ast.literal_eval(keyword.value)
+        except (ValueError, TypeError):
+            value = ...
+        if keyword.arg is None or not _is_value(value):
+            raise ValueError(
+                f"the value of {keyword.arg or '**'} must be a number, True, False, None, "
+                "a quoted string, or a tuple of numbers"
+            )
+        if keyword.arg in arguments:
+            raise ValueError(f"{keyword.arg} is given twice")
+        arguments[keyword.arg] = value
+    return tuple(sorted(arguments.items()))
+
+
+def _is_value(value: object) -> bool:
+    if isinstance(value, tuple):
+        return len(value) > 0 and all(type(x) in (int, float) for x in value)
+    return value is None or isinstance(value, (int, float, str))
 
 
 def complete(variant: VariantCall, longest: int) -> VariantCall:
@@ -216,17 +201,16 @@ def complete(variant: VariantCall, longest: int) -> VariantCall:
     """
     if variant.name not in attnzoo.list_variants():
         return variant  # `plan_study` raises the error for an unknown name
-    definition = attnzoo.get_variant(variant.name)
-    example = {} if definition.example is None else definition.example(longest)
-    missing = {
-        param.name: example[param.name]
-        for param in definition.params
-        if param.default is attnzoo.REQUIRED
-        and param.name in example
-        and param.name not in dict(variant.arguments)
-    }
-    arguments = tuple(sorted((dict(variant.arguments) | missing).items()))
-    return replace(variant, arguments=arguments)
+    example = _example(variant.name, longest)
+    params = attnzoo.get_variant(variant.name).params
+    required = {param.name for param in params if param.default is attnzoo.REQUIRED}
+    values = {name: value for name, value in example.items() if name in required}
+    return replace(variant, arguments=tuple(sorted((values | dict(variant.arguments)).items())))
+
+
+def _example(name: str, keys: int) -> dict[str, Any]:
+    example = attnzoo.get_variant(name).example
+    return {} if example is None else example(keys)
 
 
 def names() -> list[str]:
@@ -237,18 +221,12 @@ def names() -> list[str]:
 def every_variant(train_length: int) -> list[str]:
     """A spec of each registered variant: trained, or substituted into a model trained with softmax
     if it is meant for inference only."""
-    return [_default_spec(name, train_length) for name in names()]
-
-
-def _default_spec(name: str, train_length: int) -> str:
-    definition = attnzoo.get_variant(name)
-    if not definition.inference_only:
-        return name
-    example = {} if definition.example is None else definition.example(train_length)
-    return f"softmax->{VariantCall(name, tuple(sorted(example.items())))}"
-
-
-# ------------------------------------------------------------------------------------- plugins
+    specs = {name: name for name in names()}
+    for name in specs:
+        if attnzoo.get_variant(name).inference_only:
+            example = VariantCall(name, tuple(sorted(_example(name, train_length).items())))
+            specs[name] = f"softmax->{example}"
+    return list(specs.values())
 
 
 def load_plugin(path: Path, need_variant: bool = True) -> attnzoo.Plugin:

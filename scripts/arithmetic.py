@@ -22,67 +22,49 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = [
-    f"tests/{name}"
-    for name in "backends core distributed functional integrations losses nn variants".split()
-]
-SETTINGS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-OF_NUMPY = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+FOLDERS = "backends core distributed functional integrations losses nn variants".split()
+VARIABLES = (
+    "ATEN_CPU_CAPABILITY", "MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_CORETYPE",
+    "OPENBLAS_L2_SIZE",
+)  # fmt: skip
 
 
-def torch_settings() -> dict[str, dict[str, str]]:
-    """The environment variables of each setting of ATen and MKL, by the name of the setting."""
-    settings = {
-        "default, 1 thread": {"ATEN_CPU_CAPABILITY": "default"},
-        "avx2, 1 thread": {"ATEN_CPU_CAPABILITY": "avx2"},
-        f"{torch.backends.cpu.get_cpu_capability()}, 2 threads": {},
-        "MKL compatible, 1 thread": {"MKL_CBWR": "COMPATIBLE"},
-    }
-    for name, values in settings.items():
-        threads = name.split(", ")[1][0]
-        values.update(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads)
-    return settings
-
-
-def numpy_settings() -> dict[str, dict[str, str]]:
+def settings() -> dict[str, tuple[str, dict[str, str]]]:
+    """The marker of the tests and the environment variables of each setting, by its name."""
+    one, two = ({f"{x}_NUM_THREADS": n for x in ("OMP", "MKL")} for n in "12")
     cores = ["Haswell", "Nehalem"]
     if np._core._multiarray_umath.__cpu_features__.get("AVX512F"):
         cores.append("SkylakeX")
-    return {name: {"OPENBLAS_CORETYPE": name} for name in cores}
+    of_torch = {
+        "default, 1 thread": {"ATEN_CPU_CAPABILITY": "default", **one},
+        "avx2, 1 thread": {"ATEN_CPU_CAPABILITY": "avx2", **one},
+        f"{torch.backends.cpu.get_cpu_capability()}, 2 threads": two,
+        "MKL compatible, 1 thread": {"MKL_CBWR": "COMPATIBLE", **one},
+    }
+    return {
+        **{name: ("not interpreter", values) for name, values in of_torch.items()},
+        **{name: ("interpreter", {"OPENBLAS_CORETYPE": name}) for name in cores},
+    }
 
 
-def run_tests(name: str, marker: str, values: dict[str, str], cleared: tuple[str, ...]) -> bool:
+def run_tests(name: str, marker: str, values: dict[str, str]) -> bool:
     """Run the tests with this marker and these environment variables; True if all pass.
 
-    Removes the ``cleared`` variables first. Starts one process if OMP_NUM_THREADS is 2, otherwise
-    two workers.
+    Starts one process if OMP_NUM_THREADS is 2, otherwise two workers.
     """
     workers = [] if values.get("OMP_NUM_THREADS") == "2" else ["-n", "2", "--dist", "worksteal"]
-    environment = {key: value for key, value in os.environ.items() if key not in cleared}
+    others = {key: value for key, value in os.environ.items() if key not in VARIABLES}
     command = [sys.executable, "-m", "pytest", "-q", "--durations=0", "--durations-min=60"]
-    command += ["-m", f"not slow and {marker}", *workers, *FOLDERS, *sys.argv[1:]]
+    command += ["-m", f"not slow and {marker}", *workers, *(f"tests/{x}" for x in FOLDERS)]
     print(f"\n== {name}", flush=True)
     start = time.monotonic()
-    status = subprocess.run(command, cwd=ROOT, env={**environment, **values}).returncode
-    passed, seconds = "failed" if status else "passed", time.monotonic() - start
-    print(f"== {name}: {passed}, {seconds:.0f} s", flush=True)
-    return status == 0
-
-
-def main() -> int:
-    failed = [
-        name
-        for name, values in torch_settings().items()
-        if not run_tests(name, "not interpreter", values, SETTINGS)
-    ]
-    failed += [
-        name
-        for name, values in numpy_settings().items()
-        if not run_tests(name, "interpreter", values, OF_NUMPY)
-    ]
-    print(f"\nfailed: {', '.join(failed)}" if failed else "\npassed under every setting")
-    return bool(failed)
+    done = subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, env={**others, **values})
+    result = "failed" if done.returncode else "passed"
+    print(f"== {name}: {result}, {time.monotonic() - start:.0f} s", flush=True)
+    return done.returncode == 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    failed = [name for name, setting in settings().items() if not run_tests(name, *setting)]
+    print(f"\nfailed: {', '.join(failed)}" if failed else "\npassed under every setting")
+    sys.exit(bool(failed))

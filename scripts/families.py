@@ -7,6 +7,7 @@ docs/results/families.json. ``python -m scripts.families llama t5`` prints the r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import resource
@@ -14,6 +15,8 @@ import sys
 import warnings
 from collections.abc import Iterator
 from datetime import date
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,7 +27,14 @@ from attnzoo.integrations.transformers import convert, revert
 from scripts import tiny_models
 from scripts.families_table import FIELDS, RESULTS, TOLERANCE
 
-SECONDS, MEMORY = 60, 8 * 2**30  # of one model, of one process
+SECONDS, MEMORY = 60, 8 * 2**30  # of one class of configs, of one process
+HALF = "must be a whole model"  # a half of an encoder-decoder cannot be converted alone
+
+Row = dict[str, Any]
+
+
+class NotTried(Exception):
+    """No tiny model could be made, or none that runs."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,9 +44,10 @@ def main(arguments: list[str] | None = None) -> None:
     every = tiny_models.families()
     if unknown := sorted(set(names) - set(every)):
         parser.error(f"transformers {transformers.__version__} has no {', '.join(unknown)}")
-    rows = []
+    warnings.simplefilter("ignore")
+    rows: list[Row] = []
     for name in names or every:
-        rows += (new := in_process(name))
+        rows += (new := family_rows(name))
         print(f"{name}: {', '.join(row['result'] for row in new)}", file=sys.stderr, flush=True)
     text = ",\n".join(json.dumps(row) for row in rows)
     if names:
@@ -47,120 +58,69 @@ def main(arguments: list[str] | None = None) -> None:
     RESULTS.write_text(f'{head}, "rows": [\n{text}\n]}}\n')
 
 
-def in_process(family: str) -> list[dict[str, Any]]:
-    """The rows of a family, from a process with limits of time and memory."""
-    context = multiprocessing.get_context("fork")  # the child does not load torch again
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send, args=(family, sender))
-    child.start()
-    sender.close()
-    rows: list[dict[str, Any]] = []
-    try:
-        while receiver.poll(SECONDS):
-            rows.append(receiver.recv())
-        problem = f"it takes more than {SECONDS} s"
-    except EOFError:
-        child.join()
-        problem = "its process ended" if child.exitcode else ""
-    if problem:
-        child.kill()
-        child.join()
-        rows.append(row_of(family, "", "not tried", problem))
-    return rows
-
-
-def _send(family: str, sender: Any) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for row in trials(family):
-        sender.send(row)
-    sender.close()
-
-
-def row_of(family: str, model: str, result: str, reason: str = "", **more: Any) -> dict[str, Any]:
-    return {**dict.fromkeys(FIELDS), "family": family, "model": model, "result": result,
-            "reason": reason, **more}  # fmt: skip
-
-
-def trials(family: str) -> Iterator[dict[str, Any]]:
-    """One row per class of configs of a family: its first model that runs."""
+def family_rows(family: str) -> list[Row]:
+    """One row per class of configs, from a process with limits of time and memory."""
+    rows: list[Row] = []
     try:
         classes = tiny_models.model_classes(family)
+        # A forked process does not load torch again.
+        with multiprocessing.get_context("fork").Pool(1, limit) as pool:
+            trials = pool.imap(partial(trial, family), classes.values())
+            for _ in classes:
+                rows.append(trials.next(SECONDS))
     except Exception as error:
-        yield row_of(family, "", "not tried", described(error))
-        return
-    if not classes:
-        yield row_of(family, "", "not tried", "no model of its own")
-    for models in classes.values():
-        first: dict[str, Any] | None = None
-        for kind in models[:5]:
-            row = trial(family, kind)
-            first = first or row
-            # A half of an encoder-decoder cannot be converted alone.
-            if row["result"] != "not tried" and "must be a whole model" not in row["reason"]:
-                first = row
-                break
-        assert first is not None
-        if "must be a whole model" in first["reason"]:
-            first = row_of(family, first["model"], "not tried", "a half of an encoder-decoder")
-        yield first
+        rows.append(row_of(family, reason=described(error)))
+    return rows or [row_of(family, reason="no model of its own")]
 
 
-def trial(family: str, kind: Any) -> dict[str, Any]:
+def limit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    torch.set_num_threads(1)
+
+
+def row_of(family: str, model: str = "", reason: str = "") -> Row:
+    values = (family, model, "not tried", reason)
+    return dict(zip_longest(FIELDS, values))
+
+
+def trial(family: str, models: list[type]) -> Row:
+    """The row of the first model that runs, of those with one class of configs."""
+    rows: list[Row] = []
+    for model in models[:5]:
+        rows.append(row := trial_of(family, model))
+        if row["result"] != "not tried" and HALF not in row["reason"]:
+            return row
+    if HALF in rows[0]["reason"]:
+        return row_of(family, rows[0]["model"], "a half of an encoder-decoder")
+    return rows[0]
+
+
+def trial_of(family: str, kind: type) -> Row:
     """Compares the outputs and gradients of a model before and after `convert`."""
     row = trial_with(family, kind)
     if row["result"] == "not tried" or "called none" in row["reason"]:
-        infinite = "not finite" in row["reason"]
         # Hybrid models have few layers with attention.
-        other = trial_with(family, kind, **({"redrawn": False} if infinite else {"layers": 8}))
+        options = {"redrawn": False} if "not finite" in row["reason"] else {"layers": 8}
+        other = trial_with(family, kind, **options)
         row = row if other["result"] == "not tried" else other
     return row
 
 
-def trial_with(family: str, kind: Any, **options: Any) -> dict[str, Any]:
-    name = kind.__name__
+def trial_with(family: str, kind: type, **options: Any) -> Row:
+    row = row_of(family, kind.__name__)
     try:
-        model: Any = tiny_models.tiny_model(kind, **options)
-    except Exception as error:
-        return row_of(family, name, "not tried", f"config: {described(error)}")
-    batch, before, problem = None, None, ""
+        model, batch, before = running(kind, **options)
+    except NotTried as error:
+        return row | {"reason": str(error)}
+    row["inputs"] = " ".join(batch)
     try:
-        candidates = list(tiny_models.batches(model))
+        row["variant"] = converted(model, batch)
     except Exception as error:
-        return row_of(family, name, "not tried", f"inputs: {described(error)}")
-    for one in candidates:
-        try:
-            before = outputs_and_gradients(model, one)
-        except Exception as error:
-            problem = problem or described(error)
-            continue
-        batch = one
-        break
-    if batch is None or before is None:
-        return row_of(family, name, "not tried", f"inputs: {problem}")
-    if not all(x.isfinite().all() for part in before for x in part.values()):
-        return row_of(family, name, "not tried", "its outputs or gradients are not finite")
-    if max(errors(before, outputs_and_gradients(model, batch))) > TOLERANCE:
-        return row_of(family, name, "not tried", "its outputs are random")
-    variant, inputs = "softmax", " ".join(batch)
-    try:
-        try:
-            convert(model, variant, inputs=batch)
-        except ValueError as error:
-            if "sinks" not in str(error):
-                raise
-            variant = "sink"  # takes the sinks; the other layers get sinks near -inf
-            convert(model, variant, inputs=batch, start="identity")
-    except Exception as error:
-        other = " ".join(attention_classes(model))
-        return row_of(
-            family, name, "refused", described(error), inputs=inputs, other_attention=other
-        )
-    details: dict[str, Any] = {
-        "variant": variant, "inputs": inputs, "other_attention": " ".join(attention_classes(model)),
-        "converted": sum("attnzoo" in module._modules for module in model.modules()),
-    }  # fmt: skip
+        row |= {"result": "refused", "reason": described(error)}
+    row["other_attention"] = " ".join(attention_classes(model))
+    if row["result"] == "refused":
+        return row
+    row["converted"] = sum("attnzoo" in module._modules for module in model.modules())
     try:
         after = outputs_and_gradients(model, batch)
         compared = errors(before, after)
@@ -169,37 +129,72 @@ def trial_with(family: str, kind: Any, **options: Any) -> dict[str, Any]:
             sdpa = outputs_and_gradients(model, batch)
             if max(errors(sdpa, after)) <= TOLERANCE:
                 compared = errors(sdpa, after)
-                details["reason"] = (
-                    "as the model's sdpa attention, from which its eager one differs"
-                )
+                row["reason"] = "as the model's sdpa attention, from which its eager one differs"
             else:
-                details["reason"] = (
+                row["reason"] = (
                     f"differs by {max(compared):.1e}; the model's own eager and sdpa attention "
                     f"differ by {max(errors(before, sdpa)):.1e}"
                 )
     except Exception as error:
-        return row_of(family, name, "differs", f"raises {described(error)}", **details)
-    output, gradient = (float(f"{x:.1e}") if x < torch.inf else "infinite" for x in compared)
-    return row_of(
-        family, name, "equal" if max(compared) <= TOLERANCE else "differs", **details,
-        output_error=output, gradient_error=gradient,
-    )  # fmt: skip
+        return row | {"result": "differs", "reason": f"raises {described(error)}"}
+    row["result"] = "equal" if max(compared) <= TOLERANCE else "differs"
+    rounded = [float(f"{x:.1e}") if x < torch.inf else "infinite" for x in compared]
+    return row | dict(zip(("output_error", "gradient_error"), rounded))
+
+
+def running(kind: type, **options: Any) -> tuple[Any, dict[str, Any], tuple[Any, Any]]:
+    """A tiny model, inputs with which it runs, and its outputs and gradients."""
+    with stage("config"):
+        model: Any = tiny_models.tiny_model(kind, **options)
+    with stage("inputs"):
+        problem = None
+        for batch in list(tiny_models.batches(model)):
+            try:
+                before = outputs_and_gradients(model, batch)
+                break
+            except Exception as error:
+                problem = problem or error
+        else:
+            raise problem or NotTried("none")
+    if not all(x.isfinite().all() for part in before for x in part.values()):
+        raise NotTried("its outputs or gradients are not finite")
+    if max(errors(before, outputs_and_gradients(model, batch))) > TOLERANCE:
+        raise NotTried("its outputs are random")
+    return model, batch, before
+
+
+@contextlib.contextmanager
+def stage(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise NotTried(f"{name}: {described(error)}") from error
+
+
+def converted(model: Any, batch: dict[str, Any]) -> str:
+    """Convert the model and return the variant."""
+    try:
+        convert(model, "softmax", inputs=batch)
+        return "softmax"
+    except ValueError as error:
+        if "sinks" not in str(error):
+            raise
+    # It takes the sinks; the other layers get sinks near -inf.
+    convert(model, "sink", inputs=batch, start="identity")
+    return "sink"
 
 
 def attention_classes(model: Any) -> list[str]:
     """The classes of attention modules that are not converted and hold no converted one."""
-    names = {
-        type(module).__name__
-        for module in model.modules()
-        if "Attention" in type(module).__name__
-        and not any("attnzoo" in one._modules for one in module.modules())
-        and not any("Attention" in type(one).__name__ for one in list(module.modules())[1:])
-    }
-    inside = {
-        type(child).__name__
-        for module in model.modules() if "attnzoo" in module._modules
-        for child in module.modules()
-    }  # fmt: skip
+    names, inside = set[str](), set[str]()
+    for module in model.modules():
+        classes = [type(part).__name__ for part in module.modules()]
+        if "attnzoo" in module._modules:
+            inside.update(classes[1:])
+        attention = ["Attention" in name for name in classes]
+        holds = any("attnzoo" in part._modules for part in module.modules())
+        if attention[0] and sum(attention) == 1 and not holds:
+            names.add(classes[0])
     return sorted(names - inside)
 
 
@@ -225,35 +220,29 @@ def outputs_and_gradients(model: Any, batch: dict[str, Any]) -> tuple[dict[str, 
 
 def tensors(value: Any) -> Iterator[Tensor]:
     """The floating tensors in an output. Caches and attention weights do not count."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for name, one in value.items():
-            if not name.endswith("attentions"):
-                yield from tensors(one)
-    elif isinstance(value, (list, tuple)):
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    if isinstance(value, dict):
+        value = [one for name, one in value.items() if not name.endswith("attentions")]
+    if isinstance(value, (list, tuple)):
         for one in value:
             yield from tensors(one)
 
 
-def errors(before: Any, after: Any) -> tuple[float, ...]:
-    """The largest difference of outputs and of gradients, relative to the largest entry."""
-    return tuple(difference(old, new) for old, new in zip(before, after, strict=True))
+def errors(before: Any, after: Any) -> list[float]:
+    """The largest difference of outputs and of gradients, relative to the largest entry.
+
+    A missing tensor is infinitely different.
+    """
+    return [difference(old, new) for old, new in zip(before, after, strict=True)]
 
 
 def difference(old: dict[str, Tensor], new: dict[str, Tensor]) -> float:
-    """The largest difference of tensors of the same name. A missing one is infinitely different."""
     if old.keys() - new.keys():
-        return float("inf")
-    largest = max((float(x.abs().max()) for x in old.values() if x.numel()), default=0.0)
-    if largest == 0:
-        return 0.0 if all(not x.any() for x in new.values()) else float("inf")
-    worst = 0.0
-    for name, x in old.items():
-        if x.numel():
-            worst = max(worst, float((x - new[name]).abs().nan_to_num(torch.inf).max()) / largest)
-    return worst
+        return torch.inf
+    x, y = (torch.cat([part[name].flatten() for name in old]) for part in (old, new))
+    largest, difference = (value.abs().nan_to_num(torch.inf).max().double() for value in (x, x - y))
+    return float(difference / largest) if difference > 0 else 0.0
 
 
 def described(error: BaseException) -> str:

@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from commandline.errors import UsageError
 from commandline.files import write_whole
@@ -32,8 +32,6 @@ from evals.results.summary import Group, groups
 from evals.results.summary_csv import csv_text
 from evals.results.trials import trial_groups, trials_csv
 from scripts.tables import RESULTS
-
-T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,9 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--environment", metavar="NAME=VALUE", help="The environment variable that chose it")
     text = "Write to DIR (default: docs/results)"
     add("--to", type=Path, default=RESULTS, metavar="DIR", help=text)
-    args = parser.parse_args(arguments)
     try:
-        for path in publish(args):
+        for path in publish(**vars(parser.parse_args(arguments))):
             print(f"written: {path}")
     except (UsageError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -63,42 +60,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def publish(args: argparse.Namespace) -> list[Path]:
+def publish(
+    folder: Path,
+    command: str,
+    to: Path,
+    note: str | None = None,
+    name: str | None = None,
+    against: Path | None = None,
+    environment: str | None = None,
+) -> list[Path]:
     """Write the files and return their paths."""
-    if (args.against is None) != (args.environment is None):
+    if (against is None) != (environment is None):
         raise UsageError("--against and --environment must be given together")
-    rows = read_rows([args.folder])
+    rows = read_rows([folder])
     if len(tasks := sorted({row["task"] for row in rows})) > 1:
         raise UsageError(f"DIR must have results of one task, got {', '.join(tasks)}")
-    made = provenance(rows, args.command, args.note)
+    made = provenance(rows, command, note)
     if not any(row["status"] == "ok" for row in rows if not is_validation(row)):
         raise UsageError("DIR must have at least one score, got none")
-    if _of_lengths(rows):
+    of_lengths = not is_pretrained(rows[0]) and not is_trial(rows[0])
+    if of_lengths:
         made["scores"] = _scores(groups(rows))
-    if args.against is not None:
-        if shared := _files(args.folder) & _files(args.against):
+    if against is not None:
+        if not of_lengths:
+            raise UsageError("--against compares results of tasks only")
+        if shared := _files(folder) & _files(against):
             raise UsageError(f"--against must have other results than DIR, both have {min(shared)}")
-        made["arithmetic"] = {
-            "environment": args.environment,
-            **_second_run(rows, read_rows([args.against])),
-        }
-    name = args.name or tasks[0]
+        second = _second_run(groups(rows), groups(read_rows([against])))
+        made["arithmetic"] = {"environment": environment, **second}
+    name = name or tasks[0]
     if not re.fullmatch(rf"{re.escape(tasks[0])}(\.[a-z0-9-]+)?", name):
         raise UsageError(f"--name must be {tasks[0]} or {tasks[0]}.OTHER-WORDS, got {name!r}")
     written: dict[Path, str | bytes] = {
-        args.to / f"{name}.csv": _summary(rows),
-        args.to / f"{name}.json": _json(made),
+        to / f"{name}.csv": _summary(rows),
+        to / f"{name}.json": _json(made),
     }
-    old: set[Path] = set()
+    figures = {figure: figure_path(to, name, figure) for figure in FIGURES}
     if is_pretrained(rows[0]):
-        old = {figure_path(args.to, name, figure) for figure in FIGURES}
         for figure, _, drawn in pretrained_plots.figures(pretrained.groups(rows)[0]):
-            if figure in FIGURES:
-                written[figure_path(args.to, name, figure)] = png(drawn)
+            if figure in figures:
+                written[figures.pop(figure)] = png(drawn)
+        for path in figures.values():  # the documentation would show it above the new table
+            path.unlink(missing_ok=True)
     for path, content in written.items():
         write_whole(path, content)
-    for path in old - set(written):  # the documentation would show it above the new table
-        path.unlink(missing_ok=True)
     return list(written)
 
 
@@ -108,21 +113,20 @@ def _files(folder: Path) -> set[Path]:
 
 
 def _summary(rows: Sequence[Row]) -> str:
+    """The CSV of the rows, which must have equal settings."""
+    several: Sequence[Any]
     if is_pretrained(rows[0]):
-        return pretrained.summary_csv(_only([(x.title, x) for x in pretrained.groups(rows)]))
-    if is_trial(rows[0]):
-        return trials_csv(_only([(x.distinction, x) for x in trial_groups(rows)]))
-    return csv_text(_only([(x.distinction, x) for x in groups(rows)]))
-
-
-def _only(titled: Sequence[tuple[str, T]]) -> list[T]:
-    """The groups, given with their titles, after a check that there is only one."""
-    if len(titled) > 1:
-        several = "; ".join(title for title, _ in titled)
+        several, text = pretrained.groups(rows), pretrained.summary_csv
+    elif is_trial(rows[0]):
+        several, text = trial_groups(rows), trials_csv
+    else:
+        several, text = groups(rows), csv_text
+    if len(several) > 1:
         raise UsageError(
-            f"DIR must have results with equal settings, got {len(titled)} groups: {several}"
+            f"DIR must have results with equal settings, got {len(several)} groups: "
+            + "; ".join(x.title if is_pretrained(rows[0]) else x.distinction for x in several)
         )
-    return [group for _, group in titled]
+    return text(several)
 
 
 def _json(made: dict[str, Any]) -> str:
@@ -130,11 +134,6 @@ def _json(made: dict[str, Any]) -> str:
     text = json.dumps(made, indent=1, ensure_ascii=False)
     scores = re.compile(r'\{\s*("\d+": [-+.e\d]+(?:,\s*"\d+": [-+.e\d]+)*)\s*\}')
     return scores.sub(lambda match: "{" + " ".join(match[1].split()) + "}", text) + "\n"
-
-
-def _of_lengths(rows: Sequence[Row]) -> bool:
-    """Whether the rows are those of a task, which has a score for each length."""
-    return not is_pretrained(rows[0]) and not is_trial(rows[0])
 
 
 def _scores(task_groups: Sequence[Group]) -> dict[str, dict[str, dict[str, float]]]:
@@ -151,19 +150,15 @@ def _scores(task_groups: Sequence[Group]) -> dict[str, dict[str, dict[str, float
     return scores
 
 
-def _second_run(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
+def _second_run(ours: Sequence[Group], others: Sequence[Group]) -> dict[str, Any]:
     """Whether each row of the table holds in other results, by its label; and their scores."""
-    if not _of_lengths(rows):
-        raise UsageError("--against compares results of tasks only")
-    ours, theirs = groups(rows), [x for x in groups(others) if x.task.name == rows[0]["task"]]
+    task = ours[0].task.name
+    theirs = [group for group in others if group.task.name == task]
     if not theirs:
-        raise UsageError(f"--against must have results of {rows[0]['task']}, got none")
+        raise UsageError(f"--against must have results of {task}, got none")
     changes = compare.changes(ours, theirs)  # raises if a side has several groups
-    _check_same_settings(ours[0], theirs[0])
-    if same := _arithmetic(ours[0]) & _arithmetic(theirs[0]):
-        raise UsageError(
-            f"--against must be of another arithmetic than DIR, both have {', '.join(same)}"
-        )
+    if difference := _difference(ours[0], theirs[0]):
+        raise UsageError(f"--against must have {difference}")
     holds: dict[str, bool] = {}
     for change in changes:
         label = change.series.label
@@ -172,37 +167,29 @@ def _second_run(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     return {"holds": holds, "scores": {label: scores[label] for label in holds}}
 
 
-def _arithmetic(group: Group) -> set[str]:
-    """The vector instructions of the CPU that made these rows. Older rows do not name them."""
-    rows = [row for row in group.rows if row["device"] == "cpu"]
-    return {row["arithmetic"] for row in rows if row.get("arithmetic")}
-
-
-def _check_same_settings(group: Group, other: Group) -> None:
-    """Raise unless the second run has the settings of the first one, and all its rows."""
+def _difference(group: Group, other: Group) -> str:
+    """What the second run lacks: the settings of the first one, all its rows, other arithmetic."""
     for name, value in group.settings.items():
         if other.settings.get(name) != value:
-            raise UsageError(
-                f"--against must have the settings of DIR, {name} = {value}, got "
-                f"{other.settings.get(name)}"
-            )
+            return f"the settings of DIR, {name} = {value}, got {other.settings.get(name)}"
     for (series, length), point in group.points.items():
-        same = other.points.get((series, length))
+        label, same = series.label, other.points.get((series, length))
         if same is None or not same.rows:
-            raise UsageError(
-                f"--against must have every row of DIR, it lacks {series.label} at n = {length}"
-            )
+            return f"every row of DIR, it lacks {label} at n = {length}"
         a, b = group.tuned(series)["values"], other.tuned(series)["values"]
         if a != b:
-            raise UsageError(
-                f"--against must have the tuned values of DIR, {series.label} has {b} for {a}"
-            )
-        sizes = {row["sequences"] for row in (*point.rows, *same.rows)}
+            return f"the tuned values of DIR, {label} has {b} for {a}"
+        sizes = sorted({row["sequences"] for row in (*point.rows, *same.rows)})
         if len(sizes) > 1:
-            raise UsageError(
-                "--against must have as many test sequences as DIR, "
-                f"{series.label} at n = {length} has {' and '.join(map(str, sorted(sizes)))}"
-            )
+            shown = " and ".join(map(str, sizes))
+            return f"as many test sequences as DIR, {label} at n = {length} has {shown}"
+    # The vector instructions of the CPU that made the rows. Older rows do not name them.
+    ours, theirs = (
+        {row["arithmetic"] for row in one.rows if row["device"] == "cpu" and row.get("arithmetic")}
+        for one in (group, other)
+    )
+    same = ", ".join(ours & theirs)
+    return f"another arithmetic than DIR, both have {same}" if same else ""
 
 
 if __name__ == "__main__":

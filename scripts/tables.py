@@ -8,8 +8,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import attnzoo
 from commandline.errors import UsageError
@@ -18,16 +23,14 @@ from evals.reporting import pretrained_pages
 from evals.reporting.readme_tables import overview, scores, tasks_table
 from evals.reporting.trials import documented
 from evals.tasks import EXPERIMENTS
-from scripts import variant_facts as facts
+from scripts.benchmark_tables import kernels_table, profile_table
 from scripts.call_path import call_path
 from scripts.families_table import families_facts, families_table
-from scripts.kernels_table import kernels_table
-from scripts.profile_table import profile_table
-from scripts.support_table import support_table
-from scripts.versions_table import versions_table
+from scripts.variant_tables import forms_table, support_table, variants_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
+CONSTRAINTS = ("constraints.txt", "constraints-oldest.txt")
 BLOCK = re.compile(
     r"(?P<begin><!-- (?P<name>[\w-]+): begin[^\n]*-->\n).*?(?P<end><!-- (?P=name): end -->)",
     re.DOTALL,
@@ -57,11 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
 def pages(root: Path = ROOT) -> Iterator[Path]:
     """All hand-written pages, including the README."""
     yield from sorted(root.glob("*.md"))
-    generated = {f"{name}.md" for name in attnzoo.list_variants()}
+    generated = [root / "docs" / "variants" / f"{name}.md" for name in attnzoo.list_variants()]
     for path in sorted((root / "docs").rglob("*.md")):
-        if "_build" not in path.parts and not (
-            path.parent.name == "variants" and path.name in generated
-        ):
+        if "_build" not in path.parts and path not in generated:
             yield path
 
 
@@ -71,37 +72,34 @@ def rendered(path: Path) -> str:
     names = [match["name"] for match in BLOCK.finditer(text)]
     if len(MARKER.findall(text)) != 2 * len(names):
         raise UsageError(f"{path}: each `begin` needs an `end` of the same name after it")
-    if unknown := set(names) - set(BLOCKS):
-        raise UsageError(
-            f"{path}: unknown table {', '.join(sorted(unknown))}; known: {', '.join(BLOCKS)}"
-        )
-
-    def filled(match: re.Match[str]) -> str:
-        return match["begin"] + BLOCKS[match["name"]](path) + match["end"]
-
-    return BLOCK.sub(filled, text)
+    if unknown := ", ".join(sorted(set(names) - set(BLOCKS))):
+        raise UsageError(f"{path}: unknown table {unknown}; known: {', '.join(BLOCKS)}")
+    return BLOCK.sub(lambda m: m["begin"] + BLOCKS[m["name"]](path) + m["end"], text)
 
 
-def variants_table(page: Path) -> str:
-    """A Markdown table of the name, formula, paper and use of each variant. In pages of the folder
-    ``variants``, each name is a link to the variant's page."""
-    linked = page.parent.name == "variants"
-    rows: list[tuple[str, ...]] = [("variant", "formula", "paper", "when to use")]
-    for name in attnzoo.list_variants():
-        variant = attnzoo.get_variant(name)
-        shown = f"[`{name}`]({name}.md)" if linked else f"`{name}`"
-        paper = facts.linked(variant.paper)
-        rows.append((shown, facts.prose(variant.formula), paper, facts.prose(variant.use)))
-    return markdown(rows)
+def versions_table(root: Path = ROOT) -> str:
+    """A Markdown table of the versions that attnzoo requires and that its tests pass with.
 
-
-def forms_table() -> str:
-    """A Markdown table of the variants by their forms, and of the backends that run each form."""
-    rows = [("form", "variants", "backends besides `eager` and `tiled`")]
-    for kind, backends in facts.BACKENDS.items():
-        names = [f"`{name}`" for name in attnzoo.list_variants() if kind in facts.kinds(name)]
-        if names:
-            rows.append((kind, ", ".join(names), backends))
+    The required ones are those of pyproject.toml; the tested ones are those of the files of
+    constraints and, for Python, the classifiers of pyproject.toml.
+    """
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    pythons = (line.split(" :: ")[-1] for line in project["classifiers"] if "Python ::" in line)
+    required = {"python": project["requires-python"].removeprefix(">=")}
+    tested = {"python": [version for version in pythons if "." in version]}
+    for entry in chain(project["dependencies"], *project["optional-dependencies"].values()):
+        package = Requirement(entry)
+        required.update((package.name, bound.version) for bound in package.specifier)
+    for line in "".join((root / file).read_text() for file in CONSTRAINTS).splitlines():
+        if line and not line.startswith("#"):
+            package = Requirement(line)
+            tested.setdefault(package.name, []).extend(x.version for x in package.specifier)
+    rows = [("package", "required", "oldest tested", "newest tested")]
+    for name in ("Python", "PyTorch", "Triton", "transformers", "numpy"):
+        package = "torch" if name == "PyTorch" else name.lower()
+        versions = sorted(tested[package], key=Version)
+        lower = f"{required[package]} or later" if package in required else "any"
+        rows.append((name, lower, versions[0], versions[-1]))
     return markdown(rows)
 
 

@@ -7,12 +7,13 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -24,24 +25,27 @@ PREFERRED = (
 )  # fmt: skip
 
 # (pattern of the name of a field, largest value). The first pattern that matches counts.
+# None stands for the number of layers.
 LIMITS = [
-    (r"(.*_)?(num_)?(key_value|kv)_heads|num_kv_groups|multi_query_group_num", 2),
-    (r".*heads|n_head|.*num_head", HEADS),
-    (r"(n|top_?k|num_expert)_groups?", 1),
-    (r".*groups?|.*layers_per_block", 4),
-    (r".*experts_per_tok.*|(.*_)?top_?k.*|moe_k|num_selected_experts", 2),
-    (r".*experts.*|.*num_codebooks|codebook_num", 4),
-    (r".*head_dim|d_kv|.*head_size|dim_head|.*_rank|key_length|value_length|rotary_dim", HEAD_DIM),
+    (r"num_kv_shared_layers", 0),
+    (r".*(layers|blocks|depths?)|n_layer", None),
+    (r"(.*_)?(num_)?(key_value|kv)_heads", 2),
+    (r".*heads|n_head", HEADS),
+    (r"(n|top_?k)_groups?", 1),
+    (r".*groups?", 4),
+    (r".*experts_per_tok.*|(.*_)?top_?k.*|moe_k", 2),
+    (r".*experts.*|.*num_codebooks", 4),
+    (r".*head_dim|d_kv|.*head_size|dim_head|.*_rank|rotary_dim", HEAD_DIM),
     (r".*vocab.*|.*codebook_size|num_embeddings", VOCABULARY),
-    (r"window_size|.*window_sizes?", 2),
+    (r".*window_sizes?", 2),
     (r".*(window|chunk_size|local_size|chunk_length)(_size)?", 4),
-    (r".*patch_size|.*patch_sizes", 8),
-    (r".*image_size|.*resolution|img_size|spatial_size", 64),
-    (r".*(position|length|len|n_ctx|seq).*", POSITIONS),
-    (r".*(frames)", 4),
-    (r"num_mel_bins|n_mels|feature_size|.*mel_bins", 16),
-    (r".*(size|dim|width|channels|hidden|inner|d_model|filters|ffn|n_embd|d_ff|planes|units|"
-     r"features|latents|queries).*", WIDTH),
+    (r".*patch_sizes?", 8),
+    (r".*resolution", 64),
+    (r".*(position|len|n_ctx).*", POSITIONS),
+    (r".*frames", 4),
+    (r"feature_size|.*mel_bins", 16),
+    (r".*(size|dim|width|channels|inner|d_model|n_embd|d_ff|units|features|latents|queries).*",
+     WIDTH),
 ]  # fmt: skip
 
 # Values of fields without a default.
@@ -132,19 +136,13 @@ def tiny_config(kind: type, layers: int = 2, default: Any = None) -> Any:
 def _small(name: str, value: Any, layers: int) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_small(name, one, layers) for one in value)
-    if not isinstance(value, int) or isinstance(value, bool):
+    if type(value) is not int:
         return value
     if re.fullmatch(r".*(token_id|token_index|token_ids|_token|_id)", name):
         return value if value < 100 else 100 + sum(map(ord, name)) % 28
-    if name == "num_kv_shared_layers":
-        return 0
-    if re.fullmatch(r".*(layers|blocks|depths?)|n_layer", name):
-        return min(value, layers)
-    for pattern, most in LIMITS:
-        if re.fullmatch(pattern, name):
-            small = min(value, most)
-            return 2 if small == 3 and "heads" in name else small
-    return value
+    most = next((most for pattern, most in LIMITS if re.fullmatch(pattern, name)), value)
+    small = min(value, layers if most is None else most)
+    return 2 if small == 3 and "heads" in name else small
 
 
 def tiny_model(kind: Any, layers: int = 2, redrawn: bool = True) -> PreTrainedModel:
@@ -171,53 +169,48 @@ def batches(model: Any) -> Iterator[dict[str, Any]]:
     """Inputs by the names of the arguments of forward, the most usual first."""
     torch.manual_seed(1)
     names = inspect.signature(model.forward).parameters
+    setting = partial(_setting, model.config)
     first, main = next(iter(names)), model.main_input_name
-    size, channels = _setting(model, "image_size", 64), _setting(model, "num_channels", 3)
+    size, channels = setting(64, "image_size"), setting(3, "num_channels")
     height, width = (size, size) if isinstance(size, int) else list(size)[-2:]
-    frames = _setting(model, "num_frames", 4)
-    mels = _setting(model, "num_mel_bins", None) or _setting(model, "feature_size", None)
-    mels = mels or _setting(model, "input_feat_per_channel", 16)
-    steps = _setting(model, "max_source_positions", None)
-    steps = 2 * steps if steps else _setting(model, "max_length", 64)
+    mels = setting(16, "num_mel_bins", "feature_size", "input_feat_per_channel")
+    steps = 2 * setting(0, "max_source_positions") or setting(64, "max_length")
     image = torch.randn(2, channels, height, width)
-    film = torch.randn(2, frames, channels, height, width)
+    film = torch.randn(2, setting(4, "num_frames"), channels, height, width)
     sound = [torch.randn(2, *x) for x in ((mels, steps), (steps, mels), (2000,), (1, 2000))]
     text, ids = _text(names), torch.randint(3, 60, (8, 7, 4))
     decoder = {"decoder_input_ids": ids[:2, :5, 0]} if "decoder_input_ids" in names else {}
-    more: dict[str, Any] = {"bbox": torch.zeros(2, 7, 4, dtype=torch.long)}
-    patches = {"image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
-    patches["grid_thw"] = patches["image_grid_thw"]
-    more |= patches | {x: torch.ones(2, steps, dtype=torch.bool) for x in names if "_mask" in x}
+    patches = dict.fromkeys(("image_grid_thw", "grid_thw"), torch.tensor([[1, 4, 4]] * 2))
+    masks = {x: torch.ones(2, steps, dtype=torch.bool) for x in names if "_mask" in x}
     required = {x for x, y in names.items() if y.default is y.empty and y.kind != y.VAR_KEYWORD}
-    more = {x: y for x, y in more.items() if x in required or (x == "bbox" and x in names)}
-    shapes: dict[str, list[Any]] = {
+    more = {x: y for x, y in (patches | masks).items() if x in required}
+    if "bbox" in names:
+        more["bbox"] = torch.zeros(2, 7, 4, dtype=torch.long)
+    values: dict[str, list[Any]] = {
         "pixel_values": [image, film], "pixel_values_videos": [film], "input_values": sound[::-1],
         "input_features": sound, "inputs_embeds": [torch.randn(2, 7, WIDTH)],
     }  # fmt: skip
-    for value in shapes.get(main, []) if main in names else []:
+    for value in values.get(main, []) if main in names else []:
         for extra in ({}, decoder, text):
             yield {main: value, **extra, **more}
     if text:
-        extras = [decoder, {**decoder, "pixel_values": image}]
-        for extra in extras[: 1 + ("pixel_values" in names)]:
-            yield {**text, **extra, **more}
-            yield {"input_ids": text["input_ids"], **extra, **more}
+        images = [{}, {"pixel_values": image}] if "pixel_values" in names else [{}]
+        for extra in images:
+            yield {**text, **decoder, **extra, **more}
+            yield {"input_ids": text["input_ids"], **decoder, **extra, **more}
         yield {"input_ids": ids[:, :, 0]}
         yield {"input_ids": ids[:2]}
         yield {**text, **decoder, "use_cache": False}
     if required & patches.keys():
-        temporal, patch = (_setting(model, f"{x}patch_size", 1) for x in ("temporal_", ""))
-        channels = _setting(model, "in_channels", channels)
+        temporal, patch = setting(1, "temporal_patch_size"), setting(1, "patch_size")
+        channels = setting(channels, "in_channels")
         yield {first: torch.randn(32, channels * temporal * patch**2), **more}
         yield {first: torch.randn(32, channels, patch, patch), **more}
     if first == "flattened_patches":  # row, column and pixels
-        yield {
-            first: torch.ones(2, 7, 2 + _setting(model, "patch_embed_hidden_size", 64)),
-            **decoder,
-        }
+        yield {first: torch.ones(2, 7, 2 + setting(64, "patch_embed_hidden_size")), **decoder}
     if first == "past_values":
-        context, series = _setting(model, "context_length", 32), "num_input_channels"
-        yield {first: torch.randn(2, context, _setting(model, series, 1))}
+        series = setting(1, "num_input_channels")
+        yield {first: torch.randn(2, setting(32, "context_length"), series)}
     short = {x: y[:, :7] if "_mask" in x else y for x, y in more.items()}
     yield {first: torch.randn(2, 7, WIDTH), **short}
     for value in (image, *sound):
@@ -226,20 +219,16 @@ def batches(model: Any) -> Iterator[dict[str, Any]]:
 
 def _text(names: Any) -> dict[str, Tensor]:
     """Token ids, and a mask that hides the end of the second row."""
-    if "input_ids" not in names:
-        return {}
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[1, 5:] = 0
-    masked = {"attention_mask": mask} if "attention_mask" in names else {}
-    return {"input_ids": torch.randint(3, 60, (2, 7)), **masked}
+    text = {"input_ids": torch.randint(3, 60, (2, 7)), "attention_mask": mask}
+    return {name: x for name, x in text.items() if name in names} if "input_ids" in names else {}
 
 
-def _setting(model: nn.Module, name: str, default: Any) -> Any:
-    """The first value of this name in a config of the model or of a part."""
-    queue: list[Any] = [model.config]
-    while queue:
-        config = queue.pop(0)
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
-        queue += [getattr(config, key) for key in config.sub_configs if getattr(config, key, None)]
-    return default
+def _setting(config: Any, default: Any, *names: str) -> Any:
+    """The first value of these names in a config or in those of its parts."""
+    configs = [config]
+    for config in configs:  # the list grows
+        configs += [getattr(config, x) for x in config.sub_configs if getattr(config, x, None)]
+    values = (getattr(config, name, None) for name in names for config in configs)
+    return next((value for value in values if value is not None), default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import re
 import sys
@@ -25,29 +26,13 @@ def forms_of(name: str) -> list[Form]:
     return [form for form in (case.pairwise, case.linear) if form is not None]
 
 
-BACKENDS = {
-    "pairwise": "`sdpa` (softmax only), `flash`, `decode`",
-    "linear": "`linear`, `flash_linear`",
-    "definition only": "none",
-}
-
-
-def kinds(name: str) -> list[str]:
-    """The keys of `BACKENDS` that describe the variant."""
-    return [form.kind for form in forms_of(name)] or ["definition only"]
-
-
 def cost(form: Form) -> str:
     """A formula: number of multiplications per head for N queries and N keys of dimension D."""
     if isinstance(form, attnzoo.Linear):
         return f"N·F·D, F = {form.size(HEAD_DIM)} at D = {HEAD_DIM}"
-    if form.normalize == "threshold":
-        return "N²·D, and a threshold solved per row"
-    if form.normalize == "select":
-        return "N²·D, and a selection per row"
-    if isinstance(form.gain, attnzoo.FromStatistics):
-        return "N²·D, keys read twice"
-    return "N²·D"
+    more = {"threshold": ", and a threshold solved per row", "select": ", and a selection per row"}
+    twice = ", keys read twice" if isinstance(form.gain, attnzoo.FromStatistics) else ""
+    return "N²·D" + more.get(form.normalize, twice)
 
 
 def default(param: attnzoo.Param) -> str:
@@ -67,12 +52,12 @@ def typeset(formula: str) -> str:
     >>> typeset("w_ij = [x − τ_i]_+^{1/α}, train_length > 0")
     'w<sub>ij</sub> = [x − τ<sub>i</sub>]<sub>+</sub><sup>1/α</sup>, train_length &gt; 0'
     """
-    text = formula.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    text = re.sub(r"\^(?:\{([^}]*)\}|([-−]?\w+(?:\.\d+)?))", _raised, text)
+    text = html.escape(formula, quote=False)
+    text = re.sub(r"\^(?:\{([^}]*)\}|([-−]?\w+(?:\.\d+)?))", r"<sup>\1\2</sup>", text)
     # Only a single letter or a closing bracket gets a subscript: train_length stays as it is.
     return re.sub(
         r"(?:(?<=\W\w)|(?<=^\w)|(?<=[\])|])|(?<=\w)(?=_\d))_(?:\{([^}]*)\}|(\d[\d.]*|\w+|\+))",
-        lambda m: f"<sub>{m[1] or m[2]}</sub>",
+        r"<sub>\1\2</sub>",
         text,
     )
 
@@ -87,10 +72,6 @@ def prose(text: str) -> str:
     parts[::2] = [ESCAPED.sub(r"\\\g<0>", typeset(part)) for part in parts[::2]]
     parts[1::2] = [f"`{part.strip('`')}`" for part in parts[1::2]]
     return linked("".join(parts))
-
-
-def _raised(m: re.Match[str]) -> str:
-    return f"<sup>{m[1] or m[2]}</sup>"
 
 
 def module_of(variant: attnzoo.Variant) -> str:

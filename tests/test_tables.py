@@ -10,36 +10,28 @@ from typing import Any
 import pytest
 
 import attnzoo
-from commandline.errors import UsageError
 from scripts import tables, variant_facts
+from scripts.benchmark_tables import kernels_table, profile_table
 from scripts.call_path import call_path
 from scripts.families_table import FIELDS, RESULTS, TOLERANCE, families_facts, families_table
-from scripts.kernels_table import kernels_table
-from scripts.profile_table import profile_table
-from scripts.support_table import support_table
-from scripts.versions_table import CONSTRAINTS, versions_table
+from scripts.variant_tables import support_table, variants_table
 
 
-def page(folder: Path, text: str) -> Path:
-    path = folder / "page.md"
-    path.write_text(text)
-    return path
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    return tmp_path / "page.md"
 
 
-def test_blocks_are_filled_and_the_text_around_them_is_kept(tmp_path: Path) -> None:
+def test_blocks_are_filled_and_the_text_around_them_is_kept(page: Path) -> None:
     blocks = [f"<!-- {name}: begin -->\noutdated\n<!-- {name}: end -->\n" for name in tables.BLOCKS]
-    path = page(tmp_path, "first\n" + "between\n".join(blocks) + "last\n")
-    new = tables.rendered(path)
+    page.write_text("first\n" + "between\n".join(blocks) + "last\n")
+    new = tables.rendered(page)
     assert new.startswith("first\n<!-- variants: begin -->\n| variant |")
     assert "|\n<!-- variants: end -->\nbetween\n<!-- tasks: begin -->\n- `max-retrieval`" in new
     assert new.endswith("<!-- profile: end -->\nlast\n")
     assert "outdated" not in new
-    path.write_text(new)
-    assert tables.rendered(path) == new
-
-
-def test_page_without_blocks_is_unchanged(tmp_path: Path) -> None:
-    assert tables.rendered(page(tmp_path, "# Title\n")) == "# Title\n"
+    page.write_text(new)
+    assert tables.rendered(page) == new
 
 
 @pytest.mark.parametrize(
@@ -50,22 +42,17 @@ def test_page_without_blocks_is_unchanged(tmp_path: Path) -> None:
         ("<!-- cats: begin -->\n<!-- cats: end -->\n", "unknown table cats; known: variants"),
     ],
 )
-def test_wrong_blocks_raise(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        tables.rendered(page(tmp_path, text))
-
-
 def test_a_wrong_block_is_one_line_and_no_page_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, page: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    outdated = tmp_path / "a.md"
-    outdated.write_text("<!-- tasks: begin -->\n<!-- tasks: end -->\n")
-    wrong = page(tmp_path, "<!-- tasks: begin -->\n")
-    monkeypatch.setattr(tables, "pages", lambda: [outdated, wrong])
-    before = outdated.read_text()
+    outdated = page.with_name("a.md")
+    before = "# Title\n<!-- tasks: begin -->\n<!-- tasks: end -->\n"
+    outdated.write_text(before)
+    page.write_text(text)
+    monkeypatch.setattr(tables, "pages", lambda: [outdated, page])
     assert tables.main([]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"python -m scripts.tables: {wrong}: each `begin` needs an `end`")
+    assert error.startswith(f"python -m scripts.tables: {page}: {message}")
     assert error.count("\n") == 1
     assert outdated.read_text() == before
 
@@ -86,28 +73,27 @@ def test_docstring_examples_of_variant_facts_run() -> None:
 
 def test_the_table_of_arguments_is_what_calls_accept() -> None:
     lines = [line.strip("| ").split(" | ") for line in support_table().splitlines()]
-    assert [row[0].strip("`") for row in lines[2:]] == attnzoo.list_variants()
     rows = {row[0].strip("`"): dict(zip(lines[0], row, strict=True)) for row in lines[2:]}
-    assert rows["ssmax"]["parameters"] == "`s=0.168`, `b=0`"
-    assert rows["topk"]["parameters"] == "`top_k` (required)"
-    assert rows["forgetting"]["without `is_causal`"] == "–"
-    assert rows["taylor"]["float masks, ALiBi"] == "–"
-    assert rows["entmax"]["`return_lse`"] == "–"
-    assert rows["sink"]["rows sum to 1"] == "–"
-    assert [x for x in rows if rows[x]["[state](decoding.md)"] == "yes"] == [
-        "cosformer",
-        "elu",
-        "hedgehog",
-        "taylor",
-    ]
+    assert list(rows) == attnzoo.list_variants()
+    for name, column, value in (
+        ("ssmax", "parameters", "`s=0.168`, `b=0`"),
+        ("topk", "parameters", "`top_k` (required)"),
+        ("forgetting", "without `is_causal`", "–"),
+        ("taylor", "float masks, ALiBi", "–"),
+        ("entmax", "`return_lse`", "–"),
+        ("sink", "rows sum to 1", "–"),
+    ):
+        assert rows[name][column] == value
+    linear = [name for name in rows if rows[name]["[state](decoding.md)"] == "yes"]
+    assert linear == ["cosformer", "elu", "hedgehog", "taylor"]
     assert all(rows["softmax"][column] == "yes" for column in lines[0][2:-1])
 
 
 def test_every_variant_has_a_row_with_its_use() -> None:
-    table = tables.variants_table(tables.ROOT / "README.md").splitlines()
+    table = variants_table(tables.ROOT / "README.md").splitlines()
     assert [line.split("`")[1] for line in table[2:]] == attnzoo.list_variants()
     assert all(line.count(" | ") == 3 and not line.endswith("|  |") for line in table)
-    linked = tables.variants_table(tables.ROOT / "docs" / "variants" / "index.md")
+    linked = variants_table(tables.ROOT / "docs" / "variants" / "index.md")
     assert "[`softmax`](softmax.md)" in linked
 
 
@@ -122,12 +108,12 @@ def test_versions_are_those_that_the_project_requires_and_tests(tmp_path: Path) 
         gpu = ["triton>=3.6"]
         dev = ["triton", "transformers>=5.17"]
     """)
-    newest, oldest = (tmp_path / name for name in CONSTRAINTS)
+    newest, oldest = (tmp_path / name for name in tables.CONSTRAINTS)
     newest.write_text(
         "# tested\ntorch==2.13.0\n\ntriton==3.9.0\ntransformers==5.23.0\nnumpy==2.4.6\n"
     )
     oldest.write_text("torch==2.9.1\ntransformers==5.17.0\nnumpy==2.5.2; python_version > '3.11'\n")
-    assert versions_table(tmp_path).splitlines()[2:] == [
+    assert tables.versions_table(tmp_path).splitlines()[2:] == [
         "| Python | 3.11 or later | 3.9 | 3.11 |",
         "| PyTorch | 2.9 or later | 2.9.1 | 2.13.0 |",
         "| Triton | 3.6 or later | 3.9.0 | 3.9.0 |",
@@ -136,30 +122,29 @@ def test_versions_are_those_that_the_project_requires_and_tests(tmp_path: Path) 
     ]
 
 
-def family_rows() -> list[dict[str, Any]]:
-    names = "family", "model", "result", "reason", "variant", "inputs", "other_attention"
-    equal = "equal", "", "softmax"
-    interface = "ValueError: model must use transformers' AttentionInterface, which BModel does not"
-    none = "ValueError: model must have attention layers, but CModel called none"
-    values = [
-        ("a", "AModel", *equal, "input_ids attention_mask", ""),
-        ("a", "AVisionModel", "not tried", "inputs: TypeError: …", None, None, None),
-        ("b", "BModel", "refused", interface, None, "input_ids", "BAttention"),
-        ("c", "CModel", "refused", none, None, "pixel_values", ""),
-        ("d", "DModel", *equal, "pixel_values", ""),
-        ("d", "DTextModel", "refused", interface, None, "input_ids", "DAttention"),
-        ("e", "EModel", "differs", "", "softmax", "input_ids", ""),
-        ("f", "", "not tried", "no model of its own", None, None, None),
-        ("g", "GModel", "equal", "", "sink", "input_ids decoder_input_ids", ""),
-    ]
-    errors = {"output_error": 0.5, "gradient_error": 1e-7}
-    return [dict(zip(names, row, strict=True)) | errors for row in values]
+INTERFACE = "ValueError: model must use transformers' AttentionInterface, which BModel does not"
+NONE = "ValueError: model must have attention layers, but CModel called none"
+# Family, result, reason, variant, inputs, classes of other attention
+FAMILIES = [
+    ("a", "equal", "", "softmax", "input_ids attention_mask", ""),
+    ("a", "not tried", "inputs: TypeError: …", None, None, None),
+    ("b", "refused", INTERFACE, None, "input_ids", "BAttention"),
+    ("c", "refused", NONE, None, "pixel_values", ""),
+    ("d", "equal", "", "softmax", "pixel_values", ""),
+    ("d", "refused", INTERFACE, None, "input_ids", "DAttention"),
+    ("e", "differs", "", "softmax", "input_ids", ""),
+    ("f", "not tried", "no model of its own", None, None, None),
+    ("g", "equal", "", "sink", "input_ids decoder_input_ids", ""),
+]
 
 
 def test_families_are_grouped_by_result_and_reason(tmp_path: Path) -> None:
-    path = tmp_path / "families.json"
+    names = "family", "result", "reason", "variant", "inputs", "other_attention"
+    errors = {"output_error": 0.5, "gradient_error": 1e-7}
+    rows = [dict(zip(names, row, strict=True)) | errors for row in FAMILIES]
     head = {"transformers": "5.1.0", "torch": "2.9.0", "date": "2026-01-31"}
-    path.write_text(json.dumps({**head, "rows": family_rows()}))
+    path = tmp_path / "families.json"
+    path.write_text(json.dumps({**head, "rows": rows}))
     assert families_table(path).splitlines()[2:] == [
         "| equal, 1 | encoder-decoder, with `sink` | `g` |",
         "| equal, 1 | text | `a` |",
@@ -208,22 +193,17 @@ def results(device: str = "NVIDIA Test", date: str = "2026-01-31", tflops: float
 
 def test_kernels_table_is_made_from_the_newest_results(tmp_path: Path) -> None:
     assert kernels_table(tmp_path) == "No GPU has been measured yet.\n"
-    for name, document in {
-        "b": results(date="2026-01-30", tflops=1.0),
-        "a": results(),
-        "c": results(device="Another"),
-    }.items():
+    named = {"b": results(date="2026-01-30", tflops=1.0), "a": results(), "c": results("Another")}
+    for name, document in named.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(document))
     first, second = kernels_table(tmp_path).split("NVIDIA Test")
     assert first.startswith("Another, torch 2.11.0, Triton 3.6.0, 2026-01-31: TFLOP/s, causal,")
-    lines = second.splitlines()
-    assert "N = 16384, B = 4, H = 16" in lines[0]
-    assert (
-        lines[2]
-        == "|  | forward, D = 64 | backward, D = 64 | forward, D = 128 | backward, D = 128 |"
-    )
-    assert lines[4] == "| `ssmax` | 410 (0.90, –) | – | – | – |"
-    assert lines[5] == "| sdpa flash | 410 | – | – | – |"
+    about, _, header, _, *lines = second.splitlines()
+    assert "N = 16384, B = 4, H = 16" in about
+    columns = "| forward, D = 64 | backward, D = 64 | forward, D = 128 | backward, D = 128 |"
+    assert header == f"|  {columns}"
+    assert lines[0] == "| `ssmax` | 410 (0.90, –) | – | – | – |"
+    assert lines[1] == "| sdpa flash | 410 | – | – | – |"
 
 
 def counted() -> dict[str, Any]:
@@ -250,7 +230,8 @@ def counted() -> dict[str, Any]:
 
 def test_profile_table_compares_full_blocks_of_calls_without_gain(tmp_path: Path) -> None:
     assert profile_table(tmp_path) == "Nothing has been counted yet.\n"
-    (tmp_path / "sm_90.json").write_text(json.dumps(counted()))
+    document, path = counted(), tmp_path / "sm_90.json"
+    path.write_text(json.dumps(document))
     first, _, _, _, *rows = profile_table(tmp_path).splitlines()
     assert first.startswith("sm_90, Triton 3.9.0, 2026-01-31. Instructions")
     assert "**predicted**" in first
@@ -258,11 +239,7 @@ def test_profile_table_compares_full_blocks_of_calls_without_gain(tmp_path: Path
         "| forward exp, D = 128 | 10.6 | 4.1 | 1.0 | 1.8 | 1.00 | 595 | "
         "8.0, 653, 80 B spilled (1.32) | – |"
     ]
-
-
-def test_profile_table_prefers_causal_calls(tmp_path: Path) -> None:
-    document = counted()
-    row = document["rows"][0]
+    row = document["rows"][0]  # a causal call comes first
     document["rows"] += [{**row, "extra": "no gain", "loops": [{**row["loops"][0], "total": 9.9}]}]
-    (tmp_path / "sm_90.json").write_text(json.dumps(document))
+    path.write_text(json.dumps(document))
     assert "| 9.9 |" in profile_table(tmp_path)

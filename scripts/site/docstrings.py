@@ -57,14 +57,8 @@ def find(app: Any, env: Any, node: Any, contnode: Any) -> Any:
 
 
 def readable(
-    app: Any,
-    what: str,
-    name: str,
-    obj: Any,
-    options: Any,
-    signature: str | None,
-    returns: str | None,
-) -> tuple[str | None, str | None]:
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any
+) -> tuple[str | None, Any]:
     """Shorten long defaults, and defaults that Sphinx cannot parse."""
     if signature is not None:
         signature = re.sub(r"<function ((?:[\w.]|<\w+>)+)[^<>]*>", shortened, signature)
@@ -76,8 +70,7 @@ def readable(
 
 
 def shortened(function: re.Match[str]) -> str:
-    name = function[1].rsplit(".", 1)[-1]
-    return "..." if name == "<lambda>" else name
+    return function[1].rsplit(".", 1)[-1].replace("<lambda>", "...")
 
 
 def without_overloads(analyze: Callable[[ModuleAnalyzer], None]) -> Callable[..., None]:

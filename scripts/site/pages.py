@@ -9,22 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Template
 from torch._subclasses import FakeTensorMode
 
 import attnzoo
 from commandline.table import markdown
+from commandline.variants import VariantCall, complete
 from scripts import variant_facts as facts
 from scripts.site import variant_plots
 
 FOLDER = "variants"
+TEMPLATE = Path(__file__).resolve().parents[2] / "docs" / "_templates" / "variant.jinja"
 # Files in the repository root that are also pages of the site.
 INCLUDED = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-# The docstring's sections above the plots, and those below the table of parameters.
-FIRST, LAST = ("Effect",), ("Initial values", "Source", "Differences", "Notes")
 HEADS, HEAD_DIM, KEYS = 8, 64, 4096
 # A call for each column of the table of backends: number of queries, device, dtype, gradients.
 CALLS = {
@@ -38,112 +39,47 @@ def page(name: str) -> str:
     """The page of a variant, in MyST."""
     variant = attnzoo.get_variant(name)
     summary, sections = facts.docstring(variant)
-    return "\n\n".join(
-        [
-            f"# {name}",
-            facts.prose(summary[:1].upper() + summary[1:]),
-            formula(sections.get("Formula", variant.formula)),
-            f"**When to use it:** {facts.prose(variant.use)}",
-            f"**Paper:** {facts.linked(variant.paper)}",
-            call(variant),
-            "## What it does to a row of scores",
-            *(facts.prose(sections[head]) for head in FIRST if head in sections),
-            plots(name),
-            "## Parameters",
-            parameters(variant),
-            *(f"## {head}\n\n{facts.prose(sections[head])}" for head in LAST if head in sections),
-            "## Cost and backends",
-            cost(name),
-            backends(variant),
-            "## The file",
-            "This file is the whole variant. "
-            "[A variant of your own](../your-own-variant.md) has the same structure.",
-            source(variant),
-        ]
-    )
+    costs = [f"{form.kind}: {facts.cost(form)}" for form in facts.forms_of(name)]
+    return Template(TEMPLATE.read_text()).render(
+        variant=variant, summary=summary, sections=sections, costs="; ".join(costs),
+        required=required(name), parameters=parameters(variant), backends=backends(variant),
+        row=variant_plots.ROW, lead=f"{variant_plots.LEAD:g}", heads=HEADS, keys=KEYS,
+        head_dim=HEAD_DIM, file=Path(inspect.getfile(sys.modules[facts.module_of(variant)])).name,
+        prose=facts.prose, typeset=facts.typeset, linked=facts.linked,
+    )  # fmt: skip
 
 
-def formula(text: str) -> str:
-    lines = "".join(f"<div>{facts.typeset(line)}</div>\n" for line in text.splitlines() if line)
-    return f'<div class="formula">\n{lines}</div>'
-
-
-def call(variant: attnzoo.Variant) -> str:
-    required = "".join(f", {n}={x!r}" for n, x in variant_plots.required(variant, KEYS).items())
-    return (
-        "```python\nimport torch\nimport attnzoo\n\n"
-        "q, k, v = torch.randn(3, 1, 8, 256, 64)  # (B, H, N, D)\n"
-        f'out = attnzoo.attention(q, k, v, "{variant.name}", is_causal=True{required})\n```'
-    )
-
-
-def plots(name: str) -> str:
-    row = f"The weights of {name} against the logits of a row of {variant_plots.ROW} keys"
-    growth = f"The weight that {name} gives a leading key, against the number of keys n"
-    images = "".join(
-        f"```{{image}} plots/{name}-{which}{suffix}.svg\n:class: {theme}\n:alt: {alt}\n```\n\n"
-        for which, alt in (("row", row), ("growth", growth))
-        for suffix, theme in (("", "only-light"), ("-dark", "only-dark"))
-    )
-    return (
-        f":::{{container}} plots\n{images}:::\n\n"
-        f"First plot: the weights of one row of {variant_plots.ROW} keys, against their "
-        f"logits. Second plot: the weight of a key with logit {variant_plots.LEAD:g} among n − 1 "
-        "keys whose logits are drawn from N(0, 1). Parameters have their default values; "
-        "softmax is dashed."
-    )
-
-
-def _initial(param: attnzoo.Param) -> str:
-    if param.init is None:
-        return "–"
-    return f"{param.init:.3g}" if isinstance(param.init, float | int) else "the default"
+def required(name: str) -> dict[str, Any]:
+    """Example values of the variant's required parameters."""
+    return complete(VariantCall(name), KEYS).params
 
 
 def parameters(variant: attnzoo.Variant) -> str:
-    if not variant.params:
-        return f"`{variant.name}` has no parameters."
-    header = ("name", "type", "default", "initial value", "meaning")
     shapes = {"per_head": "number, `()` or `(H,)`", "tensor": "tensor `(H, …)`"}
-    rows = [
-        (
-            f"`{p.name}`",
-            shapes.get(p.kind, p.kind) + (", `(B, H, Nq)`" if p.per_token else ""),
-            facts.default(p),
-            _initial(p),
-            facts.prose(p.doc)
-            + ("" if p.allowed == "finite" else f". Allowed: {facts.prose(p.allowed)}"),
-        )
-        for p in variant.params
-    ]
-    learned = (
-        "A parameter with an initial value is learned by {py:class}`attnzoo.nn.Attention`, one "
-        "number per head. The others stay fixed unless you name them in `learn`."
-    )
-    return markdown([header, *rows]) + "\n" + learned
-
-
-def cost(name: str) -> str:
-    forms = facts.forms_of(name)
-    costs = "; ".join(f"{form.kind}: {facts.cost(form)}" for form in forms)
-    return (
-        f"Cost per head, for N queries and keys of dimension D: {costs or 'definition: N²·D'}.\n\n"
-        "The table shows which backends support the variant, in causal calls with "
-        f"{HEADS} heads, {KEYS} keys and D = {HEAD_DIM}. “first” marks the chosen backend. "
-        "If a backend does not support a call, the cell shows the reason."
-    )
+    rows = [("name", "type", "default", "initial value", "meaning")]
+    for p in variant.params:
+        initial = "–" if p.init is None else "the default"
+        if isinstance(p.init, float | int):
+            initial = f"{p.init:.3g}"
+        shape = shapes.get(p.kind, p.kind) + (", `(B, H, Nq)`" if p.per_token else "")
+        allowed = "" if p.allowed == "finite" else f". Allowed: {facts.prose(p.allowed)}"
+        rows.append((f"`{p.name}`", shape, facts.default(p), initial, facts.prose(p.doc) + allowed))
+    return markdown(rows)
 
 
 def backends(variant: attnzoo.Variant) -> str:
     """A table of the candidates that `attnzoo.explain` lists for each of `CALLS`."""
-    plans = {title: explained(variant, *options) for title, options in CALLS.items()}
-    pairs = dict.fromkeys(
-        (c.backend, c.form.kind) for plan in plans.values() for c in plan.candidates
-    )
-    rows = [("backend", "form", *plans)]
-    for pair in pairs:
-        rows.append((f"`{pair[0]}`", pair[1], *(answer(plan, *pair) for plan in plans.values())))
-    return markdown(rows)
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for title, options in CALLS.items():
+        first = "**first**"
+        for candidate in explained(variant, *options).candidates:
+            row = cells.setdefault((f"`{candidate.backend}`", candidate.form.kind), {})
+            if candidate.reason is not None:
+                row.setdefault(title, facts.prose(candidate.reason))
+            else:
+                row[title], first = first, "yes"
+    rows = [(*pair, *(row.get(title, "–") for title in CALLS)) for pair, row in cells.items()]
+    return markdown([("backend", "form", *CALLS), *rows])
 
 
 def explained(
@@ -155,21 +91,7 @@ def explained(
             torch.empty(1, HEADS, n, HEAD_DIM, device=device, dtype=dtype, requires_grad=grad)
             for n in (queries, KEYS, KEYS)
         )
-        params = variant_plots.required(variant, KEYS)
-        return attnzoo.explain(q, k, v, variant.name, is_causal=True, **params)
-
-
-def answer(plan: attnzoo.Plan, backend: str, kind: str) -> str:
-    able = [(c.backend, c.form.kind) for c in plan.candidates if c.reason is None]
-    if (backend, kind) in able:
-        return "**first**" if able[0] == (backend, kind) else "yes"
-    reasons = [c.reason for c in plan.candidates if (c.backend, c.form.kind) == (backend, kind)]
-    return facts.prose(reasons[0] or "") if reasons else "–"
-
-
-def source(variant: attnzoo.Variant) -> str:
-    file = Path(inspect.getfile(sys.modules[facts.module_of(variant)]))
-    return f"```{{literalinclude}} ../../attnzoo/variants/{file.name}\n:language: python\n```"
+        return attnzoo.explain(q, k, v, variant.name, is_causal=True, **required(variant.name))
 
 
 def write(folder: Path) -> None:
@@ -177,9 +99,8 @@ def write(folder: Path) -> None:
     files = {}
     for name in attnzoo.list_variants():
         files[f"{name}.md"] = page(name)
-        pictures = {"row": variant_plots.row_plot, "growth": variant_plots.growth_plot}
-        for which, drawn in pictures.items():
-            svg = drawn(name)
+        for which, plot in variant_plots.PLOTS.items():
+            svg = plot(name)
             files[f"plots/{name}-{which}.svg"] = svg
             files[f"plots/{name}-{which}-dark.svg"] = variant_plots.darkened(svg)
     for path in [*folder.glob("*.md"), *folder.glob("plots/*")]:
@@ -212,9 +133,8 @@ def relink(text: str, folder: Path, docs: Path) -> str:
 
 
 def on_read(app: Any, docname: str, source: list[str]) -> None:
-    docs = Path(app.srcdir)
     if app.env.doc2path(docname).suffix == ".md":
-        source[0] = relink(source[0], (docs / docname).parent, docs)
+        on_include(app, Path(docname), docname, source)
 
 
 def on_include(app: Any, path: Path, docname: str, source: list[str]) -> None:

@@ -21,7 +21,7 @@ from benchmarks.gpu.session import Session, Step
 from benchmarks.harness import journal
 from benchmarks.harness.report import CRASHED, DEVICE_LOST
 from helpers.processes import output_of
-from scripts.kernels_table import kernels_table
+from scripts.benchmark_tables import kernels_table
 
 # A program that goes through items, and ends or hangs at some of them.
 PROGRAM = f"""

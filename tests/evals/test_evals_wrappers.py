@@ -45,9 +45,9 @@ def test_identity_has_the_wrapper_with_its_defaults() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("differential", r"is a wrapper and needs a variant, as in differential\(softmax\)"),
-        ("differential()", "differential needs one variant"),
-        ("differential(softmax, ssmax)", "differential needs one variant"),
+        ("differential", r"is a wrapper and needs one variant, as in differential\(softmax\)"),
+        ("differential()", "differential is a wrapper and needs one variant"),
+        ("differential(softmax, ssmax)", "differential is a wrapper and needs one variant"),
         ("laser(differential(softmax))", "a wrapper cannot have a wrapper"),
         ("mixture(softmax, parts=2)", "mixture has no argument parts; it has: components"),
         ("entmax(softmax)", "parameters of entmax must have names.*wrappers are differential"),
