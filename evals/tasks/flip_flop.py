@@ -24,11 +24,8 @@ from evals.tasks.families.sequence import (
     ACCURACY,
     LOSS,
     SequenceBatch,
-    SequenceSettings,
     SequenceTask,
-    paper,
-    quick,
-    smoke,
+    presets,
 )
 
 ZERO, ONE, WRITE, READ, IGNORE = range(5)
@@ -57,29 +54,17 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
     return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
-PRESETS = {
-    "smoke": smoke(
-        (64, 128, 256),
-        SequenceSettings(
-            steps=100, batch=16, train_shortest=16, train_longest=64, train_stride=16,
-            test_sequences=32,
-        ),
+PRESETS = presets(
+    smoke=dict(lengths=(64, 128, 256), train_shortest=16, train_longest=64, train_stride=16),
+    quick=dict(
+        lengths=(64, 128, 256, 512, 1024), steps=1500, batch=16, train_shortest=8, train_longest=64,
+        train_stride=4, test_sequences=500, test_least=64, test_items=2**17,
     ),
-    "quick": quick(
-        (64, 128, 256, 512, 1024),
-        SequenceSettings(
-            steps=1500, batch=16, train_shortest=8, train_longest=64, train_stride=4,
-            test_sequences=500, test_least=64, test_items=2**17,
-        ),
+    paper=dict(
+        lengths=(512, 1024, 2048, 4096, 8192), steps=10000, batch=64, train_shortest=512,
+        train_longest=512, test_sequences=1000,
     ),
-    "paper": paper(
-        (512, 1024, 2048, 4096, 8192),
-        SequenceSettings(
-            steps=10000, batch=64, width=256, heads=4, depth=4, learning_rate=3e-4,
-            train_shortest=512, train_longest=512, test_sequences=1000, test_items=2**20,
-        ),
-    ),
-}  # fmt: skip
+)  # fmt: skip
 
 TASK = SequenceTask(
     name="flip-flop",

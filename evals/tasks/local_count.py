@@ -34,11 +34,10 @@ from evals.tasks.families.sequence import (
     SequenceBatch,
     SequenceSettings,
     SequenceTask,
-    paper,
-    quick,
-    smoke,
+    presets,
     whole_answers,
 )
+from evals.tasks.two_back import PAPER
 
 # Token 0 marks the begin, 1 .. 16 are symbols, 17 + c is the count c.
 BEGIN, FIRST, SYMBOLS = 0, 1, 16
@@ -84,28 +83,17 @@ def draw(
     return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
-PRESETS = {
-    "smoke": smoke(
-        (16, 32, 64),
-        LocalCountSettings(
-            steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32, repeats=8
-        ),
+PRESETS = presets(
+    LocalCountSettings,
+    smoke=dict(repeats=8),
+    quick=dict(
+        lengths=(32, 64, 128, 256, 512), steps=1200, batch=32, heads=4, train_shortest=4,
+        train_longest=32, repeats=8,
     ),
-    "quick": quick(
-        (32, 64, 128, 256, 512),
-        LocalCountSettings(
-            steps=1200, batch=32, heads=4, train_shortest=4, train_longest=32, repeats=8
-        ),
+    paper=PAPER | dict(
+        lengths=(128, 256, 512, 1024, 2048, 4096, 8192), train_shortest=64, train_longest=128
     ),
-    "paper": paper(
-        tuple(128 * 2**i for i in range(7)),
-        LocalCountSettings(
-            steps=78125, batch=128, width=256, heads=8, depth=4, learning_rate=3e-4,
-            weight_decay=0.0, fill=False, curriculum=0.0, train_shortest=64, train_longest=128,
-            test_sequences=1000, test_items=2**20,
-        ),
-    ),
-}  # fmt: skip
+)  # fmt: skip
 
 TASK = SequenceTask(
     name="local-count",

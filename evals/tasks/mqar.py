@@ -28,9 +28,7 @@ from evals.tasks.families.sequence import (
     SequenceBatch,
     SequenceSettings,
     SequenceTask,
-    paper,
-    quick,
-    smoke,
+    presets,
 )
 
 
@@ -81,31 +79,22 @@ def draw(
     return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
-PRESETS = {
-    "smoke": smoke(
-        (64, 128, 256),
-        MqarSettings(
-            steps=100, batch=16, train_shortest=16, train_longest=64, train_stride=16,
-            test_sequences=16,
-        ),
+PRESETS = presets(
+    MqarSettings,
+    smoke=dict(
+        lengths=(64, 128, 256), train_shortest=16, train_longest=64, train_stride=16,
+        test_sequences=16,
     ),
-    "quick": quick(
-        (64, 128, 256, 512),
-        MqarSettings(
-            steps=2000, batch=16, learning_rate=2e-3, train_shortest=8, train_longest=64,
-            train_stride=8,
-        ),
+    quick=dict(
+        lengths=(64, 128, 256, 512), steps=2000, batch=16, learning_rate=2e-3, train_shortest=8,
+        train_longest=64, train_stride=8,
     ),
-    "paper": paper(
-        (64, 128, 256, 512, 1024, 2048, 4096),
-        MqarSettings(
-            steps=25000, batch=256, width=128, heads=1, vocabulary=8192, density=16,
-            learning_rate=1e-3, train_shortest=64, train_longest=256, train_stride=64,
-            test_items=2**20,
-        ),
+    paper=dict(
+        steps=25000, batch=256, width=128, heads=1, depth=2, vocabulary=8192, density=16,
+        learning_rate=1e-3, train_shortest=64, train_longest=256, train_stride=64,
         variant_settings=VARIANT_SETTINGS,
     ),
-}  # fmt: skip
+)  # fmt: skip
 
 TASK = SequenceTask(
     name="mqar",

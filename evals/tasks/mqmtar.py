@@ -45,8 +45,7 @@ from evals.tasks.families.sequence import (
     SequenceBatch,
     SequenceSettings,
     SequenceTask,
-    paper,
-    smoke,
+    presets,
     whole_answers,
 )
 
@@ -122,24 +121,15 @@ def draw(
     return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
-PRESETS = {
-    "smoke": smoke(
-        (16, 32, 64),
-        MqmtarSettings(
-            steps=100, batch=16, fill=False, train_shortest=8, train_longest=16,
-            train_stride=8, test_sequences=32, letters=16,
-        ),
-    ),
-    "paper": paper(
-        tuple(64 * 2**i for i in range(7)),
-        MqmtarSettings(
-            steps=390625, batch=128, width=512, heads=16, depth=4, learning_rate=2e-4,
-            weight_decay=0.0, warmup=0.0512, fill=False, curriculum=0.0, train_shortest=32,
-            train_longest=64, test_sequences=1000, test_items=2**20,
-        ),
+PRESETS = presets(
+    MqmtarSettings,
+    smoke=dict(fill=False, train_shortest=8, train_stride=8, letters=16),
+    paper=dict(
+        steps=390625, width=512, heads=16, learning_rate=2e-4, weight_decay=0.0, warmup=0.0512,
+        fill=False, curriculum=0.0, train_shortest=32, test_sequences=1000,
         sweep={},  # without quick, no learning rates are recorded
     ),
-}  # fmt: skip
+)  # fmt: skip
 
 TASK = SequenceTask(
     name="mqmtar",

@@ -12,7 +12,8 @@ Except for "adaptive", the layer's matrix is the embedding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -39,44 +40,41 @@ def parse_output(text: str) -> VariantCall:
         raise ValueError(f"output must not set {', '.join(sorted(fixed))}, got {text!r}")
     if call.name == ADAPTIVE and "tail_variant" in call.params:
         raise ValueError("output must not have tail_variant: the clusters have the head's variant")
-    if call.name == MIXTURE and "components" not in call.params:
-        params = call.params | {"components": COMPONENTS}
+    if call.name == MIXTURE:
+        params = {"components": COMPONENTS} | call.params
         call = VariantCall(MIXTURE, tuple(sorted(params.items())))
     return call
 
 
-def normalizer(call: VariantCall) -> VariantCall | None:
+def variant_of(call: VariantCall) -> VariantCall | None:
     """The variant of an output layer; None for a plain softmax."""
     if call.name in (MIXTURE, ADAPTIVE):
         return VariantCall(str(call.params.get("variant", "softmax")))
     return None if call == VariantCall("softmax") else call
 
 
-def build_with(
-    call: VariantCall,
-    make: Callable[..., Transformer],
-    width: int,
-    vocabulary: int,
-    counts: Sequence[float] | None,
-    tokens: int,
-) -> Transformer:
-    """A model with an output layer.
+def output_arguments(
+    call: VariantCall, width: int, vocabulary: int, counts: Sequence[float] | None, tokens: int
+) -> dict[str, Any]:
+    """The arguments of `Transformer` for an output layer.
 
-    make: makes the model from the keywords ``output`` and ``output_params``. counts: the
-    frequencies of the tokens in descending order, if they are known. tokens: the number of tokens
-    in a training step.
+    counts: the frequencies of the tokens in descending order, if they are known. tokens: the number
+    of tokens in a training step.
     """
     if call.name == MIXTURE:
-        mixed = get_variant(str(call.params.get("variant", "softmax")))
-        bias = mixed.output_bias is not None
-        layer = MixtureOutput(width, vocabulary, **{"bias": bias, **call.params})
-        model = make(output=layer)
-        layer.weight = model.embed.weight  # type: ignore[assignment]
-        nn.init.normal_(layer.weight, std=MIXTURE_STD)
-        return model
+        variant = get_variant(str(call.params.get("variant", "softmax")))
+        params = {"bias": variant.output_bias is not None} | call.params
+        return {"output": MixtureOutput(width, vocabulary, **params)}
     if call.name == ADAPTIVE:
         if counts is None:
             raise ValueError("output must not be adaptive: the task gives no token frequencies")
-        options = {"tokens": tokens, **call.params}
-        return make(output=AdaptiveSoftmax.from_frequencies(width, counts, **options))
-    return make(output=call.name, output_params=call.params)
+        params = {"tokens": tokens} | call.params
+        return {"output": AdaptiveSoftmax.from_frequencies(width, counts, **params)}
+    return {"output": call.name, "output_params": call.params}
+
+
+def tie_mixture(model: Transformer) -> None:
+    """Make the matrix of a mixture the embedding, and draw it again."""
+    if isinstance(model.output, MixtureOutput):
+        model.output.weight = model.embed.weight  # type: ignore[assignment]
+        nn.init.normal_(model.embed.weight, std=MIXTURE_STD)

@@ -15,16 +15,16 @@ softcap), results also have `OUTPUT_METRICS`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.nn import AdaptiveSoftmax, MixtureOutput, OutputLayer, Transformer
+from attnzoo.nn import AdaptiveSoftmax, MixtureOutput, Transformer
 from commandline.variants import VariantCall
 from evals.measures.heads import Watch, substituted
 from evals.task import (
@@ -39,7 +39,14 @@ from evals.task import (
     Settings,
     Task,
 )
-from evals.tasks.families.outputs import ADAPTIVE, build_with, normalizer, parse_output
+from evals.tasks.families.batches import Batch, check_range, check_tensor, check_type
+from evals.tasks.families.outputs import (
+    ADAPTIVE,
+    output_arguments,
+    parse_output,
+    tie_mixture,
+    variant_of,
+)
 
 POSITIONS = ("none", "rope", "p-rope", "alibi", "nape", "t5")
 ACCURACY = Metric("accuracy", "Accuracy, %", 100, 1)
@@ -87,71 +94,64 @@ class SequenceSettings(Settings):
 
     @property
     def output_layer(self) -> VariantCall | None:
-        return normalizer(parse_output(self.output))
+        return variant_of(parse_output(self.output))
 
     def identity(self) -> dict[str, object]:
         settings = super().identity()
         if self.output_layer is None:
             del settings["output"]
-        return {
-            k: x for k, x in settings.items() if x or k not in ("qk_norm", "qk_dim", "layer_scale")
-        }
+        added = ("qk_norm", "qk_dim", "layer_scale")  # after results had been published
+        return {name: value for name, value in settings.items() if value or name not in added}
 
 
-LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 # What the papers of some variants require: taylor has queries and keys with 16 features
 # (arXiv:2402.18668); sigmoid in deep models has QK-norm and LayerScale (arXiv:2409.04431).
 VARIANT_SETTINGS = {"taylor": {"qk_dim": 16}}
 DEEP_VARIANT_SETTINGS = {**VARIANT_SETTINGS, "sigmoid": {"qk_norm": True, "layer_scale": 1e-4}}
 
-
-def smoke(lengths: tuple[int, ...], settings: SequenceSettings) -> Preset:
-    """The preset smoke of a task: the main variants, one seed."""
-    return Preset(lengths, settings, positions=("rope",))
-
-
-def quick(
-    lengths: tuple[int, ...], settings: SequenceSettings, positions: tuple[str, ...] = ("rope",)
-) -> Preset:
-    """The preset quick of a task: the main variants, tuned learning rates."""
-    rates = {"learning_rate": LEARNING_RATES}
-    return Preset(
-        lengths,
-        settings,
-        seeds=SEEDS,
-        positions=positions,
-        sweep=rates,
+# What the presets of most tasks have. Preset quick tunes learning rates, preset paper uses them.
+COMMON: dict[str, dict[str, Any]] = {
+    "smoke": dict(
+        lengths=(16, 32, 64), positions=("rope",),
+        steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32,
+    ),
+    "quick": dict(
+        positions=("rope",), seeds=SEEDS, sweep={"learning_rate": (1e-3, 3e-3, 1e-2)},
         variant_settings=VARIANT_SETTINGS,
-    )
+    ),
+    "paper": dict(
+        lengths=(64, 128, 256, 512, 1024, 2048, 4096), positions=POSITIONS, seeds=SEEDS,
+        sweep=RECORDED, variant_settings=DEEP_VARIANT_SETTINGS,
+        batch=128, width=256, heads=4, depth=4, learning_rate=3e-4, train_longest=64,
+        test_items=2**20,
+    ),
+}  # fmt: skip
 
 
-def paper(
-    lengths: tuple[int, ...],
-    settings: SequenceSettings,
-    variant_settings: Mapping[str, Mapping[str, Any]] = DEEP_VARIANT_SETTINGS,
-    sweep: Mapping[str, Sequence[float]] | str = RECORDED,
-) -> Preset:
-    """The preset paper of a task: the main variants, every position encoding, and the learning
-    rates that preset quick chose."""
-    return Preset(
-        lengths,
-        settings,
-        seeds=SEEDS,
-        positions=POSITIONS,
-        sweep=sweep,
-        variant_settings=variant_settings,
-    )
+def presets(
+    kind: type[SequenceSettings] = SequenceSettings, **changes: Mapping[str, Any]
+) -> dict[str, Preset]:
+    """Presets by name, from what each has besides `COMMON`: fields of `Preset` and of the settings,
+    which are of the class ``kind``."""
+    made = {}
+    for name, changed in changes.items():
+        values = COMMON[name] | changed
+        about = {f.name: values.pop(f.name) for f in fields(Preset) if f.name in values}
+        made[name] = Preset(settings=kind(**values), **about)
+    return made
 
 
-_SMOKE = SequenceSettings(
-    steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32
+# Of a task that has none of its own.
+PRESETS = presets(
+    smoke={},
+    quick=dict(
+        lengths=(32, 64, 128, 256), steps=1500, batch=32, train_shortest=4, train_longest=32
+    ),
 )
-_QUICK = SequenceSettings(steps=1500, batch=32, train_shortest=4, train_longest=32)
-PRESETS = {"smoke": smoke((16, 32, 64), _SMOKE), "quick": quick((32, 64, 128, 256), _QUICK)}
 
 
 @dataclass(frozen=True)
-class SequenceBatch:
+class SequenceBatch(Batch):
     """Tokens and answers, both (B, N) int64.
 
     An answer is the token to predict at its position, or −1 if nothing is to be predicted there.
@@ -159,10 +159,6 @@ class SequenceBatch:
 
     tokens: Tensor
     answers: Tensor
-
-    def to(self, device: str) -> SequenceBatch:
-        """The same batch on another device."""
-        return SequenceBatch(self.tokens.to(device), self.answers.to(device))
 
     @property
     def asked(self) -> Tensor:
@@ -274,32 +270,33 @@ class SequenceTask(Task):
     def build(
         self, variant: VariantCall, positions: str, settings: SequenceSettings
     ) -> Transformer:
-        size = self.vocabulary_size(settings)
-
-        def make(**output: Any) -> Transformer:
-            return Transformer(
-                size, settings.width, settings.heads, settings.depth, variant.name, positions,
-                qk_norm=settings.qk_norm, qk_dim=settings.qk_dim or None,
-                layer_scale=settings.layer_scale or None, wrapper=variant.wrapper_choice,
-                **output, **variant.params,
-            )  # fmt: skip
-
-        counts = None
+        size, counts = self.vocabulary_size(settings), None
         if self.frequencies is not None:
             counts = self.frequencies(settings).sort(descending=True).values.tolist()
         call, tokens = parse_output(settings.output), settings.batch * settings.train_longest
-        return build_with(call, make, settings.width, size, counts, tokens)
+        model = Transformer(
+            size, settings.width, settings.heads, settings.depth, variant.name, positions,
+            qk_norm=settings.qk_norm, qk_dim=settings.qk_dim or None,
+            layer_scale=settings.layer_scale or None, wrapper=variant.wrapper_choice,
+            **output_arguments(call, settings.width, size, counts, tokens), **variant.params,
+        )  # fmt: skip
+        tie_mixture(model)
+        return model
 
     def batch(
         self, seed: int, split: str, length: int, start: int, stop: int, settings: SequenceSettings
     ) -> SequenceBatch:
         batch = self.draw(seed, split, length, start, stop, settings)
-        self._check(batch, length, (stop - start, self.tokens(length)), settings)
+        check_type(batch, SequenceBatch)
+        shape, axes = (stop - start, self.tokens(length)), f"(stop - start, size({length})) = "
+        for name, values, least in (("tokens", batch.tokens, 0), ("answers", batch.answers, -1)):
+            check_tensor(name, values, shape, torch.int64, axes)
+            last = self.vocabulary_size(settings) - 1
+            check_range(name, values, least, last, "vocabulary - 1 = ")
         if not bool((asked := batch.asked.any(dim=1)).all()):
-            empty = start + int(asked.int().argmin())
             raise ValueError(
                 "answers must have an entry >= 0 in every sequence, got only -1 in sequence "
-                f"{empty}"
+                f"{start + int(asked.int().argmin())}"
             )
         return self._by_frequency(batch, settings)
 
@@ -311,29 +308,6 @@ class SequenceTask(Task):
         ranks = torch.cat([order.argsort(), torch.tensor([-1])])  # −1 stands for no answer
         return SequenceBatch(ranks[batch.tokens], ranks[batch.answers])
 
-    def _check(
-        self, batch: object, length: int, shape: tuple[int, int], settings: SequenceSettings
-    ) -> None:
-        """Check a batch from ``draw``; raises ValueError if it is invalid."""
-        if not isinstance(batch, SequenceBatch):
-            raise ValueError(f"draw must return a SequenceBatch, got {type(batch).__name__}")
-        last = self.vocabulary_size(settings) - 1
-        for name, values, low in (("tokens", batch.tokens, 0), ("answers", batch.answers, -1)):
-            actual = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            if actual != shape:
-                raise ValueError(
-                    f"{name} must be a tensor (stop - start, size({length})) = {shape}, "
-                    f"got {actual}"
-                )
-            if values.dtype != torch.int64:
-                raise ValueError(f"{name} must be int64, got {values.dtype}")
-            smallest, largest = int(values.min()), int(values.max())
-            if smallest < low or largest > last:
-                raise ValueError(
-                    f"{name} must be from {low} to vocabulary - 1 = {last}, "
-                    f"got {smallest} to {largest}"
-                )
-
     def loss(self, model: Transformer, batch: SequenceBatch) -> Tensor:
         asked = batch.asked
         return model.loss(model.states(batch.tokens)[asked], batch.answers[asked])
@@ -342,27 +316,23 @@ class SequenceTask(Task):
         asked = batch.asked
 
         def measured(substitute: VariantCall | None) -> BatchResult:
-            with ExitStack() as stack:
-                stack.enter_context(substituted(model, substitute))
-                watch = stack.enter_context(Watch(model, sample)) if sample.sequences else None
+            watching = Watch(model, sample) if sample.sequences else nullcontext()
+            with substituted(model, substitute), watching as watch:
                 states = model.states(batch.tokens)[asked]
-            if _is_softmax(model.output):
-                result = self.read(model.logits(states), batch)
-            else:
-                result = self._read_output(model.output, states, batch)
+            result = self._read(model, states, batch)
             if watch is None:
                 return result
-            state_metrics = (
-                {} if self.read_states is None else self.read_states(model, states, batch)
-            )
-            return BatchResult(result.metrics | state_metrics, result.curves | watch.curves())
+            more = {} if self.read_states is None else self.read_states(model, states, batch)
+            return BatchResult(result.metrics | more, result.curves | watch.curves())
 
         return measured
 
-    def _read_output(
-        self, layer: OutputLayer | AdaptiveSoftmax, states: Tensor, batch: SequenceBatch
-    ) -> BatchResult:
-        """The metrics for an output layer that is not a plain softmax."""
+    def _read(self, model: Transformer, states: Tensor, batch: SequenceBatch) -> BatchResult:
+        """The metrics; for an output layer other than a plain softmax, `OUTPUT_METRICS` too."""
+        layer = model.output
+        other = isinstance(layer, (MixtureOutput, AdaptiveSoftmax))
+        if not other and layer.variant == "softmax" and layer.softcap is None:
+            return self.read(model.logits(states), batch)
         answer = batch.answers[batch.asked]
         log_probs = layer.log_prob(states).double()
         log_p = log_probs.log_softmax(dim=-1)
@@ -375,9 +345,3 @@ class SequenceTask(Task):
             "own_loss": layer.loss(states, answer, reduction="none"),
         }
         return BatchResult(result.metrics | output_metrics, result.curves)
-
-
-def _is_softmax(layer: OutputLayer | AdaptiveSoftmax) -> bool:
-    """Whether the layer is a plain softmax, without softcap."""
-    other = isinstance(layer, (MixtureOutput, AdaptiveSoftmax))
-    return not other and layer.variant == "softmax" and layer.softcap is None
