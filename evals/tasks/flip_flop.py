@@ -20,13 +20,8 @@ import torch
 from commandline.errors import UsageError
 from evals.task import Metric
 from evals.tasks.draws import GENERATOR, integers, uniforms, words
-from evals.tasks.families.sequence import (
-    ACCURACY,
-    LOSS,
-    SequenceBatch,
-    SequenceTask,
-    presets,
-)
+from evals.tasks.families.answers import ACCURACY, LOSS, SequenceBatch
+from evals.tasks.families.sequence import SequenceTask, presets
 
 ZERO, ONE, WRITE, READ, IGNORE = range(5)
 IGNORED = {"train": 0.8, "validation": 0.8, "test": 0.8, "sparse": 0.98, "dense": 0.1}
@@ -57,7 +52,7 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
 PRESETS = presets(
     smoke=dict(lengths=(64, 128, 256), train_shortest=16, train_longest=64, train_stride=16),
     quick=dict(
-        lengths=(64, 128, 256, 512, 1024), steps=1500, batch=16, train_shortest=8, train_longest=64,
+        lengths=(64, 128, 256, 512, 1024), batch=16, train_shortest=8, train_longest=64,
         train_stride=4, test_sequences=500, test_least=64, test_items=2**17,
     ),
     paper=dict(

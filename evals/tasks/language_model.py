@@ -38,7 +38,8 @@ from commandline.errors import UsageError
 from evals.measures.ranks import rank
 from evals.task import BatchResult, Metric
 from evals.tasks.draws import GENERATOR, integers, words
-from evals.tasks.families.sequence import SequenceBatch, SequenceTask, presets, whole_answers
+from evals.tasks.families.answers import SequenceBatch, whole_answers
+from evals.tasks.families.sequence import SequenceTask, presets
 
 LINE = b"\n#key="
 DIGITS = 4
@@ -58,8 +59,8 @@ def corpus() -> tuple[dict[str, np.ndarray], str]:
     """The bytes of the "train" and "test" texts, and the digest of both."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: dict[str, list[bytes]] = {"train": [], "test": []}
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        name = path.relative_to(root).as_posix()
+    files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    for name, path in sorted(files.items()):
         if not _LEFT_OUT.search(name):
             package = name.split("/")[0].removesuffix(".py")
             held_out = int(hashlib.sha256(package.encode()).hexdigest()[-1], 16) < 2

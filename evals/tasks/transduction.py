@@ -20,16 +20,8 @@ import torch
 
 from evals.task import EVERY_VARIANT
 from evals.tasks.draws import GENERATOR, integers, words
-from evals.tasks.families.sequence import (
-    ACCURACY,
-    EXACT,
-    LOSS,
-    SequenceBatch,
-    SequenceSettings,
-    SequenceTask,
-    presets,
-    whole_answers,
-)
+from evals.tasks.families.answers import ACCURACY, EXACT, LOSS, SequenceBatch, whole_answers
+from evals.tasks.families.sequence import SequenceSettings, SequenceTask, presets
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,15 +22,8 @@ import numpy as np
 import torch
 
 from evals.tasks.draws import GENERATOR, integers, words
-from evals.tasks.families.sequence import (
-    ACCURACY,
-    EXACT,
-    LOSS,
-    SequenceBatch,
-    SequenceTask,
-    presets,
-    whole_answers,
-)
+from evals.tasks.families.answers import ACCURACY, EXACT, LOSS, SequenceBatch, whole_answers
+from evals.tasks.families.sequence import SequenceTask, presets
 
 SYMBOLS = 15
 BACK = 2
@@ -52,9 +45,7 @@ PAPER = dict(
 )  # fmt: skip
 PRESETS = presets(
     smoke={},
-    quick=dict(
-        lengths=(64, 128, 256, 512, 1024), steps=500, batch=32, train_shortest=8, train_longest=64
-    ),
+    quick=dict(lengths=(64, 128, 256, 512, 1024), steps=500, train_shortest=8, train_longest=64),
     paper=PAPER,
 )
 

@@ -120,7 +120,14 @@ class RetrievalModel(nn.Module):
         self.scale = query_width**-0.5 if settings.scale == "sqrt" else 1.0
         self.item = _mlp(features + CLASSES, width, width)
         self.query = _mlp(query_features, width, width)
-        self.attention = _attention(variant, width, query_width)
+        self.attention = (
+            attnzoo.nn.Attention(variant.name, 1, head_dim=query_width, **variant.params)
+            if variant.wrapper_choice is None
+            else attnzoo.nn.host_attention(
+                variant.wrapper_choice, variant.name, 1, width, variant.params,
+                key_dim=width, qk_dim=query_width, v_dim=width,
+            )
+        )  # fmt: skip
         self.to_q = nn.Linear(width, self.attention.queries * query_width)
         self.to_k = nn.Linear(width, query_width)
         self.to_v = nn.Linear(width, width)
@@ -149,25 +156,10 @@ class RetrievalModel(nn.Module):
         q = rearrange(self.to_q(self.query(query)), "b (m d) -> b m 1 d", m=self.attention.queries)
         return q, k, v
 
-    def decode(self, attended: Tensor) -> Tensor:
-        """Compute logits (B, 10) from the output of attention (B, 1, 1, D)."""
-        return self.output(attended[:, 0, 0])
-
     def forward(self, items: Tensor, query: Tensor) -> Tensor:
         """Logits (B, 10)."""
-        return self.decode(self.attention(*self.project(items, query), **self.options(query)))
-
-
-def _attention(
-    variant: VariantCall, width: int, query_width: int
-) -> attnzoo.nn.Attention | attnzoo.nn.Wrapper:
-    """One head with values of ``width`` features."""
-    if variant.wrapper_choice is None:
-        return attnzoo.nn.Attention(variant.name, 1, head_dim=query_width, **variant.params)
-    return attnzoo.nn.host_attention(
-        variant.wrapper_choice, variant.name, 1, width, variant.params,
-        key_dim=width, qk_dim=query_width, v_dim=width,
-    )  # fmt: skip
+        attended = self.attention(*self.project(items, query), **self.options(query))
+        return self.output(attended[:, 0, 0])
 
 
 # A function (seed, split, length, start, stop) that returns sequences start .. stop − 1.
@@ -250,7 +242,7 @@ class RetrievalTask(Task):
         def measured(substitute: VariantCall | None) -> BatchResult:
             with heads.substituted(model, substitute):
                 attention = model.attention
-                logits = model.decode(attention(*qkv, **options))
+                logits = model.output(attention(*qkv, **options)[:, 0, 0])
                 watching = heads.Watch(attention, sample) if sample.sequences else nullcontext()
                 with watching as watch:
                     weights = attention(q, k, v, need_weights=True, **exact)[1][:, 0, 0]
