@@ -49,18 +49,6 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
     return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
-PRESETS = presets(
-    smoke=dict(lengths=(64, 128, 256), train_shortest=16, train_longest=64, train_stride=16),
-    quick=dict(
-        lengths=(64, 128, 256, 512, 1024), batch=16, train_shortest=8, train_longest=64,
-        train_stride=4, test_sequences=500, test_least=64, test_items=2**17,
-    ),
-    paper=dict(
-        lengths=(512, 1024, 2048, 4096, 8192), steps=10000, batch=64, train_shortest=512,
-        train_longest=512, test_sequences=1000,
-    ),
-)  # fmt: skip
-
 TASK = SequenceTask(
     name="flip-flop",
     about="Flip-flop language modelling (arXiv:2306.00946): predict the bit that was written last, "
@@ -70,7 +58,17 @@ TASK = SequenceTask(
     draw=draw,
     vocabulary=5,
     chance_score=0.5,
-    presets=PRESETS,
+    presets=presets(
+        smoke=dict(lengths=(64, 128, 256), train_shortest=16, train_longest=64, train_stride=16),
+        quick=dict(
+            lengths=(64, 128, 256, 512, 1024), batch=16, train_shortest=8, train_longest=64,
+            train_stride=4, test_sequences=500, test_least=64, test_items=2**17,
+        ),
+        paper=dict(
+            lengths=(512, 1024, 2048, 4096, 8192), steps=10000, batch=64, train_shortest=512,
+            train_longest=512, test_sequences=1000,
+        ),
+    ),
     splits={"": "test", "sparse_": "sparse", "dense_": "dense"},
     metrics=(
         ACCURACY,
@@ -78,4 +76,4 @@ TASK = SequenceTask(
         Metric("dense_accuracy", "Accuracy on dense strings (10 % to ignore), %", 100, 1),
         LOSS,
     ),
-)
+)  # fmt: skip

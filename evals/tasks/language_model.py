@@ -136,21 +136,6 @@ def log_rank(model: Transformer, states: Tensor, batch: SequenceBatch) -> dict[s
     return {"log_rank": torch.tensor([float(rank(logs))])} if logs.isfinite().all() else {}
 
 
-PRESETS = presets(
-    smoke=dict(
-        lengths=(64, 256, 1024), steps=150, heads=4, learning_rate=2e-3, train_shortest=64,
-        train_longest=64, test_sequences=16, test_least=4, test_items=2**13,
-    ),
-    quick=dict(
-        lengths=(128, 256, 512, 1024, 2048), steps=3000, batch=64, width=128, heads=4,
-        learning_rate=2e-3, train_shortest=128, train_longest=128,
-    ),
-    paper=dict(
-        lengths=(1024, 2048, 4096, 8192, 16384), steps=20000, batch=64, width=384, heads=6, depth=6,
-        learning_rate=1e-3, train_shortest=1024, train_longest=1024, test_items=2**21,
-    ),
-)  # fmt: skip
-
 TASK = SequenceTask(
     name="language-model",
     about="Byte-level language modelling of the Python standard library's sources: bits per byte, "
@@ -159,7 +144,20 @@ TASK = SequenceTask(
     draw=draw,
     vocabulary=256,
     chance_score=8.0,
-    presets=PRESETS,
+    presets=presets(
+        smoke=dict(
+            lengths=(64, 256, 1024), steps=150, heads=4, learning_rate=2e-3, train_shortest=64,
+            train_longest=64, test_sequences=16, test_least=4, test_items=2**13,
+        ),
+        quick=dict(
+            lengths=(128, 256, 512, 1024, 2048), steps=3000, batch=64, width=128, heads=4,
+            learning_rate=2e-3, train_shortest=128, train_longest=128,
+        ),
+        paper=dict(
+            lengths=(1024, 2048, 4096, 8192, 16384), steps=20000, batch=64, width=384, heads=6,
+            depth=6, learning_rate=1e-3, train_shortest=1024, train_longest=1024, test_items=2**21,
+        ),
+    ),
     read=read,
     read_states=log_rank,
     frequencies=frequencies,
@@ -173,4 +171,4 @@ TASK = SequenceTask(
         Metric("planted_digits", "Digits of needles right, %", 100, 1),
         Metric("log_rank", "Rank of log P over 1024 tokens", digits=0, optional=True),
     ),
-)
+)  # fmt: skip

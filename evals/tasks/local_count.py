@@ -67,15 +67,6 @@ def draw(
     return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
-PRESETS = presets(
-    LocalCountSettings,
-    smoke=dict(repeats=8),
-    quick=dict(lengths=(32, 64, 128, 256, 512), steps=1200, heads=4, repeats=8),
-    paper=PAPER | dict(
-        lengths=(128, 256, 512, 1024, 2048, 4096, 8192), train_shortest=64, train_longest=128
-    ),
-)  # fmt: skip
-
 TASK = SequenceTask(
     name="local-count",
     about="Count how many of the same token stand directly before each token (ASEntmax suite, "
@@ -84,8 +75,15 @@ TASK = SequenceTask(
     draw=draw,
     vocabulary=lambda settings: FIRST + SYMBOLS + settings.repeats,
     chance_score=lambda settings: 1 / settings.repeats,
-    presets=PRESETS,
+    presets=presets(
+        LocalCountSettings,
+        smoke=dict(repeats=8),
+        quick=dict(lengths=(32, 64, 128, 256, 512), steps=1200, heads=4, repeats=8),
+        paper=PAPER | dict(
+            lengths=(128, 256, 512, 1024, 2048, 4096, 8192), train_shortest=64, train_longest=128
+        ),
+    ),
     size=lambda length: length + 1,
     read=whole_answers,
     metrics=(ACCURACY, EXACT, LOSS),
-)
+)  # fmt: skip

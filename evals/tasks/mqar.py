@@ -61,9 +61,7 @@ def draw(
     pairs = settings.pairs(length)
     after = length - 2 * pairs
     raw = words(seed, split, length, start, stop, settings.keys + pairs + after)
-    for_keys, for_values, for_queries = np.split(
-        raw, [settings.keys, settings.keys + pairs], axis=1
-    )
+    for_keys, for_values, for_queries = np.split(raw, np.cumsum([settings.keys, pairs]), axis=1)
     keys, first = 1 + subsets(for_keys, pairs), 1 + settings.keys
     values = first + integers(for_values, settings.vocabulary - first)
     queries = 2 * pairs + subsets(for_queries, pairs)
@@ -75,23 +73,6 @@ def draw(
     return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
-PRESETS = presets(
-    MqarSettings,
-    smoke=dict(
-        lengths=(64, 128, 256), train_shortest=16, train_longest=64, train_stride=16,
-        test_sequences=16,
-    ),
-    quick=dict(
-        lengths=(64, 128, 256, 512), steps=2000, batch=16, learning_rate=2e-3, train_shortest=8,
-        train_longest=64, train_stride=8,
-    ),
-    paper=dict(
-        steps=25000, batch=256, width=128, heads=1, depth=2, vocabulary=8192, density=16,
-        learning_rate=1e-3, train_shortest=64, train_longest=256, train_stride=64,
-        variant_settings=VARIANT_SETTINGS,
-    ),
-)  # fmt: skip
-
 TASK = SequenceTask(
     name="mqar",
     about="Multi-query associative recall: read pairs of a key and a value, then predict the value "
@@ -100,5 +81,20 @@ TASK = SequenceTask(
     draw=draw,
     vocabulary=lambda settings: settings.vocabulary,
     chance_score=lambda settings: 1 / (settings.vocabulary - 1 - settings.keys),
-    presets=PRESETS,
-)
+    presets=presets(
+        MqarSettings,
+        smoke=dict(
+            lengths=(64, 128, 256), train_shortest=16, train_longest=64, train_stride=16,
+            test_sequences=16,
+        ),
+        quick=dict(
+            lengths=(64, 128, 256, 512), steps=2000, batch=16, learning_rate=2e-3, train_shortest=8,
+            train_longest=64, train_stride=8,
+        ),
+        paper=dict(
+            steps=25000, batch=256, width=128, heads=1, depth=2, vocabulary=8192, density=16,
+            learning_rate=1e-3, train_shortest=64, train_longest=256, train_stride=64,
+            variant_settings=VARIANT_SETTINGS,
+        ),
+    ),
+)  # fmt: skip

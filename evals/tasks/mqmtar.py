@@ -103,16 +103,6 @@ def draw(
     return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
-PRESETS = presets(
-    MqmtarSettings,
-    smoke=dict(fill=False, train_shortest=8, train_stride=8, letters=16),
-    paper=dict(
-        steps=390625, width=512, heads=16, learning_rate=2e-4, weight_decay=0.0, warmup=0.0512,
-        fill=False, curriculum=0.0, train_shortest=32, test_sequences=1000,
-        sweep={},  # without quick, no learning rates are recorded
-    ),
-)  # fmt: skip
-
 TASK = SequenceTask(
     name="mqmtar",
     about="Multi-query multi-token associative recall: read pairs of a two-letter key and a "
@@ -122,8 +112,16 @@ TASK = SequenceTask(
     draw=draw,
     vocabulary=lambda settings: FIRST + settings.letters,
     chance_score=lambda settings: float(settings.letters) ** -(QUERIES * WORD),
-    presets=PRESETS,
+    presets=presets(
+        MqmtarSettings,
+        smoke=dict(fill=False, train_shortest=8, train_stride=8, letters=16),
+        paper=dict(
+            steps=390625, width=512, heads=16, learning_rate=2e-4, weight_decay=0.0, warmup=0.0512,
+            fill=False, curriculum=0.0, train_shortest=32, test_sequences=1000,
+            sweep={},  # without quick, no learning rates are recorded
+        ),
+    ),
     size=tokens_of,
     read=whole_answers,
     metrics=(EXACT, ACCURACY, LOSS),
-)
+)  # fmt: skip

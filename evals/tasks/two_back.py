@@ -43,12 +43,6 @@ PAPER = dict(
     steps=78125, heads=8, weight_decay=0.0, fill=False, curriculum=0.0, train_shortest=32,
     test_sequences=1000,
 )  # fmt: skip
-PRESETS = presets(
-    smoke={},
-    quick=dict(lengths=(64, 128, 256, 512, 1024), steps=500, train_shortest=8, train_longest=64),
-    paper=PAPER,
-)
-
 TASK = SequenceTask(
     name="2-back",
     about="Predict the token two positions back, at every token (ASEntmax suite, "
@@ -56,8 +50,14 @@ TASK = SequenceTask(
     version=f"{GENERATOR}, 2-back 1",
     draw=draw,
     vocabulary=SYMBOLS + 1,
-    presets=PRESETS,
+    presets=presets(
+        smoke={},
+        quick=dict(
+            lengths=(64, 128, 256, 512, 1024), steps=500, train_shortest=8, train_longest=64
+        ),
+        paper=PAPER,
+    ),
     size=lambda length: length + 1,
     read=whole_answers,
     metrics=(ACCURACY, EXACT, LOSS),
-)
+)  # fmt: skip

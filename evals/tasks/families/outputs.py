@@ -75,13 +75,13 @@ def arguments(
     of tokens in a training step.
     """
     if call.name == MIXTURE:
-        variant = get_variant(str(call.params.get("variant", "softmax")))
-        params = {"bias": variant.output_bias is not None} | call.params
-        return {"output": MixtureOutput(width, vocabulary, **params)}
+        bias = get_variant(str(call.params.get("variant", "softmax"))).output_bias is not None
+        layer = MixtureOutput(width, vocabulary, **{"bias": bias, **call.params})
+        return {"output": layer}
     if call.name == ADAPTIVE:
         if counts is None:
             raise ValueError("output must not be adaptive: the task gives no token frequencies")
-        params = {"tokens": tokens} | call.params
+        params = {"tokens": tokens, **call.params}
         return {"output": AdaptiveSoftmax.from_frequencies(width, counts, **params)}
     return {"output": call.name, "output_params": call.params}
 

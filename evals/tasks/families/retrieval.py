@@ -235,7 +235,9 @@ class RetrievalTask(Task):
         q, k, v = (x.double() for x in qkv)
         if isinstance(model.attention, attnzoo.nn.Attention):
             v = v[..., :1]  # the weights do not depend on the values
-        exact = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
+        exact: dict[str, Any] = {
+            name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()
+        }
         target, label = batch.target, batch.label
         order = batch.closeness.topk(min(BEST_KEYS, batch.classes.shape[1]), dim=-1).indices
 

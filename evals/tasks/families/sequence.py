@@ -116,7 +116,7 @@ def presets(
     which are of the class ``kind``."""
     made = {}
     for name, changed in changes.items():
-        values = COMMON[name] | changed
+        values = {**COMMON[name], **changed}
         about = {f.name: values.pop(f.name) for f in fields(Preset) if f.name in values}
         made[name] = Preset(settings=kind(**values), **about)
     return made
