@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from attnzoo.nn import parameter_groups
 from commandline.variants import VariantCall, parse_spec
 from evals.harness import training
 from evals.harness.training import NotFinite, evaluate, fit, one_cycle, train
 from evals.measures.metrics import Tally, weight_metrics
-from evals.task import BatchResult
+from evals.task import BatchResult, Task
 from evals.tasks import TASKS, max_retrieval, needle
 from evals.tasks.draws import lengths
 from evals.tasks.families.retrieval import (
@@ -22,11 +21,13 @@ from evals.tasks.families.retrieval import (
     RetrievalBatch,
     RetrievalModel,
     RetrievalSettings,
+    RetrievalTask,
 )
 from helpers.random_numbers import choice, random_numbers, uniform
 
 TINY = RetrievalSettings(steps=4, batch=8, width=8, test_sequences=40, test_least=20)
 TASK = TASKS["max-retrieval"]
+RETRIEVAL = [task for task in TASKS.values() if isinstance(task, RetrievalTask)]
 
 
 def silent(*_: float) -> None:
@@ -107,21 +108,17 @@ def test_weight_metrics_by_hand() -> None:
     assert metrics["entropy"][2:].tolist() == pytest.approx([0, 1])
 
 
-@pytest.mark.parametrize("name", ["max-retrieval", "needle"])
-@pytest.mark.parametrize("length", [16, 500])
-def test_weights_on_the_target_score_one_and_random_weights_score_chance(
-    name: str, length: int
-) -> None:
-    batch = TASKS[name].batch(0, "test", length, 0, 3000, TINY)
+@pytest.mark.parametrize("task", RETRIEVAL, ids=lambda task: task.name)
+def test_weights_on_the_target_score_one_and_random_weights_score_chance(task: Task) -> None:
+    length = 500
+    batch = task.batch(0, "test", length, 0, 3000, TINY)
     sharp = torch.nn.functional.one_hot(batch.target, length).double()
     blind = torch.rand(3000, length, dtype=torch.float64).pow(40)  # large for a few random keys
-    rates = []
-    for weights in (sharp, blind):
+    for weights, hit_rate, accuracy in ((sharp, 1, 1), (blind, 1 / length, 0.1 + 0.9 / length)):
         metrics = weight_metrics(weights, batch.target, batch.classes, batch.label, 10)
-        rates.append([metrics[m].double().mean().item() for m in ("hit_rate", "oracle_accuracy")])
-    assert rates[0] == [1, 1]
-    assert rates[1][0] == pytest.approx(1 / length, abs=0.015)
-    assert rates[1][1] == pytest.approx(0.1 + 0.9 / length, abs=0.03)
+        means = {name: values.double().mean().item() for name, values in metrics.items()}
+        assert means["hit_rate"] == pytest.approx(hit_rate, abs=0.015)
+        assert means["oracle_accuracy"] == pytest.approx(accuracy, abs=0.03)
 
 
 @pytest.mark.parametrize("spec", ["softmax", "differential(softmax)"])
@@ -169,14 +166,6 @@ def test_training_is_reproducible_and_variants_share_initial_values() -> None:
     first, other = trained("softmax", 5, none), trained("ssmax", 5, none)
     for name, value in first.named_parameters():
         assert torch.equal(value, other.get_parameter(name))
-
-
-def test_variant_parameters_have_no_weight_decay() -> None:
-    model = RetrievalModel((1, 1), VariantCall("ssmax"), TINY)
-    network, variant = parameter_groups(model, 0.5)
-    assert (network["weight_decay"], variant["weight_decay"]) == (0.5, 0.0)
-    assert [p.shape for p in variant["params"]] == [(1,)]
-    assert len(network["params"]) + 1 == len(list(model.parameters()))
 
 
 def test_one_cycle_rises_to_the_peak_and_falls_to_zero() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,8 @@ def test_metrics_are_those_of_the_layers_probabilities(output: str) -> None:
         answers = batch.answers[..., None]
         missed = (w.gather(-1, answers) == 0).double().flatten()
         if "entmax" in output:
-            assert name == "mixture" or 0 < missed.mean() < 1
+            if name == "entmax":  # an answer with probability 0 costs 19.93 bits
+                assert metrics["bits"].max().item() == pytest.approx(19.93, abs=0.01)
             p = (p + EPSILON) / (1 + 256 * EPSILON)
         bits = -torch.log2(p.gather(-1, answers)).flatten()
         assert torch.allclose(metrics["bits"], bits, rtol=1e-3)
@@ -108,12 +108,6 @@ def test_an_adaptive_output_layer_numbers_bytes_by_frequency() -> None:
     ranks = {byte: rank for rank, byte in enumerate(order)} | {-1: -1}
     for one, other in ((plain.tokens, adaptive.tokens), (plain.answers, adaptive.answers)):
         assert [[ranks[int(x)] for x in row] for row in one] == other.tolist()
-    task = TASKS["mqar"]
-    with pytest.raises(ValueError, match="the task gives no token frequencies"):
-        task.build(
-            VariantCall("softmax"), "rope",
-            replace(task.presets["smoke"].settings, output="adaptive"),
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -141,11 +135,6 @@ def test_rank_of_log_p(output: str, least: int, most: int) -> None:
 def test_learned_parameters_of_an_adaptive_output_layer_are_listed_in_order() -> None:
     model = small("adaptive(clusters=2, variant='ssmax')")
     assert learned(model) == {"output s": pytest.approx([0.168] * 3)}
-
-
-def test_loss_of_an_answer_with_probability_0_is_19_93_bits() -> None:
-    worst = -math.log2(EPSILON / (1 + 256 * EPSILON))
-    assert worst == pytest.approx(19.93, abs=0.01)
 
 
 def test_results_with_and_without_an_output_layer_are_separate_groups() -> None:
