@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,62 +12,62 @@ from evals.task import MAX_LENGTH, NOTES, RECORDED, TUNABLE, Preset, Settings, T
 
 def check_task(task: Task) -> None:
     """Raise ValueError if a task has an invalid field."""
-    of = f"of task {task.name!r}"
     if not task.presets:
         raise ValueError(f"task {task.name!r} needs a preset, such as 'quick'")
+    for field, problem in _problems(task):
+        raise ValueError(f"{field} of task {task.name!r} {problem}")
+    for name, preset in task.presets.items():
+        for field, problem in _preset_problems(task, preset):
+            raise ValueError(f"{field} of preset {name!r} of task {task.name!r} {problem}")
+
+
+def _problems(task: Task) -> Iterator[tuple[str, str]]:
+    """The invalid fields, and what is wrong with each."""
     if unknown := sorted(set(task.presets) - set(NOTES)):
-        raise ValueError(f"presets {of} must be among {', '.join(NOTES)}, got {', '.join(unknown)}")
+        yield "presets", f"must be among {', '.join(NOTES)}, got {', '.join(unknown)}"
     for name, preset in task.presets.items():
         if not isinstance(preset, Preset):
-            raise ValueError(f"presets {of} must be Preset, got {preset!r} for {name!r}")
+            yield "presets", f"must be Preset, got {preset!r} for {name!r}"
     if not isinstance(task.about, str) or not task.about:
-        raise ValueError(f"about {of} must be a description, got {task.about!r}")
+        yield "about", f"must be a description, got {task.about!r}"
     if not task.metrics:
-        raise ValueError(f"metrics {of} must have the score, got none")
+        yield "metrics", "must have the score, got none"
     if task.score.lower_is_better and task.trained_score is not None:
-        raise ValueError(
-            f"trained_score {of} must be None, because lower values of {task.score.name} are "
-            f"better, got {task.trained_score}"
-        )
-    for name, preset in task.presets.items():
-        _check_preset(task, f"of preset {name!r} {of}", preset)
+        reason = f"because lower values of {task.score.name} are better"
+        yield "trained_score", f"must be None, {reason}, got {task.trained_score}"
 
 
-def _check_preset(task: Task, of: str, preset: Preset) -> None:
+def _preset_problems(task: Task, preset: Preset) -> Iterator[tuple[str, str]]:
     if not isinstance(preset.settings, Settings):
-        raise ValueError(
-            f"settings {of} must be settings such as SequenceSettings, got {preset.settings!r}"
-        )
-    for name, allowed in (("lengths", None), ("variants", None), ("positions", task.positions)):
+        yield "settings", f"must be settings such as SequenceSettings, got {preset.settings!r}"
+    for name in ("lengths", "variants", "positions"):
         values = getattr(preset, name)
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
-            raise ValueError(f"{name} {of} must be a non-empty tuple, got {values!r}")
+            yield name, f"must be a non-empty tuple, got {values!r}"
         if len(set(values)) < len(values):
-            raise ValueError(f"{name} {of} must not repeat an entry, got {values!r}")
-        if allowed is not None and (wrong := [x for x in values if x not in allowed]):
-            raise ValueError(f"{name} {of} must be among {', '.join(allowed)}, got {wrong[0]!r}")
+            yield name, f"must not repeat an entry, got {values!r}"
+    if wrong := [x for x in preset.positions if x not in task.positions]:
+        yield "positions", f"must be among {', '.join(task.positions)}, got {wrong[0]!r}"
     for length in preset.lengths:
         if type(length) is not int or not 2 <= length <= MAX_LENGTH:
-            raise ValueError(f"lengths {of} must be ints from 2 to {MAX_LENGTH}, got {length!r}")
+            yield "lengths", f"must be ints from 2 to {MAX_LENGTH}, got {length!r}"
     if type(preset.seeds) is not int or preset.seeds < 1:
-        raise ValueError(f"seeds {of} must be an int >= 1, got {preset.seeds!r}")
-    if preset.sweep != RECORDED:
-        if not isinstance(preset.sweep, Mapping):
-            raise ValueError(f"sweep {of} must be a dict or {RECORDED!r}, got {preset.sweep!r}")
+        yield "seeds", f"must be an int >= 1, got {preset.seeds!r}"
+    if isinstance(preset.sweep, Mapping):
         for name, values in preset.sweep.items():
             try:
                 checked_candidates(name, values)
             except ValueError as error:
-                raise ValueError(f"sweep {of} {error}") from error
+                yield "sweep", str(error)
+    elif preset.sweep != RECORDED:
+        yield "sweep", f"must be a dict or {RECORDED!r}, got {preset.sweep!r}"
     for variant, settings in preset.variant_settings.items():
         if unknown := [name for name in settings if name not in vars(preset.settings)]:
-            raise ValueError(
-                f"variant_settings {of} must name settings, got {unknown[0]!r} for {variant!r}"
-            )
+            yield "variant_settings", f"must name settings, got {unknown[0]!r} for {variant!r}"
         try:
             replace(preset.settings, **settings)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"variant_settings {of} for {variant!r}: {error}") from error
+            yield "variant_settings", f"for {variant!r}: {error}"
 
 
 def checked_candidates(name: str, values: Any) -> list[float]:

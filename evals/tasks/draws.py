@@ -51,15 +51,10 @@ def different(raw: np.ndarray, choices: int, size: int) -> np.ndarray:
     choice, this function only about one per int; there must be more draws than ints, because equal
     draws are left out.
     """
-    drawn = integers(raw, choices)
-    order = np.argsort(drawn, axis=1, kind="stable")
-    ranked = np.take_along_axis(drawn, order, axis=1)
-    repeats = np.zeros(drawn.shape, dtype=bool)
-    np.put_along_axis(repeats, order[:, 1:], ranked[:, 1:] == ranked[:, :-1], axis=1)
-    if (~repeats).sum(axis=1).min() < size:
+    rows = [row[np.sort(np.unique(row, return_index=True)[1])] for row in integers(raw, choices)]
+    if min(map(len, rows)) < size:
         raise ValueError(f"{raw.shape[1]} draws gave fewer than {size} different ints")
-    first = np.argsort(repeats, axis=1, kind="stable")[:, :size]
-    return np.take_along_axis(drawn, first, axis=1)
+    return np.stack([row[:size] for row in rows])
 
 
 def lengths(seed: int, shortest: int, longest: Sequence[int], stride: int = 1) -> np.ndarray:

@@ -20,16 +20,8 @@ import torch
 from commandline.errors import UsageError
 from evals.task import Metric
 from evals.tasks.draws import GENERATOR, integers, uniforms, words
-from evals.tasks.families.sequence import (
-    ACCURACY,
-    LOSS,
-    SequenceBatch,
-    SequenceSettings,
-    SequenceTask,
-    paper,
-    quick,
-    smoke,
-)
+from evals.tasks.families.answers import ACCURACY, LOSS, SequenceBatch
+from evals.tasks.families.sequence import SequenceTask, presets
 
 ZERO, ONE, WRITE, READ, IGNORE = range(5)
 IGNORED = {"train": 0.8, "validation": 0.8, "test": 0.8, "sparse": 0.98, "dense": 0.1}
@@ -57,30 +49,6 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
     return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
-PRESETS = {
-    "smoke": smoke(
-        (64, 128, 256),
-        SequenceSettings(
-            steps=100, batch=16, train_shortest=16, train_longest=64, train_stride=16,
-            test_sequences=32,
-        ),
-    ),
-    "quick": quick(
-        (64, 128, 256, 512, 1024),
-        SequenceSettings(
-            steps=1500, batch=16, train_shortest=8, train_longest=64, train_stride=4,
-            test_sequences=500, test_least=64, test_items=2**17,
-        ),
-    ),
-    "paper": paper(
-        (512, 1024, 2048, 4096, 8192),
-        SequenceSettings(
-            steps=10000, batch=64, width=256, heads=4, depth=4, learning_rate=3e-4,
-            train_shortest=512, train_longest=512, test_sequences=1000, test_items=2**20,
-        ),
-    ),
-}  # fmt: skip
-
 TASK = SequenceTask(
     name="flip-flop",
     about="Flip-flop language modelling (arXiv:2306.00946): predict the bit that was written last, "
@@ -90,7 +58,17 @@ TASK = SequenceTask(
     draw=draw,
     vocabulary=5,
     chance_score=0.5,
-    presets=PRESETS,
+    presets=presets(
+        smoke=dict(lengths=(64, 128, 256), train_shortest=16, train_longest=64, train_stride=16),
+        quick=dict(
+            lengths=(64, 128, 256, 512, 1024), batch=16, train_shortest=8, train_longest=64,
+            train_stride=4, test_sequences=500, test_least=64, test_items=2**17,
+        ),
+        paper=dict(
+            lengths=(512, 1024, 2048, 4096, 8192), steps=10000, batch=64, train_shortest=512,
+            train_longest=512, test_sequences=1000,
+        ),
+    ),
     splits={"": "test", "sparse_": "sparse", "dense_": "dense"},
     metrics=(
         ACCURACY,
@@ -98,4 +76,4 @@ TASK = SequenceTask(
         Metric("dense_accuracy", "Accuracy on dense strings (10 % to ignore), %", 100, 1),
         LOSS,
     ),
-)
+)  # fmt: skip

@@ -24,7 +24,6 @@ import hashlib
 import math
 import re
 import sysconfig
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,15 +38,8 @@ from commandline.errors import UsageError
 from evals.measures.ranks import rank
 from evals.task import BatchResult, Metric
 from evals.tasks.draws import GENERATOR, integers, words
-from evals.tasks.families.sequence import (
-    SequenceBatch,
-    SequenceSettings,
-    SequenceTask,
-    paper,
-    quick,
-    right,
-    smoke,
-)
+from evals.tasks.families.answers import SequenceBatch, whole_answers
+from evals.tasks.families.sequence import SequenceTask, presets
 
 LINE = b"\n#key="
 DIGITS = 4
@@ -67,8 +59,8 @@ def corpus() -> tuple[dict[str, np.ndarray], str]:
     """The bytes of the "train" and "test" texts, and the digest of both."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: dict[str, list[bytes]] = {"train": [], "test": []}
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        name = path.relative_to(root).as_posix()
+    files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    for name, path in sorted(files.items()):
         if not _LEFT_OUT.search(name):
             package = name.split("/")[0].removesuffix(".py")
             held_out = int(hashlib.sha256(package.encode()).hexdigest()[-1], 16) < 2
@@ -82,15 +74,6 @@ def corpus() -> tuple[dict[str, np.ndarray], str]:
     return {split: np.frombuffer(text, dtype=np.uint8) for split, text in texts.items()}, digest
 
 
-@dataclass(frozen=True, kw_only=True)
-class LanguageModelSettings(SequenceSettings):
-    """Settings of the language model."""
-
-    width: int = 128
-    heads: int = 4
-    learning_rate: float = 2e-3
-
-
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> SequenceBatch:
     """Draw sequences. The random numbers of a sequence give its start in the text, the depth of the
     needle and its digits, in this order."""
@@ -99,39 +82,34 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
     text = corpus()[0]["train" if split in ("train", "validation") else "test"]
     raw = words(seed, split, length, start, stop, 2 + DIGITS)
     starts = integers(raw[:, 0], len(text) - length)
-    bytes_read = text[starts[:, None] + np.arange(length + 1)].astype(np.int64)
-    tokens, answers = bytes_read[:, :-1].copy(), bytes_read[:, 1:].copy()
-    for row, index in enumerate(range(start, stop)):
-        if split == "planted" or (split == "train" and index % 2):
-            digits = integers(raw[row, 2:], 10) + ord("0")
-            room = length - 2 * PLANTED
-            depth = int(integers(raw[row, 1:2], room)[0])
-            _insert_needle(tokens[row], answers[row], digits, depth, asked_only=split == "planted")
-    return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
+    drawn = text[starts[:, None] + np.arange(length + 1)].astype(np.int64)
+    if split in ("train", "planted"):
+        chosen = (np.arange(start, stop) % 2 == 1) | (split == "planted")
+        depths, digits = integers(raw[:, 1], length - 2 * PLANTED), integers(raw[:, 2:], 10)
+        drawn[chosen] = _with_needle(drawn[chosen], depths[chosen], ord("0") + digits[chosen])
+    answers = drawn[:, 1:].copy()
+    if split == "planted":
+        answers[:, :-DIGITS] = -1
+    return SequenceBatch(torch.from_numpy(drawn[:, :-1].copy()), torch.from_numpy(answers))
 
 
-def _insert_needle(
-    tokens: np.ndarray, answers: np.ndarray, digits: np.ndarray, depth: int, asked_only: bool
-) -> None:
-    """Write the needle at ``depth`` and the question at the end into ``tokens``, in place. With
-    ``asked_only``, the only answers are the digits at the end."""
-    line = np.frombuffer(LINE, dtype=np.uint8)
-    tokens[depth : depth + PLANTED] = [*line, *digits, ord("\n")]
-    question = len(tokens) - len(line) - DIGITS + 1  # the last digit is an answer, not an input
-    tokens[question:] = [*line, *digits[:-1]]
-    answers[:-1], answers[-1] = tokens[1:], digits[-1]
-    if asked_only:
-        answers[:-DIGITS] = -1
+def _with_needle(text: np.ndarray, depths: np.ndarray, digits: np.ndarray) -> np.ndarray:
+    """Write a needle at ``depths`` (B,) and the question with its answer at the end of ``text``
+    (B, N + 1), in place."""
+    line = np.broadcast_to(np.frombuffer(LINE, dtype=np.uint8), (len(text), len(LINE)))
+    question = np.hstack([line, digits])
+    text[:, -question.shape[1] :] = question
+    needle = np.pad(question, ((0, 0), (0, 1)), constant_values=ord("\n"))
+    np.put_along_axis(text, depths[:, None] + np.arange(PLANTED), needle, axis=1)
+    return text
 
 
 def read(logits: torch.Tensor, batch: SequenceBatch) -> BatchResult:
     """The metrics: accuracy of the digits in the split ``planted``, otherwise bits per byte."""
-    count = len(batch.tokens)
-    answers = batch.answers[batch.asked]
+    count, answers = len(batch.tokens), batch.answers[batch.asked]
     if len(answers) == count * DIGITS:
-        hits = right(logits, batch).reshape(count, DIGITS)
-        exact = (hits.amin(dim=-1) == 1).double() + 0 * hits.sum(dim=-1)
-        return BatchResult({"needle": exact, "digits": hits.flatten()})
+        scores = whole_answers(logits, batch).metrics
+        return BatchResult({"needle": scores["exact"], "digits": scores["accuracy"]})
     bits = F.cross_entropy(logits.double(), answers, reduction="none") / math.log(2)
     rows = bits.reshape(count, -1)
     pieces = torch.stack([piece.mean(dim=-1) for piece in rows.tensor_split(PIECES, dim=-1)], -1)
@@ -158,27 +136,6 @@ def log_rank(model: Transformer, states: Tensor, batch: SequenceBatch) -> dict[s
     return {"log_rank": torch.tensor([float(rank(logs))])} if logs.isfinite().all() else {}
 
 
-PRESETS = {
-    "smoke": smoke(
-        (64, 256, 1024),
-        LanguageModelSettings(
-            steps=150, batch=16, width=64, train_shortest=64, train_longest=64,
-            test_sequences=16, test_least=4, test_items=2**13,
-        ),
-    ),
-    "quick": quick(
-        (128, 256, 512, 1024, 2048),
-        LanguageModelSettings(steps=3000, batch=64, train_shortest=128, train_longest=128),
-    ),
-    "paper": paper(
-        (1024, 2048, 4096, 8192, 16384),
-        LanguageModelSettings(
-            steps=20000, batch=64, width=384, heads=6, depth=6, learning_rate=1e-3,
-            train_shortest=1024, train_longest=1024, test_items=2**21,
-        ),
-    ),
-}  # fmt: skip
-
 TASK = SequenceTask(
     name="language-model",
     about="Byte-level language modelling of the Python standard library's sources: bits per byte, "
@@ -187,7 +144,20 @@ TASK = SequenceTask(
     draw=draw,
     vocabulary=256,
     chance_score=8.0,
-    presets=PRESETS,
+    presets=presets(
+        smoke=dict(
+            lengths=(64, 256, 1024), steps=150, heads=4, learning_rate=2e-3, train_shortest=64,
+            train_longest=64, test_sequences=16, test_least=4, test_items=2**13,
+        ),
+        quick=dict(
+            lengths=(128, 256, 512, 1024, 2048), steps=3000, batch=64, width=128, heads=4,
+            learning_rate=2e-3, train_shortest=128, train_longest=128,
+        ),
+        paper=dict(
+            lengths=(1024, 2048, 4096, 8192, 16384), steps=20000, batch=64, width=384, heads=6,
+            depth=6, learning_rate=1e-3, train_shortest=1024, train_longest=1024, test_items=2**21,
+        ),
+    ),
     read=read,
     read_states=log_rank,
     frequencies=frequencies,
@@ -201,4 +171,4 @@ TASK = SequenceTask(
         Metric("planted_digits", "Digits of needles right, %", 100, 1),
         Metric("log_rank", "Rank of log P over 1024 tokens", digits=0, optional=True),
     ),
-)
+)  # fmt: skip

@@ -17,27 +17,16 @@ from evals.tasks.families.retrieval import CLASSES, RetrievalBatch, RetrievalSet
 
 _VARIANTS = (*MAIN_VARIANTS, "softmax->log_n(train_length=16)")
 PRESETS = {
-    "smoke": Preset(
-        variants=EVERY_VARIANT,
-        seeds=1,
-        lengths=(16, 64, 256),
-        settings=RetrievalSettings(steps=200, test_sequences=500),
-    ),
+    "smoke": Preset((16, 64, 256), RetrievalSettings(steps=200, test_sequences=500), EVERY_VARIANT),
     "quick": Preset(
-        variants=_VARIANTS,
-        seeds=SEEDS,
+        tuple(2**i for i in range(4, 13)), RetrievalSettings(steps=2000), _VARIANTS, SEEDS,
         sweep={"learning_rate": (1e-3, 3e-3, 1e-2)},
-        lengths=tuple(2**i for i in range(4, 13)),
-        settings=RetrievalSettings(steps=2000),
     ),
     "paper": Preset(
-        variants=_VARIANTS,
-        seeds=10,
+        tuple(2**i for i in range(4, 15)), RetrievalSettings(steps=10000), _VARIANTS, seeds=10,
         sweep=RECORDED,
-        lengths=tuple(2**i for i in range(4, 15)),
-        settings=RetrievalSettings(steps=10000),
     ),
-}
+}  # fmt: skip
 
 PUBLISHED = Published(
     title="Accuracy, %, here and in Table 1 of arXiv:2410.01104 (ten seeds; ?: second-hand)",

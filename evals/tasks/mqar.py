@@ -23,15 +23,8 @@ import torch
 
 from commandline.errors import UsageError
 from evals.tasks.draws import GENERATOR, integers, subsets, words
-from evals.tasks.families.sequence import (
-    VARIANT_SETTINGS,
-    SequenceBatch,
-    SequenceSettings,
-    SequenceTask,
-    paper,
-    quick,
-    smoke,
-)
+from evals.tasks.families.answers import SequenceBatch
+from evals.tasks.families.sequence import VARIANT_SETTINGS, SequenceSettings, SequenceTask, presets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,46 +59,19 @@ def draw(
     position after the pairs. The keys with the smallest random numbers are used.
     """
     pairs = settings.pairs(length)
-    places_after = length - 2 * pairs
-    raw = words(seed, split, length, start, stop, settings.keys + pairs + places_after)
-    keys = 1 + subsets(raw[:, : settings.keys], pairs)
-    first = 1 + settings.keys
-    drawn = raw[:, settings.keys : settings.keys + pairs]
-    values = first + integers(drawn, settings.vocabulary - first)
-    query_positions = 2 * pairs + subsets(raw[:, settings.keys + pairs :], pairs)
+    after = length - 2 * pairs
+    raw = words(seed, split, length, start, stop, settings.keys + pairs + after)
+    for_keys, for_values, for_queries = np.split(raw, np.cumsum([settings.keys, pairs]), axis=1)
+    keys, first = 1 + subsets(for_keys, pairs), 1 + settings.keys
+    values = first + integers(for_values, settings.vocabulary - first)
+    queries = 2 * pairs + subsets(for_queries, pairs)
     tokens = np.zeros((stop - start, length), dtype=np.int64)
     tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
-    np.put_along_axis(tokens, query_positions, keys, axis=1)
+    np.put_along_axis(tokens, queries, keys, axis=1)
     answers = np.full_like(tokens, -1)
-    np.put_along_axis(answers, query_positions, values, axis=1)
+    np.put_along_axis(answers, queries, values, axis=1)
     return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
-
-PRESETS = {
-    "smoke": smoke(
-        (64, 128, 256),
-        MqarSettings(
-            steps=100, batch=16, train_shortest=16, train_longest=64, train_stride=16,
-            test_sequences=16,
-        ),
-    ),
-    "quick": quick(
-        (64, 128, 256, 512),
-        MqarSettings(
-            steps=2000, batch=16, learning_rate=2e-3, train_shortest=8, train_longest=64,
-            train_stride=8,
-        ),
-    ),
-    "paper": paper(
-        (64, 128, 256, 512, 1024, 2048, 4096),
-        MqarSettings(
-            steps=25000, batch=256, width=128, heads=1, vocabulary=8192, density=16,
-            learning_rate=1e-3, train_shortest=64, train_longest=256, train_stride=64,
-            test_items=2**20,
-        ),
-        variant_settings=VARIANT_SETTINGS,
-    ),
-}  # fmt: skip
 
 TASK = SequenceTask(
     name="mqar",
@@ -115,5 +81,20 @@ TASK = SequenceTask(
     draw=draw,
     vocabulary=lambda settings: settings.vocabulary,
     chance_score=lambda settings: 1 / (settings.vocabulary - 1 - settings.keys),
-    presets=PRESETS,
-)
+    presets=presets(
+        MqarSettings,
+        smoke=dict(
+            lengths=(64, 128, 256), train_shortest=16, train_longest=64, train_stride=16,
+            test_sequences=16,
+        ),
+        quick=dict(
+            lengths=(64, 128, 256, 512), steps=2000, batch=16, learning_rate=2e-3, train_shortest=8,
+            train_longest=64, train_stride=8,
+        ),
+        paper=dict(
+            steps=25000, batch=256, width=128, heads=1, depth=2, vocabulary=8192, density=16,
+            learning_rate=1e-3, train_shortest=64, train_longest=256, train_stride=64,
+            variant_settings=VARIANT_SETTINGS,
+        ),
+    ),
+)  # fmt: skip

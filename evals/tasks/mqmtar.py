@@ -38,17 +38,8 @@ import torch
 
 from commandline.errors import UsageError
 from evals.tasks.draws import GENERATOR, different, integers, words
-from evals.tasks.families.sequence import (
-    ACCURACY,
-    EXACT,
-    LOSS,
-    SequenceBatch,
-    SequenceSettings,
-    SequenceTask,
-    paper,
-    smoke,
-    whole_answers,
-)
+from evals.tasks.families.answers import ACCURACY, EXACT, LOSS, SequenceBatch, whole_answers
+from evals.tasks.families.sequence import SequenceSettings, SequenceTask, presets
 
 BLANK, PAIR, QUERY, END = range(4)  # larger tokens are letters
 FIRST = 4
@@ -81,65 +72,36 @@ def tokens_of(length: int) -> int:
     return length + ASKED + 1 + ASKED
 
 
-def _letters(drawn: np.ndarray, letters: int) -> np.ndarray:
-    """The tokens of words (B, n) with the numbers 0 .. letters² − 1: (B, n, 2)."""
-    return FIRST + np.stack([drawn // letters, drawn % letters], axis=-1)
-
-
 def draw(
     seed: int, split: str, length: int, start: int, stop: int, settings: MqmtarSettings
 ) -> SequenceBatch:
     """Draw sequences. Each takes 2 n + 8 random numbers for its n keys, as many for its values, one
     per pair for its place among the blanks, and one per query."""
-    pairs, count = settings.pairs(length), stop - start
+    pairs, count, room = settings.pairs(length), stop - start, length // settings.pairs(length)
     draws = 2 * pairs + SPARE
     raw = words(seed, split, length, start, stop, 2 * draws + pairs + QUERIES)
-    choices = settings.letters**WORD
-    keys = _letters(different(raw[:, :draws], choices, pairs), settings.letters)
-    values = _letters(different(raw[:, draws : 2 * draws], choices, pairs), settings.letters)
+    *sides, gaps, queries = np.split(raw, np.cumsum([draws, draws, pairs]), axis=1)
+    drawn = (different(side, settings.letters**WORD, pairs) for side in sides)
+    keys, values = (FIRST + np.stack(np.divmod(side, settings.letters), axis=-1) for side in drawn)
 
-    room = length // pairs
-    before = integers(raw[:, 2 * draws : 2 * draws + pairs], room - UNIT + 1)
-    first = np.arange(pairs) * room + before  # where each pair starts: (B, n)
-    mark = np.full((count, pairs, 1), PAIR)
-    pair_tokens = np.concatenate([keys, mark, values], axis=2)
-    tokens = np.full((count, tokens_of(length)), BLANK)
+    first = np.arange(pairs) * room + integers(gaps, room - UNIT + 1)  # where each pair starts
     at = first[:, :, None] + np.arange(UNIT - 1)
-    np.put_along_axis(tokens, at.reshape(count, -1), pair_tokens.reshape(count, -1), axis=1)
+    listed = np.concatenate([keys, np.full((count, pairs, 1), PAIR), values], axis=2)
+    context = np.full((count, length), BLANK)
+    np.put_along_axis(context, at.reshape(count, -1), listed.reshape(count, -1), axis=1)
 
-    end = length + ASKED
-    tokens[:, end] = END
-    asked = integers(raw[:, 2 * draws + pairs :], pairs)[:, :, None]
+    asked = integers(queries, pairs)[:, :, None]
     mark = np.full((count, QUERIES, 1), QUERY)
-    for begin, letters_of_words in ((length, keys), (end + 1, values)):
-        query_tokens = np.concatenate(
-            [mark, np.take_along_axis(letters_of_words, asked, axis=1)], axis=2
-        )
-        tokens[:, begin : begin + ASKED] = query_tokens.reshape(count, -1)
-
+    questions, replies = (
+        np.concatenate([mark, np.take_along_axis(side, asked, axis=1)], axis=2)
+        for side in (keys, values)
+    )
+    end = np.full((count, 1), END)
+    tokens = np.hstack([context, questions.reshape(count, -1), end, replies.reshape(count, -1)])
     answers = np.full_like(tokens, -1)
-    answers[:, end:-1] = np.where(tokens[:, end + 1 :] >= FIRST, tokens[:, end + 1 :], -1)
+    answers[:, -ASKED - 1 : -1] = np.where(tokens[:, -ASKED:] >= FIRST, tokens[:, -ASKED:], -1)
     return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
-
-PRESETS = {
-    "smoke": smoke(
-        (16, 32, 64),
-        MqmtarSettings(
-            steps=100, batch=16, fill=False, train_shortest=8, train_longest=16,
-            train_stride=8, test_sequences=32, letters=16,
-        ),
-    ),
-    "paper": paper(
-        tuple(64 * 2**i for i in range(7)),
-        MqmtarSettings(
-            steps=390625, batch=128, width=512, heads=16, depth=4, learning_rate=2e-4,
-            weight_decay=0.0, warmup=0.0512, fill=False, curriculum=0.0, train_shortest=32,
-            train_longest=64, test_sequences=1000, test_items=2**20,
-        ),
-        sweep={},  # without quick, no learning rates are recorded
-    ),
-}  # fmt: skip
 
 TASK = SequenceTask(
     name="mqmtar",
@@ -150,8 +112,16 @@ TASK = SequenceTask(
     draw=draw,
     vocabulary=lambda settings: FIRST + settings.letters,
     chance_score=lambda settings: float(settings.letters) ** -(QUERIES * WORD),
-    presets=PRESETS,
+    presets=presets(
+        MqmtarSettings,
+        smoke=dict(fill=False, train_shortest=8, train_stride=8, letters=16),
+        paper=dict(
+            steps=390625, width=512, heads=16, learning_rate=2e-4, weight_decay=0.0, warmup=0.0512,
+            fill=False, curriculum=0.0, train_shortest=32, test_sequences=1000,
+            sweep={},  # without quick, no learning rates are recorded
+        ),
+    ),
     size=tokens_of,
     read=whole_answers,
     metrics=(EXACT, ACCURACY, LOSS),
-)
+)  # fmt: skip

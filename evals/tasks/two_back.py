@@ -22,18 +22,8 @@ import numpy as np
 import torch
 
 from evals.tasks.draws import GENERATOR, integers, words
-from evals.tasks.families.sequence import (
-    ACCURACY,
-    EXACT,
-    LOSS,
-    SequenceBatch,
-    SequenceSettings,
-    SequenceTask,
-    paper,
-    quick,
-    smoke,
-    whole_answers,
-)
+from evals.tasks.families.answers import ACCURACY, EXACT, LOSS, SequenceBatch, whole_answers
+from evals.tasks.families.sequence import SequenceTask, presets
 
 SYMBOLS = 15
 BACK = 2
@@ -48,27 +38,11 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
     return SequenceBatch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
-PRESETS = {
-    "smoke": smoke(
-        (16, 32, 64),
-        SequenceSettings(
-            steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32
-        ),
-    ),
-    "quick": quick(
-        (64, 128, 256, 512, 1024),
-        SequenceSettings(steps=500, batch=32, train_shortest=8, train_longest=64),
-    ),
-    "paper": paper(
-        tuple(64 * 2**i for i in range(7)),
-        SequenceSettings(
-            steps=78125, batch=128, width=256, heads=8, depth=4, learning_rate=3e-4,
-            weight_decay=0.0, fill=False, curriculum=0.0, train_shortest=32, train_longest=64,
-            test_sequences=1000, test_items=2**20,
-        ),
-    ),
-}  # fmt: skip
-
+# Also that of local-count.
+PAPER = dict(
+    steps=78125, heads=8, weight_decay=0.0, fill=False, curriculum=0.0, train_shortest=32,
+    test_sequences=1000,
+)  # fmt: skip
 TASK = SequenceTask(
     name="2-back",
     about="Predict the token two positions back, at every token (ASEntmax suite, "
@@ -76,8 +50,14 @@ TASK = SequenceTask(
     version=f"{GENERATOR}, 2-back 1",
     draw=draw,
     vocabulary=SYMBOLS + 1,
-    presets=PRESETS,
+    presets=presets(
+        smoke={},
+        quick=dict(
+            lengths=(64, 128, 256, 512, 1024), steps=500, train_shortest=8, train_longest=64
+        ),
+        paper=PAPER,
+    ),
     size=lambda length: length + 1,
     read=whole_answers,
     metrics=(ACCURACY, EXACT, LOSS),
-)
+)  # fmt: skip

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from attnzoo.nn import parameter_groups
 from commandline.variants import VariantCall, parse_spec
 from evals.harness import training
 from evals.harness.training import NotFinite, evaluate, fit, one_cycle, train
 from evals.measures.metrics import Tally, weight_metrics
-from evals.task import BatchResult
+from evals.task import BatchResult, Task
 from evals.tasks import TASKS, max_retrieval, needle
 from evals.tasks.draws import lengths
 from evals.tasks.families.retrieval import (
@@ -22,10 +21,13 @@ from evals.tasks.families.retrieval import (
     RetrievalBatch,
     RetrievalModel,
     RetrievalSettings,
+    RetrievalTask,
 )
+from helpers.random_numbers import choice, random_numbers, uniform
 
 TINY = RetrievalSettings(steps=4, batch=8, width=8, test_sequences=40, test_least=20)
 TASK = TASKS["max-retrieval"]
+RETRIEVAL = [task for task in TASKS.values() if isinstance(task, RetrievalTask)]
 
 
 def silent(*_: float) -> None:
@@ -38,26 +40,23 @@ def trained(variant: str, seed: int, settings: RetrievalSettings = TINY) -> Retr
     return model
 
 
-def test_max_retrieval_data_equal_expected_values() -> None:
-    """The data equal values computed from the numbers of numpy's Philox generator."""
-    length, index = 6, 5  # 7 random numbers per sequence, from 2 counter values
-    key = np.array([1, (2 << 32) | length], dtype=np.uint64)
-    raw = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
+def test_max_retrieval_data_by_hand() -> None:
+    length, index = 6, 5
+    raw = random_numbers(1, "test", length, index, 7)
     batch = max_retrieval.draw(1, "test", length, index, index + 1)
-    assert batch.query.item() == (raw[0] >> 40) / 2**24
-    assert batch.features[0, :, 0].tolist() == [(x >> 40) / 2**24 for x in raw[1:7]]
-    assert batch.classes[0].tolist() == [((x & (2**32 - 1)) * 10) >> 32 for x in raw[1:7]]
+    assert batch.query.item() == uniform(raw[0])
+    assert batch.features[0, :, 0].tolist() == [uniform(x) for x in raw[1:]]
+    assert batch.classes[0].tolist() == [choice(x, 10) for x in raw[1:]]
 
 
-def test_max_retrieval_data_are_uniform() -> None:
+def test_random_numbers_are_uniform() -> None:
     batch = max_retrieval.draw(0, "test", 64, 0, 2000)
     counts = batch.classes.flatten().bincount(minlength=10)
     expected = batch.classes.numel() / 10
     assert ((counts - expected).abs() < 5 * math.sqrt(expected)).all()
     assert batch.features.mean().item() == pytest.approx(0.5, abs=0.005)
     assert batch.features.var().item() == pytest.approx(1 / 12, abs=0.002)
-    assert batch.features.max() < 1
-    assert batch.features.min() >= 0
+    assert 0 <= batch.features.min() < batch.features.max() < 1
     # The label, which is the class of the largest item, is uniform over 10 classes.
     assert batch.label.bincount(minlength=10).max() < 260
     drawn = lengths(0, 5, [16] * 6000)
@@ -77,17 +76,12 @@ def test_label_and_input_of_a_batch_by_hand() -> None:
     assert items[0, 1].tolist() == pytest.approx([0.9, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0])
 
 
-def test_only_the_needle_has_the_querys_key() -> None:
-    """The data equal values computed from the numbers of numpy's Philox generator."""
-    length, index = 3, 2  # 8 random numbers per sequence, from 2 counter values
-    key = np.array([7, (2 << 32) | length], dtype=np.uint64)
-    raw = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
-
-    def choice(number: int, choices: int) -> int:
-        return ((number & (2**32 - 1)) * choices) >> 32
-
+def test_needle_data_by_hand() -> None:
+    """Only the needle has the query's key."""
+    length, index = 3, 2
+    raw = random_numbers(7, "test", length, index, 8)
     asked, at = choice(raw[0], 16), choice(raw[1], length)
-    keys = [choice(x, 15) for x in raw[5:8]]
+    keys = [choice(x, 15) for x in raw[5:]]
     keys = [asked if i == at else k + (k >= asked) for i, k in enumerate(keys)]
     batch = needle.draw(7, "test", length, index, index + 1)
     assert batch.query[0].nonzero().item() == asked
@@ -95,17 +89,6 @@ def test_only_the_needle_has_the_querys_key() -> None:
     assert (batch.features.sum(-1) == 1).all()
     assert batch.classes[0].tolist() == [choice(x, 10) for x in raw[2:5]]
     assert batch.target.item() == at
-    assert keys.count(asked) == 1
-
-
-def test_needle_positions_and_keys_are_uniform() -> None:
-    batch = needle.draw(0, "test", 8, 0, 4000)
-    counts, keys = batch.target.bincount(minlength=8), batch.features.argmax(-1)
-    assert ((counts - 500).abs() < 5 * 500**0.5).all()
-    asked = batch.query.argmax(-1)
-    assert ((keys == asked[:, None]).sum(-1) == 1).all()
-    assert len(asked.unique()) == 16
-    assert len(keys.unique()) == 16
 
 
 def test_weight_metrics_by_hand() -> None:
@@ -125,21 +108,17 @@ def test_weight_metrics_by_hand() -> None:
     assert metrics["entropy"][2:].tolist() == pytest.approx([0, 1])
 
 
-@pytest.mark.parametrize("name", ["max-retrieval", "needle"])
-@pytest.mark.parametrize("length", [16, 500])
-def test_weights_on_the_target_score_one_and_random_weights_score_chance(
-    name: str, length: int
-) -> None:
-    batch = TASKS[name].batch(0, "test", length, 0, 3000, TINY)
+@pytest.mark.parametrize("task", RETRIEVAL, ids=lambda task: task.name)
+def test_weights_on_the_target_score_one_and_random_weights_score_chance(task: Task) -> None:
+    length = 500
+    batch = task.batch(0, "test", length, 0, 3000, TINY)
     sharp = torch.nn.functional.one_hot(batch.target, length).double()
     blind = torch.rand(3000, length, dtype=torch.float64).pow(40)  # large for a few random keys
-    rates = []
-    for weights in (sharp, blind):
+    for weights, hit_rate, accuracy in ((sharp, 1, 1), (blind, 1 / length, 0.1 + 0.9 / length)):
         metrics = weight_metrics(weights, batch.target, batch.classes, batch.label, 10)
-        rates.append([metrics[m].double().mean().item() for m in ("hit_rate", "oracle_accuracy")])
-    assert rates[0] == [1, 1]
-    assert rates[1][0] == pytest.approx(1 / length, abs=0.015)
-    assert rates[1][1] == pytest.approx(0.1 + 0.9 / length, abs=0.03)
+        means = {name: values.double().mean().item() for name, values in metrics.items()}
+        assert means["hit_rate"] == pytest.approx(hit_rate, abs=0.015)
+        assert means["oracle_accuracy"] == pytest.approx(accuracy, abs=0.03)
 
 
 @pytest.mark.parametrize("spec", ["softmax", "differential(softmax)"])
@@ -150,21 +129,13 @@ def test_qk_dim_is_the_width_of_queries_and_keys_only(spec: str) -> None:
     q, k, v = model.project(batch.items(), batch.query)
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (16, 16, TINY.width)
     assert model.scale == 16**-0.5
+    item = model.item(batch.items())  # `project` multiplies two matrices first
+    torch.testing.assert_close(k[:, 0], model.to_k(item), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(v[:, 0], model.to_v(item), rtol=1e-5, atol=1e-6)
     assert model(batch.items(), batch.query).shape == (4, 10)
     # Models without the setting keep their results.
     assert "qk_dim" in settings.identity()
     assert "qk_dim" not in TINY.identity()
-
-
-def test_folding_the_projections_changes_results_only_by_rounding() -> None:
-    model = RetrievalModel((1, 1), VariantCall("softmax"), TINY)
-    batch = max_retrieval.draw(0, "test", 9, 0, 4)
-    with torch.inference_mode():
-        plain = model.project(batch.items(), batch.query)
-        folded = model.folded()(batch.items(), batch.query)
-    for x, y in zip(plain, folded, strict=True):
-        assert x.shape == y.shape
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
 def test_evaluation_does_not_depend_on_the_chunk_size(
@@ -175,15 +146,14 @@ def test_evaluation_does_not_depend_on_the_chunk_size(
     one_chunk = evaluate(TASK, model, tests, 0, 16, TINY, "cpu", silent)
     monkeypatch.setattr(training, "CHUNK_ITEMS", 16 * 7)
     many_chunks = evaluate(TASK, model, tests, 0, 16, TINY, "cpu", silent)
-    for name in tests:
-        assert one_chunk[name].status == many_chunks[name].status == "ok"
-        assert {metric.name for metric in METRICS} <= set(one_chunk[name].metrics)
-        assert one_chunk[name].metrics == pytest.approx(many_chunks[name].metrics, abs=1e-7)
-        best = one_chunk[name].curves["best_keys"]
-        assert best == pytest.approx(many_chunks[name].curves["best_keys"], abs=1e-7)
-        for curve, values in one_chunk[name].curves.items():
-            assert values == pytest.approx(many_chunks[name].curves[curve], abs=1e-6), curve
-        assert sum(best) == pytest.approx(1)  # length 16, so the sum is over all keys
+    for name, once in one_chunk.items():
+        parts = many_chunks[name]
+        assert once.status == parts.status == "ok"
+        assert {metric.name for metric in METRICS} <= set(once.metrics)
+        assert once.metrics == pytest.approx(parts.metrics, abs=1e-7)
+        for curve, values in once.curves.items():
+            assert values == pytest.approx(parts.curves[curve], abs=1e-6), curve
+        assert sum(once.curves["best_keys"]) == pytest.approx(1)  # at length 16, over all keys
     # At n = 16 the gain log n / log 16 is 1, so the substituted variant equals softmax.
     assert one_chunk["own"].metrics == pytest.approx(one_chunk["substitute"].metrics, abs=1e-6)
 
@@ -196,14 +166,6 @@ def test_training_is_reproducible_and_variants_share_initial_values() -> None:
     first, other = trained("softmax", 5, none), trained("ssmax", 5, none)
     for name, value in first.named_parameters():
         assert torch.equal(value, other.get_parameter(name))
-
-
-def test_variant_parameters_have_no_weight_decay() -> None:
-    model = RetrievalModel((1, 1), VariantCall("ssmax"), TINY)
-    network, variant = parameter_groups(model, 0.5)
-    assert (network["weight_decay"], variant["weight_decay"]) == (0.5, 0.0)
-    assert [p.shape for p in variant["params"]] == [(1,)]
-    assert len(network["params"]) + 1 == len(list(model.parameters()))
 
 
 def test_one_cycle_rises_to_the_peak_and_falls_to_zero() -> None:
@@ -222,22 +184,22 @@ def test_a_nan_loss_ends_training() -> None:
 
 
 def test_a_tally_reports_nan_and_out_of_memory_and_raises_other_errors() -> None:
-    def batch_result(value: float) -> BatchResult:
+    def result(value: float) -> BatchResult:
         return BatchResult(
             {"weight_sum": torch.tensor([1.0, value])}, {"best_keys": torch.ones(2, 3)}
         )
 
-    def out_of_memory() -> BatchResult:
+    def fails() -> BatchResult:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
 
     tally = Tally()
-    tally.add(lambda: batch_result(3.0))
+    tally.add(lambda: result(3.0))
     assert (tally.outcome().status, tally.outcome().metrics) == ("ok", {"weight_sum": 2.0})
-    tally.add(lambda: batch_result(math.nan))
+    tally.add(lambda: result(math.nan))
     assert (tally.outcome().status, tally.outcome().message) == ("nan", "not finite: weight_sum")
     tally = Tally()
-    tally.add(out_of_memory)
-    tally.add(lambda: batch_result(1.0))  # ignored after a failure
+    tally.add(fails)
+    tally.add(lambda: result(1.0))  # ignored after a failure
     assert tally.outcome().status == "oom"
     assert "can't allocate" in tally.outcome().message
     with pytest.raises(ZeroDivisionError):

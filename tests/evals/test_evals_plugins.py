@@ -127,7 +127,7 @@ def test_a_plugin_named_in_the_config_file_is_loaded(
             "return SequenceBatch(tokens[:, 1:], answers[:, 1:])",
             "ValueError: tokens must be a tensor (stop - start, size(2)) = (8, 2), got (8, 1)",
         ),
-        ("return SequenceBatch(tokens, answers.int())", "ValueError: answers must be int64, got"),
+        ("return SequenceBatch(tokens, answers.int())", "ValueError: answers must be torch.int64"),
         (
             "return SequenceBatch(tokens, answers + 99)",
             "ValueError: answers must be from -1 to vocabulary - 1 = 15, got",

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from evals import Preset, SequenceBatch, SequenceSettings, SequenceTask, register_task
+from evals import Preset, SequenceSettings, SequenceTask, register_task
 from evals.__main__ import main
-from evals.tasks import TASKS
+from evals.tasks import TASKS, two_back
 from evals.tasks.checks import check_task
-from evals.tasks.families.sequence import LOSS
+from evals.tasks.families.answers import LOSS
 
 SETTINGS = SequenceSettings(steps=2, batch=2, train_shortest=2, train_longest=8)
 PRESET: dict[str, Any] = {"lengths": (8, 16), "settings": SETTINGS, "variants": ("softmax",)}
@@ -35,19 +34,26 @@ def unregistered() -> Iterator[None]:
 
 def test_a_valid_task_is_registered() -> None:
     assert register_task(task()) is TASKS["mine"]
+    for one in TASKS.values():
+        check_task(one)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_built_in_tasks_are_valid(name: str) -> None:
-    check_task(TASKS[name])
-
-
-def test_a_score_of_which_lower_values_are_better_has_no_trained_score() -> None:
-    message = (
-        "trained_score of task 'mine' must be None, because lower .* loss are better, got 0.95"
-    )
-    with pytest.raises(ValueError, match=message):
-        register_task(task(metrics=(LOSS,)))
+OF_PRESET = [
+    ("settings", None, "must be settings such as SequenceSettings, got None"),
+    ("lengths", (), "must be a non-empty tuple, got ()"),
+    ("lengths", (8, 1), "must be ints from 2 to 4194304, got 1"),
+    ("lengths", (8, 8), "must not repeat an entry, got (8, 8)"),
+    ("variants", (), "must be a non-empty tuple, got ()"),
+    ("variants", "softmax", "must be a non-empty tuple, got 'softmax'"),
+    ("positions", ("up",), "must be among none, rope, p-rope, alibi, nape, t5, got 'up'"),
+    ("seeds", 0, "must be an int >= 1, got 0"),
+    ("sweep", "best", "must be a dict or 'recorded', got 'best'"),
+    ("sweep", {"width": (1, 2)}, "must tune learning_rate, weight_decay, warmup, curriculum"),
+    ("sweep", {"warmup": ()}, "must give warmup two or more different numbers, got ()"),
+    ("variant_settings", {"softmax": {"widht": 3}}, "must name settings, got 'widht' for"),
+    ("variant_settings", {"softmax": {"width": 0}}, "for 'softmax': width must be >= 1, got 0"),
+]
+LOWER = "because lower values of loss are better, got 0.95"
 
 
 @pytest.mark.parametrize(
@@ -55,38 +61,20 @@ def test_a_score_of_which_lower_values_are_better_has_no_trained_score() -> None
     [
         ({"about": None}, "about of task 'mine' must be a description, got None"),
         ({"metrics": ()}, "metrics of task 'mine' must have the score, got none"),
+        ({"metrics": (LOSS,)}, f"trained_score of task 'mine' must be None, {LOWER}"),
         ({"vocabulary": 0}, "vocabulary of task 'mine' must be an int >= 1, got 0"),
+        *(
+            (
+                {"presets": {"smoke": Preset(**{**PRESET, name: value})}},
+                f"{name} of preset 'smoke' of task 'mine' {message}",
+            )
+            for name, value, message in OF_PRESET
+        ),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         register_task(task(**fields))
-    assert "mine" not in TASKS
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("settings", None, "must be settings such as SequenceSettings, got None"),
-        ("lengths", (), "must be a non-empty tuple, got ()"),
-        ("lengths", (8, 1), "must be ints from 2 to 4194304, got 1"),
-        ("lengths", (8, 8), "must not repeat an entry, got (8, 8)"),
-        ("variants", (), "must be a non-empty tuple, got ()"),
-        ("variants", "softmax", "must be a non-empty tuple, got 'softmax'"),
-        ("positions", ("up",), "must be among none, rope, p-rope, alibi, nape, t5, got 'up'"),
-        ("seeds", 0, "must be an int >= 1, got 0"),
-        ("sweep", "best", "must be a dict or 'recorded', got 'best'"),
-        ("sweep", {"width": (1, 2)}, "must tune learning_rate, weight_decay, warmup, curriculum"),
-        ("sweep", {"warmup": ()}, "must give warmup two or more different numbers, got ()"),
-        ("variant_settings", {"softmax": {"widht": 3}}, "must name settings, got 'widht' for"),
-        ("variant_settings", {"softmax": {"width": 0}}, "for 'softmax': width must be >= 1, got 0"),
-    ],
-)
-def test_a_wrong_field_of_a_preset_is_named(field: str, value: Any, message: str) -> None:
-    wrong = task(presets={"smoke": Preset(**{**PRESET, field: value})})
-    message = f"{field} of preset 'smoke' of task 'mine' {message}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        register_task(wrong)
     assert "mine" not in TASKS
 
 
@@ -108,12 +96,11 @@ def test_a_wrong_task_in_a_plugin_is_one_line(
 def test_a_study_without_runs_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Any:
-        tokens = torch.zeros(stop - start, length, dtype=torch.int64)
-        return SequenceBatch(tokens, tokens)
-
     # `register_task` rejects this task.
-    TASKS["mine"] = task(draw=draw, presets={"smoke": Preset(**{**PRESET, "variants": ()})})
+    presets = {"smoke": Preset(**{**PRESET, "variants": ()})}
+    TASKS["mine"] = task(
+        draw=two_back.draw, vocabulary=16, size=lambda length: length + 1, presets=presets
+    )
     assert main(["mine", "--preset", "smoke", "--out", str(tmp_path / "out")]) == 2
     assert "error: nothing to run: mine has no variant" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -4,10 +4,11 @@ model, its training and evaluation."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,106 +17,138 @@ from commandline.errors import UsageError
 from commandline.variants import VariantCall, parse_spec
 from evals.harness.training import evaluate, train
 from evals.measures.heads import learned, substituted
-from evals.tasks import TASKS, flip_flop, language_model, mqar
+from evals.tasks import TASKS
+from evals.tasks.draws import different, words
 from evals.tasks.families.sequence import SequenceBatch, SequenceSettings, SequenceTask
 from evals.tasks.language_model import DIGITS, corpus
+from helpers.random_numbers import choice, random_numbers, ranked, uniform
 
 SEQUENCES = {name: task for name, task in TASKS.items() if isinstance(task, SequenceTask)}
 SMOKE = {name: task.presets["smoke"].settings for name, task in SEQUENCES.items()}
-
-
-def random_numbers(seed: int, split: int, length: int, index: int, count: int) -> list[int]:
-    """``count`` random uint64 values of a sequence, from numpy's Philox (4 per counter value)."""
-    key = np.array([seed, (split << 32) | length], dtype=np.uint64)
-    blocks = -(-count // 4)
-    return np.random.Philox(counter=index * blocks, key=key).random_raw(4 * blocks).tolist()[:count]
-
-
-def choice(number: int, choices: int) -> int:
-    return ((number & (2**32 - 1)) * choices) >> 32
-
-
-def ranked(numbers: list[int]) -> list[int]:
-    """The indices that sort ``numbers`` in ascending order."""
-    return sorted(range(len(numbers)), key=numbers.__getitem__)
-
+TASK_SPLITS = [(name, x) for name, task in SEQUENCES.items() for x in task.splits.values()]
 
 # ---- expected data
 
-
-def test_mqar_has_all_pairs_and_then_each_key_once() -> None:
-    settings = mqar.MqarSettings(steps=1, batch=1, train_shortest=8, train_longest=8, vocabulary=16)
-    raw = random_numbers(5, 2, 8, 3, 8 + 2 + 4)  # for 8 keys, 2 values and 4 query positions
-    keys = [1 + k for k in ranked(raw[:8])[:2]]
-    values = [9 + choice(x, 7) for x in raw[8:10]]
-    later = [4 + index for index in ranked(raw[10:14])[:2]]
-    tokens, answers = [keys[0], values[0], keys[1], values[1], 0, 0, 0, 0], [-1] * 8
-    for index, key, value in zip(later, keys, values, strict=True):
-        tokens[index], answers[index] = key, value
-    batch = mqar.draw(5, "test", 8, 3, 4, settings)
-    assert batch.tokens[0].tolist() == tokens
-    assert batch.answers[0].tolist() == answers
+# A function that returns this many random numbers of the sequence.
+Numbers = Callable[[int], list[int]]
+Sequence = tuple[list[int], list[int]]  # tokens and answers
 
 
-def test_flip_flop_answers_are_the_last_written_bits() -> None:
-    steps, index = 8, 1
-    raw = random_numbers(2, 2, 2 * steps, index, 2 * steps)
-    tokens, answers, stored = [], [], 0
+def mqar(numbers: Numbers, split: str, length: int, index: int) -> Sequence:
+    keys, values, pairs = 128, 127, length // 4  # the numbers of keys, of values, and of pairs
+    raw = numbers(keys + pairs + length - 2 * pairs)
+    chosen = [1 + key for key in ranked(raw[:keys])[:pairs]]
+    matching = [1 + keys + choice(x, values) for x in raw[keys : keys + pairs]]
+    later = [2 * pairs + i for i in ranked(raw[keys + pairs :])[:pairs]]
+    tokens = [token for pair in zip(chosen, matching) for token in pair] + [0] * length
+    tokens, answers = tokens[:length], [-1] * length
+    for position, key, value in zip(later, chosen, matching):
+        tokens[position], answers[position] = key, value
+    return tokens, answers
+
+
+def flip_flop(numbers: Numbers, split: str, length: int, index: int) -> Sequence:
+    steps, ignored = length // 2, {"sparse": 0.98, "dense": 0.1}.get(split, 0.8)
+    raw, tokens, answers, stored = numbers(length), [], [], 0
     for step in range(steps):
-        chance, bit = (raw[step] >> 40) / 2**24, choice(raw[steps + step], 2)
-        kind = "i" if chance < 0.8 else "w" if chance < 0.8 + 0.2 / 2 else "r"
+        chance, bit = uniform(raw[step]), choice(raw[steps + step], 2)
+        kind = "i" if chance < ignored else "w" if chance < ignored + (1 - ignored) / 2 else "r"
         kind = {0: "w", steps - 1: "r"}.get(step, kind)
-        if kind == "w":
-            stored = bit
-        bit = stored if kind == "r" else bit
-        tokens += [{"w": 2, "r": 3, "i": 4}[kind], bit]
-        answers += [bit if kind == "r" else -1, -1]
-    batch = flip_flop.draw(2, "test", 2 * steps, index, index + 1, None)
-    assert batch.tokens[0].tolist() == tokens
-    assert batch.answers[0].tolist() == answers
+        stored = bit if kind == "w" else stored
+        tokens += [{"w": 2, "r": 3, "i": 4}[kind], stored if kind == "r" else bit]
+        answers += [stored if kind == "r" else -1, -1]
+    return tokens, answers
 
 
-@pytest.mark.parametrize(
-    ("split", "ignored"), [("train", 0.8), ("test", 0.8), ("sparse", 0.98), ("dense", 0.1)]
-)
-def test_flip_flop_splits_have_their_share_of_ignored_bits(split: str, ignored: float) -> None:
-    kinds = flip_flop.draw(0, split, 256, 0, 400, None).tokens[:, 2:-2:2]
-    shares = [(kinds == kind).double().mean().item() for kind in (4, 2, 3)]
-    assert shares == pytest.approx([ignored, (1 - ignored) / 2, (1 - ignored) / 2], abs=0.01)
+def transduced(
+    transform: Callable[[list[int]], list[int]],
+    numbers: Numbers, split: str, length: int, index: int,
+) -> Sequence:  # fmt: skip
+    symbols = [choice(x, 32) for x in numbers(length)]
+    answer = transform(symbols)
+    return [*symbols, 32, *answer], [*[-1] * length, *answer, -1]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("copy", lambda s: s), ("reverse", lambda s: s[::-1]), ("sort", sorted)],
-)
-def test_copy_reverse_and_sort_by_hand(
-    name: str, expected: Callable[[list[int]], list[int]]
-) -> None:
-    symbols = [choice(x, 32) for x in random_numbers(1, 2, 5, 0, 5)]
-    batch = SEQUENCES[name].batch(1, "test", 5, 0, 1, SMOKE[name])
-    assert batch.tokens[0].tolist() == [*symbols, 32, *expected(symbols)]
-    assert batch.answers[0].tolist() == [*[-1] * 5, *expected(symbols), -1]
-    assert SEQUENCES[name].tokens(5) == 11
+def mqmtar(numbers: Numbers, split: str, length: int, index: int) -> Sequence:
+    pairs = 4 * length // 30  # 80 % of the tokens; a pair has 6
+    draws, room = 2 * pairs + 8, length // pairs
+    raw = iter(numbers(2 * draws + pairs + 4))
+
+    def drawn_words() -> list[list[int]]:
+        drawn = [choice(next(raw), 256) for _ in range(draws)]
+        different_words = list(dict.fromkeys(drawn))[:pairs]  # the first different ones
+        return [[4 + word // 16, 4 + word % 16] for word in different_words]
+
+    keys, values = drawn_words(), drawn_words()
+    tokens = [0] * length
+    for pair in range(pairs):
+        at = room * pair + choice(next(raw), room - 5)
+        tokens[at : at + 5] = [*keys[pair], 1, *values[pair]]
+    asked = [choice(next(raw), pairs) for _ in range(4)]
+    queries, replies = ([x for i in asked for x in (2, *side[i])] for side in (keys, values))
+    answers = [-1] * (length + 12) + [-1 if x == 2 else x for x in replies] + [-1]
+    return [*tokens, *queries, 3, *replies], answers
 
 
-def test_language_model_sequence_of_the_planted_split_by_hand() -> None:
-    length, index = 96, 3
-    raw = random_numbers(4, 6, length, index, 2 + DIGITS)
-    text = corpus()[0]["test"]
+def local_count(numbers: Numbers, split: str, length: int, index: int) -> Sequence:
+    blocks = -(-length // 2)  # at most; each has a number for its length and one for its symbol
+    raw = numbers(2 * blocks)
+    tokens, answers, symbol = [0], [-1], choice(raw[blocks], 16)
+    for block, number in enumerate(raw[:blocks]):
+        if block:
+            symbol = (symbol + 1 + choice(raw[blocks + block], 15)) % 16
+        repeats = 2 + choice(number, 7)
+        tokens += [1 + symbol] * repeats
+        answers += range(17, 17 + repeats)
+    return tokens[: length + 1], answers[: length + 1]
+
+
+def two_back(numbers: Numbers, split: str, length: int, index: int) -> Sequence:
+    symbols = [1 + choice(x, 15) for x in numbers(length)]
+    return [0, *symbols], [0, 0, 0, *symbols][: length + 1]
+
+
+def byte_sequence(numbers: Numbers, split: str, length: int, index: int) -> Sequence:
+    raw, text = numbers(2 + DIGITS), corpus()[0]["train" if split == "train" else "test"]
     start = choice(raw[0], len(text) - length)
-    piece = text[start : start + length].tobytes()
-    digits = "".join(str(choice(x, 10)) for x in raw[2:]).encode()
-    depth = choice(raw[1], length - 2 * 11)
-    line, end = b"\n#key=" + digits + b"\n", b"\n#key=" + digits[:-1]
-    planted = piece[:depth] + line + piece[depth + len(line) : length - len(end)] + end
-    batch = language_model.draw(4, "planted", length, index, index + 1, None)
-    assert bytes(batch.tokens[0].tolist()) == planted
-    assert batch.answers[0].tolist() == [-1] * (length - DIGITS) + list(digits)
-    plain = language_model.draw(4, "test", length, 0, 3, None)
-    assert (plain.answers[:, :-1] == plain.tokens[:, 1:]).all()
+    piece = text[start : start + length + 1].tobytes()
+    if split == "planted" or (split == "train" and index % 2):
+        question = b"\n#key=" + "".join(str(choice(x, 10)) for x in raw[2:]).encode()
+        depth = choice(raw[1], length - 2 * 11)
+        piece = piece[:depth] + question + b"\n" + piece[depth + 11 : -10] + question
+    tokens, answers = list(piece[:-1]), list(piece[1:])
+    return tokens, [-1] * (length - DIGITS) + answers[-DIGITS:] if split == "planted" else answers
 
 
-def test_train_and_test_text_hardly_overlap_and_every_second_sequence_has_a_needle() -> None:
+BY_HAND: dict[str, Callable[[Numbers, str, int, int], Sequence]] = {
+    "mqar": mqar,
+    "flip-flop": flip_flop,
+    "copy": partial(transduced, lambda symbols: symbols),
+    "reverse": partial(transduced, lambda symbols: symbols[::-1]),
+    "sort": partial(transduced, sorted),
+    "mqmtar": mqmtar,
+    "local-count": local_count,
+    "2-back": two_back,
+    "language-model": byte_sequence,
+}
+
+
+@pytest.mark.parametrize(("name", "split"), [*((name, "train") for name in BY_HAND), *TASK_SPLITS])
+def test_data_by_hand(name: str, split: str) -> None:
+    """Any part of the data equals what the task's function computes for each sequence."""
+    task, settings = SEQUENCES[name], SMOKE[name]
+    short = {"mqar": 8, "flip-flop": 4, "mqmtar": 17, "language-model": 44}.get(name, 5)
+    for length in (short, settings.train_longest):
+        batch = task.batch(5, split, length, 3, 10, settings)
+        assert batch.tokens.shape == (7, task.tokens(length))
+        for index in range(3, 10):
+            numbers = partial(random_numbers, 5, split, length, index)
+            tokens, answers = BY_HAND[name](numbers, split, length, index)
+            assert batch.tokens[index - 3].tolist() == tokens
+            assert batch.answers[index - 3].tolist() == answers
+
+
+def test_train_and_test_text_hardly_overlap() -> None:
     texts, digest = corpus()
     assert len(digest) == 16
     assert min(map(len, texts.values())) > 2**18
@@ -125,23 +158,19 @@ def test_train_and_test_text_hardly_overlap_and_every_second_sequence_has_a_need
     # Pieces in `known` start at every 4th byte, so a repeated text matches at 1 of 4 offsets.
     shared = sum(piece in known for piece in pieces) / (len(pieces) / 4)
     assert 0 < shared < 0.03
-    batch = language_model.draw(0, "train", 128, 0, 40, None)
-    needle_counts = [bytes(row.tolist()).count(b"\n#key=") for row in batch.tokens]
-    assert needle_counts == [0, 2] * 20
-    assert (batch.answers[:, :-1] == batch.tokens[:, 1:]).all()  # each answer is the next byte
-    assert batch.asked.all()
 
 
-def test_a_sequence_depends_on_seed_split_length_and_index_only() -> None:
-    for name, task in SEQUENCES.items():
-        length, settings = SMOKE[name].train_longest, SMOKE[name]
-        once = task.batch(3, "test", length, 0, 12, settings)
-        pieces = [task.batch(3, "test", length, a, b, settings) for a, b in ((0, 5), (5, 12))]
-        for field in ("tokens", "answers"):
-            joined = torch.cat([getattr(piece, field) for piece in pieces])
-            assert torch.equal(getattr(once, field), joined), name
-        assert not torch.equal(task.batch(4, "test", length, 0, 12, settings).tokens, once.tokens)
-        assert not torch.equal(task.batch(3, "train", length, 0, 12, settings).tokens, once.tokens)
+def test_the_numbers_of_pairs_of_mqmtar_are_those_of_the_authors_code() -> None:
+    settings = replace(SMOKE["mqmtar"], letters=256)
+    assert [settings.pairs(length) for length in (8, 32, 64, 4096)] == [1, 4, 8, 546]
+
+
+def test_different_leaves_out_repeated_draws() -> None:
+    raw = words(0, "test", 12, 0, 40, 12)
+    for row, numbers in zip(different(raw, 10, 4).tolist(), raw.tolist(), strict=True):
+        assert row == list(dict.fromkeys(choice(number, 10) for number in numbers))[:4]
+    with pytest.raises(ValueError, match="12 draws gave fewer than 11 different ints"):
+        different(raw, 10, 11)
 
 
 @pytest.mark.parametrize(
@@ -160,48 +189,18 @@ def test_invalid_lengths_raise(name: str, length: int, message: str) -> None:
         SEQUENCES[name].batch(0, "test", length, 0, 1, SMOKE[name])
 
 
+def test_local_count_needs_two_repetitions() -> None:
+    with pytest.raises(ValueError, match="repeats must be >= 2, got 1"):
+        replace(SMOKE["local-count"], repeats=1)
+
+
 # ---- scores of correct answers and random guesses
 
-
-def mqmtar_answers(tokens: list[int]) -> Iterator[int]:
-    """Two letters for each of the four queries, found by a search for the query's key."""
-    *_, end = (index for index, token in enumerate(tokens) if token == 3)
-    pairs, queries = tokens[: end - 12], tokens[end - 12 : end]
-    marks = [index for index, token in enumerate(pairs) if token == 1]
-    for query in range(0, 12, 3):
-        assert queries[query] == 2
-        key = queries[query + 1 : query + 3]
-        (mark,) = [index for index in marks if pairs[index - 2 : index] == key]
-        yield from pairs[mark + 1 : mark + 3]
-
-
-def solve(name: str, tokens: list[int]) -> Iterator[int]:
-    """The correct answers of a sequence, in order, computed from its tokens."""
-    if name == "mqar":
-        pairs = len(tokens) // 4
-        value = dict(zip(tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2], strict=True))
-        yield from (value[key] for key in tokens[2 * pairs :] if key)
-    elif name == "flip-flop":
-        stored = -1
-        for kind, bit in zip(tokens[::2], tokens[1::2], strict=True):
-            stored = bit if kind == 2 else stored
-            if kind == 3:
-                yield stored
-    elif name == "language-model":
-        text = bytes(tokens)
-        at = text.index(b"\n#key=") + 6
-        yield from text[at : at + DIGITS]
-    elif name == "mqmtar":
-        yield from mqmtar_answers(tokens)
-    elif name == "local-count":
-        for index, symbol in enumerate(tokens[1:], start=1):
-            count = next(c for c in range(index) if tokens[index - c - 1] != symbol)
-            yield 17 + count
-    elif name == "2-back":
-        yield from [0, 0, *tokens[:-2]]
-    else:
-        symbols = tokens[: tokens.index(32)]
-        yield from {"copy": symbols, "reverse": symbols[::-1], "sort": sorted(symbols)}[name]
+# The tokens of which each answer is one with equal probability.
+GUESSES = {
+    "mqar": range(129, 256), "flip-flop": range(2), "language-model": range(ord("0"), ord("9") + 1),
+    "mqmtar": range(4, 20), "local-count": range(17, 25), "2-back": range(16),
+}  # fmt: skip
 
 
 def drawn(name: str, split: str, count: int) -> SequenceBatch:
@@ -209,53 +208,39 @@ def drawn(name: str, split: str, count: int) -> SequenceBatch:
     return SEQUENCES[name].batch(0, split, length, 0, count, SMOKE[name])
 
 
-SPLITS = [
-    (name, split)
-    for name, task in SEQUENCES.items()
-    for split in task.splits.values()
-    if (name, split) != ("language-model", "test")  # no correct answers known
-]
+def means(name: str, answers: Tensor, batch: SequenceBatch) -> dict[str, float]:
+    """The means of the metrics if the model is sure of these answers."""
+    task = SEQUENCES[name]
+    logits = torch.nn.functional.one_hot(answers, task.vocabulary_size(SMOKE[name])) * 30.0
+    return {k: v.double().mean().item() for k, v in task.read(logits, batch).metrics.items()}
 
 
-@pytest.mark.parametrize(("name", "split"), SPLITS)
-def test_correct_answers_score_one_and_a_mistake_lowers_the_score(name: str, split: str) -> None:
-    task, batch = SEQUENCES[name], drawn(name, split, 20)
-    solved = [answer for row in batch.tokens.tolist() for answer in solve(name, row)]
-    size = task.vocabulary_size(SMOKE[name])
-    logits = torch.nn.functional.one_hot(torch.tensor(solved), size) * 30.0
+# The language model has no answers to score in the split "test".
+@pytest.mark.parametrize(
+    ("name", "split"), [case for case in TASK_SPLITS if case != ("language-model", "test")]
+)
+def test_scores_of_correct_answers_of_a_mistake_and_of_guesses(name: str, split: str) -> None:
+    batch = drawn(name, split, 500)
+    correct = batch.answers[batch.asked]
+    scores = means(name, correct, batch)
+    hits = [metric for metric in scores if metric != "loss"]
+    assert [scores[metric] for metric in hits] == [1.0] * len(hits)
 
-    means = {k: v.double().mean().item() for k, v in task.read(logits, batch).metrics.items()}
-    hits = {k: v for k, v in means.items() if k != "loss"}
-    assert set(hits.values()) == {1.0}
-    logits[-1] = 0
-    logits[-1, (solved[-1] + 1) % logits.shape[1]] = 1
-    worse = {k: v.double().mean().item() for k, v in task.read(logits, batch).metrics.items()}
+    mistake = correct.clone()
+    mistake[-1] = correct[correct != correct[-1]][0]
+    worse = means(name, mistake, batch)
     for metric in hits:
-        total = len(batch.tokens) if metric in ("exact", "needle") else len(solved)
+        total = len(batch.tokens) if metric in ("exact", "needle") else len(correct)
         assert worse[metric] == pytest.approx(1 - 1 / total)
 
-
-@pytest.mark.parametrize(("name", "split"), SPLITS)
-def test_random_guesses_score_chance(name: str, split: str) -> None:
-    task, settings = SEQUENCES[name], SMOKE[name]
-    batch = drawn(name, split, 1500)
-    asked = int(batch.asked.sum())
-    guesses = {
-        "mqar": (1 + settings.vocabulary // 2, settings.vocabulary) if name == "mqar" else (),
-        "flip-flop": (0, 2),
-        "language-model": (ord("0"), ord("9") + 1),
-        "mqmtar": (4, 4 + 16),
-        "local-count": (17, 17 + 8),
-        "2-back": (0, 16),
-    }.get(name, (0, 32))
-    blind = torch.randint(*guesses, (asked,), generator=torch.Generator().manual_seed(0))
-    logits = torch.nn.functional.one_hot(blind, task.vocabulary_size(settings)).double()
-    metrics = {k: v.double() for k, v in task.read(logits, batch).metrics.items()}
-    score = metrics["digits" if name == "language-model" else "accuracy"]
-    chance = 1 / (guesses[1] - guesses[0])
-    assert abs(score.mean().item() - chance) < 5 * math.sqrt(chance / len(score))
-    if name in ("mqar", "flip-flop", "local-count", "2-back"):
-        assert task.chance(settings) == pytest.approx(chance)
+    guesses = GUESSES.get(name, range(32))
+    generator = torch.Generator().manual_seed(0)
+    blind = torch.randint(guesses.start, guesses.stop, correct.shape, generator=generator)
+    chance, task = 1 / len(guesses), SEQUENCES[name]
+    score = means(name, blind, batch)["digits" if name == "language-model" else "accuracy"]
+    assert abs(score - chance) < 5 * math.sqrt(chance / len(correct))
+    if task.score.name == "accuracy":
+        assert task.chance(SMOKE[name]) == pytest.approx(chance)
 
 
 def test_uniform_logits_cost_eight_bits_per_byte() -> None:
@@ -268,13 +253,14 @@ def test_uniform_logits_cost_eight_bits_per_byte() -> None:
 
 
 def test_exact_match_needs_every_symbol() -> None:
-    batch = drawn("copy", "test", 3)
+    task, batch = SEQUENCES["copy"], drawn("copy", "test", 3)
     logits = torch.nn.functional.one_hot(batch.answers[batch.asked], 33).double()
     logits[5] = 0  # a wrong symbol in the first sequence
-    result = SEQUENCES["copy"].read(logits, batch)
-    assert result.metrics["exact"].tolist() == [0, 1, 1]
+    assert task.read(logits, batch).metrics["exact"].tolist() == [0, 1, 1]
     logits[-1] = math.nan
-    assert SEQUENCES["copy"].read(logits, batch).metrics["exact"].isnan().any()
+    assert task.read(logits, batch).metrics["exact"].isnan().any()
+    assert task.chance(SMOKE["copy"]) == 32.0**-16
+    assert SEQUENCES["mqmtar"].chance(SMOKE["mqmtar"]) == 16.0**-8
 
 
 # ---- the model
@@ -291,15 +277,12 @@ def silent(*_: float) -> None:
     pass
 
 
-def model_of(
-    variant: str, positions: str = "rope", settings: SequenceSettings = TINY
-) -> torch.nn.Module:
-    call = parse_spec(variant).train
-    return train(FLIP, call, positions, 0, settings, "cpu", silent)
+def trained(variant: str, positions: str = "rope") -> Any:
+    return train(FLIP, parse_spec(variant).train, positions, 0, TINY, "cpu", silent)
 
 
 def test_training_is_reproducible_and_the_loss_uses_only_answers() -> None:
-    one, two = (model_of("ssmax").state_dict() for _ in range(2))
+    one, two = (trained("ssmax").state_dict() for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)
     model = FLIP.build(VariantCall("softmax"), "none", TINY)
     batch = FLIP.batch(0, "train", 8, 0, 4, TINY)
@@ -318,7 +301,7 @@ def test_batch_sizes_and_lengths_of_training_steps() -> None:
 
 @pytest.mark.parametrize("positions", ["none", "rope", "p-rope", "alibi", "nape", "t5"])
 def test_all_splits_and_heads_are_measured(positions: str) -> None:
-    model = model_of("softmax", positions)
+    model = trained("softmax", positions)
     tests = {"own": None, "substitute": VariantCall("sparsemax")}
     outcomes = evaluate(FLIP, model, tests, 0, 8, TINY, "cpu", silent)
     for outcome in outcomes.values():
@@ -330,7 +313,7 @@ def test_all_splits_and_heads_are_measured(positions: str) -> None:
 
 
 def test_substituted_restores_the_model() -> None:
-    model = model_of("ssmax")
+    model = trained("ssmax")
     tokens = torch.randint(5, (2, 12))
 
     def run() -> Tensor:

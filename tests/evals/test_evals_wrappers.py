@@ -23,20 +23,14 @@ def call(text: str) -> VariantCall:
     return parse_spec(text, wrappers=True).train
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_text_is_read_and_written_and_identity_has_the_wrapper_with_its_defaults() -> None:
+    for text in (
         "differential(softmax)",
         "mixture(ssmax(s=0.4), components=3)",
         "output_gate(log_n(train_length=16), per='head')",
         "asentmax(scaled=(1, 0, 0.5))",
-    ],
-)
-def test_text_is_read_and_written(text: str) -> None:
-    assert str(call(text)) == text
-
-
-def test_identity_has_the_wrapper_with_its_defaults() -> None:
+    ):
+        assert str(call(text)) == text
     plain, wrapped = call("softmax").identity(), call("laser(softmax)").identity()
     assert wrapped == {**plain, "wrapper": "laser", "wrapper_params": {"clamp": "15.0"}}
     assert "wrapper" not in plain
@@ -59,33 +53,27 @@ def test_identity_has_the_wrapper_with_its_defaults() -> None:
 def test_wrong_text(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_spec(text, wrappers=True)
-
-
-def test_commands_without_wrappers_say_so() -> None:
     with pytest.raises(UsageError, match="this command does not support wrappers"):
         parse_spec("laser(softmax)")
 
 
-@pytest.mark.parametrize("task", ["max-retrieval", "mqar"])
-def test_models_have_the_wrapper(task: str) -> None:
-    settings = TASKS[task].presets["smoke"].settings
+@pytest.mark.parametrize("name", ["max-retrieval", "mqar"])
+def test_models_have_the_wrapper_and_a_substitution_replaces_the_variant_inside(name: str) -> None:
+    task = TASKS[name]
+    settings = task.presets["smoke"].settings
     for text, kind in (
         ("differential(softmax)", Differential),
         ("differential_v2(ssmax)", DifferentialV2),
         ("mixture(entmax, components=3)", MixtureAttention),
     ):
-        model = TASKS[task].build(call(text), TASKS[task].positions[0], settings)
-        assert [type(m) for m in model.modules() if isinstance(m, kind)]
-
-
-def test_a_substitution_replaces_the_variant_inside_the_wrapper() -> None:
-    settings = TASKS["mqar"].presets["smoke"].settings
-    model = TASKS["mqar"].build(call("differential_v2(ssmax)"), "rope", settings)
-    with substituted(model, call("differential_v2(sigmoid)")):
-        inside = [m for m in model.modules() if isinstance(m, DifferentialV2)]
-        assert {m.variant for m in inside} == {"sigmoid"}
-        assert {m.attention.num_heads for m in inside} == {2 * settings.heads}
-    assert {m.variant for m in inside} == {"ssmax"}
+        model = task.build(call(text), task.positions[-1], settings)
+        wrappers = [module for module in model.modules() if isinstance(module, kind)]
+        (variant,) = {module.variant for module in wrappers}
+        heads = [module.attention.num_heads for module in wrappers]
+        with substituted(model, call(text.replace(variant, "sigmoid"))):
+            assert {module.variant for module in wrappers} == {"sigmoid"}
+            assert [module.attention.num_heads for module in wrappers] == heads
+        assert {module.variant for module in wrappers} == {variant}
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ there is no position encoding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from commandline.variants import VariantCall
 from evals.measures import heads
 from evals.measures.metrics import weight_metrics
 from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Published, Settings, Task
+from evals.tasks.families.batches import Batch, check_range, check_tensor, check_type
 
 CLASSES = 10
 # Maximum number of keys in the curve ``best_keys``. It has the weights of the keys that fit the
@@ -30,18 +31,8 @@ BEST_KEYS = 16
 
 METRICS = (
     Metric("accuracy", "Accuracy, %", 100, 1),
-    Metric(
-        "hit_rate",
-        "Hit rate (the largest weight is on the true key), %",
-        100,
-        1,
-    ),
-    Metric(
-        "oracle_accuracy",
-        "Accuracy of the class with the largest summed weight, %",
-        100,
-        1,
-    ),
+    Metric("hit_rate", "Hit rate (the largest weight is on the true key), %", 100, 1),
+    Metric("oracle_accuracy", "Accuracy of the class with the largest summed weight, %", 100, 1),
     Metric("max_weight", "Weight on the true key", log=True),
     Metric("entropy", "Entropy of the weights, H / log n"),
     Metric("n_eff", "Effective number of keys, 1 / Σ p²", digits=1),
@@ -78,22 +69,12 @@ class RetrievalSettings(Settings):
         if self.scale not in ("sqrt", "none"):
             raise ValueError(f"scale must be 'sqrt' or 'none', got {self.scale!r}")
 
-    @property
-    def score_scale(self) -> float:
-        """The ``scale`` argument of attention."""
-        return self.query_width**-0.5 if self.scale == "sqrt" else 1.0
-
-    @property
-    def query_width(self) -> int:
-        """The width of queries and keys."""
-        return self.qk_dim or self.width
-
     def identity(self) -> dict[str, object]:
         return {k: x for k, x in super().identity().items() if x or k != "qk_dim"}
 
 
 @dataclass(frozen=True)
-class RetrievalBatch:
+class RetrievalBatch(Batch):
     """B sequences of n items.
 
     features: float (B, n, F), the items without their classes. classes: int64 (B, n), 0 to 9.
@@ -122,11 +103,6 @@ class RetrievalBatch:
         one_hot.scatter_(2, self.classes[..., None], 1.0)
         return torch.cat((self.features, one_hot), dim=-1)
 
-    def to(self, device: str) -> RetrievalBatch:
-        """The same batch on another device."""
-        moved = (self.features, self.classes, self.query, self.closeness)
-        return RetrievalBatch(*(x.to(device) for x in moved))
-
 
 def _mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, outputs))
@@ -139,70 +115,51 @@ class RetrievalModel(nn.Module):
         self, sizes: tuple[int, int], variant: VariantCall, settings: RetrievalSettings
     ) -> None:
         super().__init__()
-        width, (features, query_features) = settings.width, sizes
-        self.scale = settings.score_scale
+        width, query_width = settings.width, settings.qk_dim or settings.width
+        features, query_features = sizes
+        self.scale = query_width**-0.5 if settings.scale == "sqrt" else 1.0
         self.item = _mlp(features + CLASSES, width, width)
         self.query = _mlp(query_features, width, width)
-        self.attention = _attention(variant, width, settings.query_width)
-        self.to_q = nn.Linear(width, self.attention.queries * settings.query_width)
-        self.to_k = nn.Linear(width, settings.query_width)
+        self.attention = (
+            attnzoo.nn.Attention(variant.name, 1, head_dim=query_width, **variant.params)
+            if variant.wrapper_choice is None
+            else attnzoo.nn.host_attention(
+                variant.wrapper_choice, variant.name, 1, width, variant.params,
+                key_dim=width, qk_dim=query_width, v_dim=width,
+            )
+        )  # fmt: skip
+        self.to_q = nn.Linear(width, self.attention.queries * query_width)
+        self.to_k = nn.Linear(width, query_width)
         self.to_v = nn.Linear(width, width)
         self.output = _mlp(width, width, CLASSES)
 
-    def gate(self, query: Tensor) -> dict[str, Any]:
-        """The gate of a wrapper, for a query (B, G); {} without a gate."""
+    def options(self, query: Tensor) -> dict[str, Any]:
+        """The options of attention for a query (B, G): the scale, and the gate of a wrapper."""
         if isinstance(self.attention, attnzoo.nn.Attention):
-            return {}
+            return {"scale": self.scale}
         hidden = self.query(query)[:, None]
-        return self.attention.projected(hidden, hidden)
+        return {"scale": self.scale, **self.attention.projected(hidden, hidden)}
 
     def project(self, items: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, Q, 1, D), k and v (B, 1, n, D) of items (B, n, F + 10) and query (B, G). Q is 1, or
-        the number of queries of a wrapper."""
-        item = self.item(items)
-        return self._queries(query), self.to_k(item)[:, None], self.to_v(item)[:, None]
+        the number of queries of a wrapper.
 
-    def _queries(self, query: Tensor) -> Tensor:
-        q = self.to_q(self.query(query))
-        return rearrange(q, "b (m d) -> b m 1 d", m=self.attention.queries)
-
-    def folded(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """A faster function equal to `project`: W (U x + c) + b becomes (W U) x + (W c + b).
-
-        It takes a third fewer operations. Results and gradients are the same, because no activation
-        stands between the item MLP's second layer (U, c) and the projections (W, b) to k and v.
+        For k and v, W (U x + c) + b is computed as (W U) x + (W c + b), with a third fewer
+        operations. Results and gradients are the same, because no activation stands between the
+        item MLP's second layer (U, c) and the projections (W, b).
         """
         hidden, second = self.item[:2], self.item[2]
         assert isinstance(second, nn.Linear)
         folds = [(to.weight @ second.weight, to(second.bias)) for to in (self.to_k, self.to_v)]
-
-        def project(items: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            item = hidden(items)
-            k, v = (F.linear(item, weight, bias)[:, None] for weight, bias in folds)
-            return self._queries(query), k, v
-
-        return project
-
-    def decode(self, attended: Tensor) -> Tensor:
-        """Compute logits (B, 10) from the output of attention (B, 1, 1, D)."""
-        return self.output(attended[:, 0, 0])
+        item = hidden(items)
+        k, v = (F.linear(item, weight, bias)[:, None] for weight, bias in folds)
+        q = rearrange(self.to_q(self.query(query)), "b (m d) -> b m 1 d", m=self.attention.queries)
+        return q, k, v
 
     def forward(self, items: Tensor, query: Tensor) -> Tensor:
         """Logits (B, 10)."""
-        q, k, v = self.folded()(items, query)
-        return self.decode(self.attention(q, k, v, scale=self.scale, **self.gate(query)))
-
-
-def _attention(
-    variant: VariantCall, width: int, query_width: int
-) -> attnzoo.nn.Attention | attnzoo.nn.Wrapper:
-    """One head with values of ``width`` features."""
-    if variant.wrapper_choice is None:
-        return attnzoo.nn.Attention(variant.name, 1, head_dim=query_width, **variant.params)
-    return attnzoo.nn.host_attention(
-        variant.wrapper_choice, variant.name, 1, width, variant.params,
-        key_dim=width, qk_dim=query_width, v_dim=width,
-    )  # fmt: skip
+        attended = self.attention(*self.project(items, query), **self.options(query))
+        return self.output(attended[:, 0, 0])
 
 
 # A function (seed, split, length, start, stop) that returns sequences start .. stop − 1.
@@ -253,31 +210,17 @@ class RetrievalTask(Task):
         self, seed: int, split: str, length: int, start: int, stop: int, settings: RetrievalSettings
     ) -> RetrievalBatch:
         batch = self.draw(seed, split, length, start, stop)
-        self._check(batch, stop - start, self.tokens(length))
-        return batch
-
-    def _check(self, batch: object, count: int, items: int) -> None:
-        """Check a batch from ``draw``; raises ValueError if it is invalid."""
-        if not isinstance(batch, RetrievalBatch):
-            raise ValueError(f"draw must return a RetrievalBatch, got {type(batch).__name__}")
-        features, query_features = self.sizes
+        check_type(batch, RetrievalBatch)
+        count, (features, query_features) = stop - start, self.sizes
         for name, shape, dtype in (
-            ("features", (count, items, features), torch.float32),
-            ("classes", (count, items), torch.int64),
+            ("features", (count, length, features), torch.float32),
+            ("classes", (count, length), torch.int64),
             ("query", (count, query_features), torch.float32),
-            ("closeness", (count, items), torch.float32),
+            ("closeness", (count, length), torch.float32),
         ):
-            values = getattr(batch, name)
-            actual = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            if actual != shape:
-                raise ValueError(f"{name} must be a tensor {shape}, got {actual}")
-            if values.dtype != dtype:
-                raise ValueError(f"{name} must be {dtype}, got {values.dtype}")
-            if not bool(values.isfinite().all()):
-                raise ValueError(f"{name} must be finite")
-        low, high = int(batch.classes.min()), int(batch.classes.max())
-        if low < 0 or high >= CLASSES:
-            raise ValueError(f"classes must be from 0 to {CLASSES - 1}, got {low} to {high}")
+            check_tensor(name, getattr(batch, name), shape, dtype)
+        check_range("classes", batch.classes, 0, CLASSES - 1)
+        return batch
 
     def loss(self, model: RetrievalModel, batch: RetrievalBatch) -> Tensor:
         return F.cross_entropy(model(batch.items(), batch.query), batch.label)
@@ -288,20 +231,23 @@ class RetrievalTask(Task):
         ``accuracy`` uses attention in fp32, as in training. The other metrics use weights computed
         in fp64 from the same q and k, so that rounding causes no ties.
         """
-        q, k, v = model.folded()(batch.items(), batch.query)
-        options: dict[str, Any] = {"scale": model.scale, **model.gate(batch.query)}
+        qkv, options = model.project(batch.items(), batch.query), model.options(batch.query)
+        q, k, v = (x.double() for x in qkv)
+        if isinstance(model.attention, attnzoo.nn.Attention):
+            v = v[..., :1]  # the weights do not depend on the values
+        exact: dict[str, Any] = {
+            name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()
+        }
         target, label = batch.target, batch.label
         order = batch.closeness.topk(min(BEST_KEYS, batch.classes.shape[1]), dim=-1).indices
 
         def measured(substitute: VariantCall | None) -> BatchResult:
-            with ExitStack() as stack:
-                stack.enter_context(heads.substituted(model, substitute))
+            with heads.substituted(model, substitute):
                 attention = model.attention
-                logits = model.decode(attention(q, k, v, **options))
-                watch = heads.Watch(attention, sample) if sample.sequences else None
-                if watch is not None:
-                    stack.enter_context(watch)
-                weights = _weights(attention, q, k, v, options)
+                logits = model.output(attention(*qkv, **options)[:, 0, 0])
+                watching = heads.Watch(attention, sample) if sample.sequences else nullcontext()
+                with watching as watch:
+                    weights = attention(q, k, v, need_weights=True, **exact)[1][:, 0, 0]
             metrics = weight_metrics(weights, target, batch.classes, label, CLASSES)
             # Adding 0 · logits propagates a NaN, which would otherwise count as a wrong answer.
             right = (logits.argmax(dim=-1) == label).double()
@@ -310,21 +256,3 @@ class RetrievalTask(Task):
             return BatchResult(metrics, curves if watch is None else curves | watch.curves())
 
         return measured
-
-
-def _weights(
-    attention: attnzoo.nn.Attention | attnzoo.nn.Wrapper,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: dict[str, Any],
-) -> Tensor:
-    """The weights (B, n) of the query, in fp64."""
-    q, k, v = q.double(), k.double(), v.double()
-    if isinstance(attention, attnzoo.nn.Attention):
-        v = v[..., :1]  # the weights do not depend on the values
-    exact: dict[str, Any] = {
-        name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()
-    }
-    _, weights = attention(q, k, v, need_weights=True, **exact)
-    return weights[:, 0, 0]

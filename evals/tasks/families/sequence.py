@@ -4,27 +4,21 @@ All tasks except `max-retrieval` and `needle` belong to this family. The model i
 `attnzoo.nn.Transformer` with one of its position encodings. Logits are computed only at tokens that
 have an answer.
 
-The setting ``output`` chooses the output layer; see `outputs`. Training minimizes the loss that
-belongs to this layer. Metrics are computed from the layer's probabilities p, divided by their
-sum. One answer with probability 0 would make the mean of −log p infinite. For normalizers that can
-give probability 0, the metrics therefore use log((p + ε)/(1 + Vε)) in place of log p (ε-perplexity,
-Martins et al. 2020, arXiv:2004.02644). For output layers other than plain softmax (without
-softcap), results also have `OUTPUT_METRICS`.
+The setting ``output`` chooses the output layer and its loss; see `outputs`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.nn import AdaptiveSoftmax, MixtureOutput, OutputLayer, Transformer
+from attnzoo.nn import Transformer
 from commandline.variants import VariantCall
 from evals.measures.heads import Watch, substituted
 from evals.task import (
@@ -39,18 +33,11 @@ from evals.task import (
     Settings,
     Task,
 )
-from evals.tasks.families.outputs import ADAPTIVE, build_with, normalizer, parse_output
+from evals.tasks.families import outputs
+from evals.tasks.families.answers import ACCURACY, LOSS, SequenceBatch, answers
+from evals.tasks.families.batches import check_range, check_tensor, check_type
 
 POSITIONS = ("none", "rope", "p-rope", "alibi", "nape", "t5")
-ACCURACY = Metric("accuracy", "Accuracy, %", 100, 1)
-EXACT = Metric("exact", "Exact match, %", 100, 1)
-LOSS = Metric("loss", "Loss, nats per answer", lower_is_better=True)
-EPSILON = 1e-6
-OUTPUT_METRICS = (
-    Metric("support", "Number of tokens with probability above 0", digits=1, optional=True),
-    Metric("missed", "Answers with probability 0, %", 100, 2, lower_is_better=True, optional=True),
-    Metric("own_loss", "Loss of the output layer", lower_is_better=True, optional=True),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,91 +70,59 @@ class SequenceSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_share("layer_scale", math.inf)
-        object.__setattr__(self, "output", str(parse_output(self.output)))
+        object.__setattr__(self, "output", str(outputs.parse(self.output)))
 
     @property
     def output_layer(self) -> VariantCall | None:
-        return normalizer(parse_output(self.output))
+        return outputs.variant_of(outputs.parse(self.output))
 
     def identity(self) -> dict[str, object]:
         settings = super().identity()
         if self.output_layer is None:
             del settings["output"]
-        return {
-            k: x for k, x in settings.items() if x or k not in ("qk_norm", "qk_dim", "layer_scale")
-        }
+        added = ("qk_norm", "qk_dim", "layer_scale")  # after results had been published
+        return {name: value for name, value in settings.items() if value or name not in added}
 
 
-LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 # What the papers of some variants require: taylor has queries and keys with 16 features
 # (arXiv:2402.18668); sigmoid in deep models has QK-norm and LayerScale (arXiv:2409.04431).
 VARIANT_SETTINGS = {"taylor": {"qk_dim": 16}}
 DEEP_VARIANT_SETTINGS = {**VARIANT_SETTINGS, "sigmoid": {"qk_norm": True, "layer_scale": 1e-4}}
 
-
-def smoke(lengths: tuple[int, ...], settings: SequenceSettings) -> Preset:
-    """The preset smoke of a task: the main variants, one seed."""
-    return Preset(lengths, settings, positions=("rope",))
-
-
-def quick(
-    lengths: tuple[int, ...], settings: SequenceSettings, positions: tuple[str, ...] = ("rope",)
-) -> Preset:
-    """The preset quick of a task: the main variants, tuned learning rates."""
-    rates = {"learning_rate": LEARNING_RATES}
-    return Preset(
-        lengths,
-        settings,
-        seeds=SEEDS,
-        positions=positions,
-        sweep=rates,
-        variant_settings=VARIANT_SETTINGS,
-    )
-
-
-def paper(
-    lengths: tuple[int, ...],
-    settings: SequenceSettings,
-    variant_settings: Mapping[str, Mapping[str, Any]] = DEEP_VARIANT_SETTINGS,
-    sweep: Mapping[str, Sequence[float]] | str = RECORDED,
-) -> Preset:
-    """The preset paper of a task: the main variants, every position encoding, and the learning
-    rates that preset quick chose."""
-    return Preset(
-        lengths,
-        settings,
-        seeds=SEEDS,
-        positions=POSITIONS,
-        sweep=sweep,
-        variant_settings=variant_settings,
-    )
+# What the presets of most tasks have. Preset quick tunes learning rates, preset paper uses them.
+COMMON: dict[str, dict[str, Any]] = {
+    "smoke": dict(
+        lengths=(16, 32, 64), positions=("rope",),
+        steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32,
+    ),
+    "quick": dict(
+        lengths=(32, 64, 128, 256), positions=("rope",), seeds=SEEDS,
+        sweep={"learning_rate": (1e-3, 3e-3, 1e-2)}, variant_settings=VARIANT_SETTINGS,
+        steps=1500, batch=32, train_shortest=4, train_longest=32,
+    ),
+    "paper": dict(
+        lengths=(64, 128, 256, 512, 1024, 2048, 4096), positions=POSITIONS, seeds=SEEDS,
+        sweep=RECORDED, variant_settings=DEEP_VARIANT_SETTINGS,
+        batch=128, width=256, heads=4, depth=4, learning_rate=3e-4, train_longest=64,
+        test_items=2**20,
+    ),
+}  # fmt: skip
 
 
-_SMOKE = SequenceSettings(
-    steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32
-)
-_QUICK = SequenceSettings(steps=1500, batch=32, train_shortest=4, train_longest=32)
-PRESETS = {"smoke": smoke((16, 32, 64), _SMOKE), "quick": quick((32, 64, 128, 256), _QUICK)}
+def presets(
+    kind: type[SequenceSettings] = SequenceSettings, **changes: Mapping[str, Any]
+) -> dict[str, Preset]:
+    """Presets by name, from what each has besides `COMMON`: fields of `Preset` and of the settings,
+    which are of the class ``kind``."""
+    made = {}
+    for name, changed in changes.items():
+        values = {**COMMON[name], **changed}
+        about = {f.name: values.pop(f.name) for f in fields(Preset) if f.name in values}
+        made[name] = Preset(settings=kind(**values), **about)
+    return made
 
 
-@dataclass(frozen=True)
-class SequenceBatch:
-    """Tokens and answers, both (B, N) int64.
-
-    An answer is the token to predict at its position, or −1 if nothing is to be predicted there.
-    """
-
-    tokens: Tensor
-    answers: Tensor
-
-    def to(self, device: str) -> SequenceBatch:
-        """The same batch on another device."""
-        return SequenceBatch(self.tokens.to(device), self.answers.to(device))
-
-    @property
-    def asked(self) -> Tensor:
-        """A bool mask (B, N) of the tokens that have an answer."""
-        return self.answers >= 0
+PRESETS = presets(smoke={}, quick={})  # of a task that has none of its own
 
 
 # A function (logits, batch) that returns measurements. ``logits`` (S, V) belong to the S tokens
@@ -178,26 +133,6 @@ ReadLogits = Callable[[Tensor, SequenceBatch], BatchResult]
 ReadStates = Callable[[Transformer, Tensor, SequenceBatch], dict[str, Tensor]]
 # A function (seed, split, length, start, stop, settings) that returns sequences start .. stop − 1.
 Draw = Callable[[int, str, int, int, int, Any], SequenceBatch]
-
-
-def right(logits: Tensor, batch: SequenceBatch) -> Tensor:
-    """A tensor (S,): 1.0 if the answer has the largest logit, 0.0 if not, NaN for NaN logits."""
-    hit = (logits.argmax(dim=-1) == batch.answers[batch.asked]).double()
-    return hit + 0 * logits.double().sum(dim=-1)
-
-
-def answers(logits: Tensor, batch: SequenceBatch) -> BatchResult:
-    """The metrics ``accuracy`` and ``loss``, one value per answer (S,)."""
-    loss = F.cross_entropy(logits.double(), batch.answers[batch.asked], reduction="none")
-    return BatchResult({"accuracy": right(logits, batch), "loss": loss})
-
-
-def whole_answers(logits: Tensor, batch: SequenceBatch) -> BatchResult:
-    """The metric ``exact``, one value per sequence: 1.0 if all its answers are right; besides it
-    the metrics of `answers`. All sequences must have equally many answers."""
-    per_sequence = right(logits, batch).reshape(len(batch.tokens), -1)
-    exact = (per_sequence.amin(dim=-1) == 1).double() + 0 * per_sequence.sum(dim=-1)
-    return BatchResult({"exact": exact, **answers(logits, batch).metrics})
 
 
 @dataclass(frozen=True)
@@ -213,8 +148,8 @@ class SequenceTask(Task):
         version: the version of ``draw``; change it when the data change. Plugins need not, because
             the hash of their file is part of each key.
         size: maps a length to the number of tokens of a sequence; by default the length itself.
-        read: computes the metrics from (logits, batch). It does not compute `OUTPUT_METRICS`, which
-            the task adds to ``metrics``.
+        read: computes the metrics from (logits, batch). It does not compute `outputs.METRICS`,
+            which the task adds to ``metrics``.
         read_states: computes metrics from (model, states, batch), only where heads are measured.
         text: returns a digest of the files that the data come from; None if there are none.
         frequencies: returns how often each token occurs in the training data, (V,). None if the
@@ -241,19 +176,18 @@ class SequenceTask(Task):
     published: Published | None = None
 
     def __post_init__(self) -> None:
-        if not self.metrics:
-            raise ValueError(f"metrics of task {self.name!r} must have the score, got none")
         size = self.vocabulary
         if not callable(size) and (type(size) is not int or size < 1):
             raise ValueError(f"vocabulary of task {self.name!r} must be an int >= 1, got {size!r}")
-        object.__setattr__(self, "metrics", (*self.metrics, *OUTPUT_METRICS))
+        if self.metrics:  # without, `register_task` raises
+            object.__setattr__(self, "metrics", (*self.metrics, *outputs.METRICS))
 
     def remarks(self, settings: Mapping[str, Any]) -> list[str]:
         if "output" not in settings:
             return []
         return [
             f"output layer: {settings['output']}; if it gives some tokens probability 0, "
-            f"(p + {EPSILON:g})/(1 + {EPSILON:g} V) replaces each probability p"
+            f"(p + {outputs.EPSILON:g})/(1 + {outputs.EPSILON:g} V) replaces each probability p"
         ]
 
     def data_version(self) -> str:
@@ -274,65 +208,43 @@ class SequenceTask(Task):
     def build(
         self, variant: VariantCall, positions: str, settings: SequenceSettings
     ) -> Transformer:
-        size = self.vocabulary_size(settings)
-
-        def make(**output: Any) -> Transformer:
-            return Transformer(
-                size, settings.width, settings.heads, settings.depth, variant.name, positions,
-                qk_norm=settings.qk_norm, qk_dim=settings.qk_dim or None,
-                layer_scale=settings.layer_scale or None, wrapper=variant.wrapper_choice,
-                **output, **variant.params,
-            )  # fmt: skip
-
-        counts = None
+        size, counts = self.vocabulary_size(settings), None
         if self.frequencies is not None:
             counts = self.frequencies(settings).sort(descending=True).values.tolist()
-        call, tokens = parse_output(settings.output), settings.batch * settings.train_longest
-        return build_with(call, make, settings.width, size, counts, tokens)
+        call, tokens = outputs.parse(settings.output), settings.batch * settings.train_longest
+        model = Transformer(
+            size, settings.width, settings.heads, settings.depth, variant.name, positions,
+            qk_norm=settings.qk_norm, qk_dim=settings.qk_dim or None,
+            layer_scale=settings.layer_scale or None, wrapper=variant.wrapper_choice,
+            **outputs.arguments(call, settings.width, size, counts, tokens), **variant.params,
+        )  # fmt: skip
+        outputs.tie_mixture(model)
+        return model
 
     def batch(
         self, seed: int, split: str, length: int, start: int, stop: int, settings: SequenceSettings
     ) -> SequenceBatch:
         batch = self.draw(seed, split, length, start, stop, settings)
-        self._check(batch, length, (stop - start, self.tokens(length)), settings)
+        check_type(batch, SequenceBatch)
+        shape, axes = (stop - start, self.tokens(length)), f"(stop - start, size({length})) = "
+        for name, values, least in (("tokens", batch.tokens, 0), ("answers", batch.answers, -1)):
+            check_tensor(name, values, shape, torch.int64, axes)
+            last = self.vocabulary_size(settings) - 1
+            check_range(name, values, least, last, "vocabulary - 1 = ")
         if not bool((asked := batch.asked.any(dim=1)).all()):
-            empty = start + int(asked.int().argmin())
             raise ValueError(
                 "answers must have an entry >= 0 in every sequence, got only -1 in sequence "
-                f"{empty}"
+                f"{start + int(asked.int().argmin())}"
             )
         return self._by_frequency(batch, settings)
 
     def _by_frequency(self, batch: SequenceBatch, settings: SequenceSettings) -> SequenceBatch:
         """For an adaptive output layer, renumber the tokens in descending order of frequency."""
-        if self.frequencies is None or parse_output(settings.output).name != ADAPTIVE:
+        if self.frequencies is None or outputs.parse(settings.output).name != outputs.ADAPTIVE:
             return batch
         order = self.frequencies(settings).sort(descending=True, stable=True).indices
         ranks = torch.cat([order.argsort(), torch.tensor([-1])])  # −1 stands for no answer
         return SequenceBatch(ranks[batch.tokens], ranks[batch.answers])
-
-    def _check(
-        self, batch: object, length: int, shape: tuple[int, int], settings: SequenceSettings
-    ) -> None:
-        """Check a batch from ``draw``; raises ValueError if it is invalid."""
-        if not isinstance(batch, SequenceBatch):
-            raise ValueError(f"draw must return a SequenceBatch, got {type(batch).__name__}")
-        last = self.vocabulary_size(settings) - 1
-        for name, values, low in (("tokens", batch.tokens, 0), ("answers", batch.answers, -1)):
-            actual = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            if actual != shape:
-                raise ValueError(
-                    f"{name} must be a tensor (stop - start, size({length})) = {shape}, "
-                    f"got {actual}"
-                )
-            if values.dtype != torch.int64:
-                raise ValueError(f"{name} must be int64, got {values.dtype}")
-            smallest, largest = int(values.min()), int(values.max())
-            if smallest < low or largest > last:
-                raise ValueError(
-                    f"{name} must be from {low} to vocabulary - 1 = {last}, "
-                    f"got {smallest} to {largest}"
-                )
 
     def loss(self, model: Transformer, batch: SequenceBatch) -> Tensor:
         asked = batch.asked
@@ -342,42 +254,16 @@ class SequenceTask(Task):
         asked = batch.asked
 
         def measured(substitute: VariantCall | None) -> BatchResult:
-            with ExitStack() as stack:
-                stack.enter_context(substituted(model, substitute))
-                watch = stack.enter_context(Watch(model, sample)) if sample.sequences else None
+            watching = Watch(model, sample) if sample.sequences else nullcontext()
+            with substituted(model, substitute), watching as watch:
                 states = model.states(batch.tokens)[asked]
-            if _is_softmax(model.output):
-                result = self.read(model.logits(states), batch)
-            else:
-                result = self._read_output(model.output, states, batch)
-            if watch is None:
-                return result
-            state_metrics = (
-                {} if self.read_states is None else self.read_states(model, states, batch)
-            )
-            return BatchResult(result.metrics | state_metrics, result.curves | watch.curves())
+            logits, output_metrics = outputs.read(model, states, batch.answers[asked])
+            result = self.read(logits, batch)
+            metrics, curves = result.metrics | output_metrics, dict(result.curves)
+            if watch is not None:
+                curves |= watch.curves()
+                if self.read_states is not None:
+                    metrics |= self.read_states(model, states, batch)
+            return BatchResult(metrics, curves)
 
         return measured
-
-    def _read_output(
-        self, layer: OutputLayer | AdaptiveSoftmax, states: Tensor, batch: SequenceBatch
-    ) -> BatchResult:
-        """The metrics for an output layer that is not a plain softmax."""
-        answer = batch.answers[batch.asked]
-        log_probs = layer.log_prob(states).double()
-        log_p = log_probs.log_softmax(dim=-1)
-        if layer.has_zeros:
-            log_p = torch.log((log_p.exp() + EPSILON) / (1 + EPSILON * log_p.shape[-1]))
-        result = self.read(log_p, batch)
-        output_metrics = {
-            "support": (log_probs > -math.inf).double().sum(dim=-1),
-            "missed": (log_probs.gather(-1, answer[:, None])[:, 0] == -math.inf).double(),
-            "own_loss": layer.loss(states, answer, reduction="none"),
-        }
-        return BatchResult(result.metrics | output_metrics, result.curves)
-
-
-def _is_softmax(layer: OutputLayer | AdaptiveSoftmax) -> bool:
-    """Whether the layer is a plain softmax, without softcap."""
-    other = isinstance(layer, (MixtureOutput, AdaptiveSoftmax))
-    return not other and layer.variant == "softmax" and layer.softcap is None
