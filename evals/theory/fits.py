@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from commandline.variants import VariantCall
-from evals.theory.laws import fixed_scores, shrinking_scores, top_weights
+from evals.measures.heads import weights_at
+from evals.theory.laws import fixed_scores, shrinking_scores
 
 STEP = 0.1  # step of the first grid in log10 of κ or Δ
 GRID = torch.logspace(-2, 4, round(6 / STEP) + 1, dtype=torch.float64)  # values of κ or Δ
@@ -88,7 +89,7 @@ def log_law(
     parts = []
     for part in sizes.split(max(1, _MOST_SCORES // (unit.numel() * heads))):
         scores = part[:, None, :, None] * unit[:, None]
-        weights = top_weights(scores.view(-1, heads, n), call.name, params)
+        weights = weights_at(scores.view(-1, heads, n), call.name, params).amax(-1)
         parts.append(weights.view(-1, draws, heads).mean(1))
     weights = torch.cat(parts).nan_to_num(0.0)
     return weights.clamp(min=torch.finfo(weights.dtype).tiny).log()
