@@ -115,7 +115,7 @@ def stated(module: object) -> tuple[Law, ...]:
 
 def tables(points: pd.DataFrame) -> list[Table]:
     """The tables: one for each law and kind of gap, and one for all Jacobian norms."""
-    by_gap = {gap: lines for gap, lines in points.groupby("gap")}
+    by_gap = dict(iter(points.groupby("gap")))
     parts = [
         (make_table, str(name), lines)
         for make_table, gap in ((_fixed_table, "fixed"), (_shrinking_table, "shrinking"))
