@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
@@ -20,6 +21,17 @@ def _between(keys: Sequence[int]) -> list[int]:
     """``keys``, with the rounded geometric mean inserted between each pair of neighbours."""
     middle = [round(math.sqrt(a * b)) for a, b in pairwise(keys)]
     return sorted({*keys, *middle})
+
+
+def log_axis(axes: Axes, subs: Sequence[int] = (1, 2, 5)) -> None:
+    """Make the y axis a log axis with ticks at ``subs`` times powers of ten, and draw a grid."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(**GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def theory_plot(group: Group, all_heads: Sequence[Heads] | None = None) -> Figure | None:
@@ -58,15 +70,9 @@ def theory_plot(group: Group, all_heads: Sequence[Heads] | None = None) -> Figur
     keys = sorted({n for heads in all_heads for n in heads.keys})
     length_axis(axes, keys)
     axes.set_xlim(keys[0] / 1.3, keys[-1] * 1.05)
-    axes.set_yscale("log")
     lowest = _LOWEST * min(weights)
+    log_axis(axes, subs=(1,) if lowest < 0.005 else (1, 2, 5))
     axes.set_ylim(lowest, 1.3)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1,) if lowest < 0.005 else (1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(**GRID)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     title = f"{group.task.name}: largest weight of the sharpest head, and the fitted law\n"
     axes.set_title(title, loc="left", fontsize=12)
     notes = ["marks: measured", "lines: the law with the smaller error"]
