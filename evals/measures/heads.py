@@ -66,13 +66,16 @@ def substituted(model: nn.Module, call: VariantCall | None) -> Iterator[None]:
 
     call: the other variant; None keeps the trained one.
     """
+    if call is None:
+        yield
+        return
     children = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if isinstance(child, attnzoo.nn.Attention)
     ]
-    for parent, name, child in [] if call is None else children:
+    for parent, name, child in children:
         other = attnzoo.nn.Attention(call.name, child.num_heads, learn=(), **call.params)
         setattr(parent, name, other.to(next(model.parameters()).device).eval())
     try:

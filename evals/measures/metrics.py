@@ -104,5 +104,6 @@ class Tally:
         means = [*metrics.items(), *curves.items()]
         if broken := [name for name, mean in means if not mean.isfinite().all()]:
             return Outcome("nan", f"not finite: {', '.join(broken)}", cpu_seconds=self.cpu_seconds)
-        as_lists = ({name: x.tolist() for name, x in means.items()} for means in (metrics, curves))
-        return Outcome("ok", "", *as_lists, cpu_seconds=self.cpu_seconds)
+        numbers = {name: mean.item() for name, mean in metrics.items()}
+        lists = {name: mean.tolist() for name, mean in curves.items()}
+        return Outcome("ok", "", numbers, lists, self.cpu_seconds)

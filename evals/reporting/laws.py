@@ -108,11 +108,12 @@ def main(
     show("laws", all_tables, out, note="\n".join(unsupported), csv=csv_text(points),
          png=lambda: png(plot(points)))  # fmt: skip
     failed = points[points["failed"]]
-    for p in failed.itertuples():
-        at = "Jacobian at equal scores" if p.gap == "uniform" else f"{p.gap} gap {p.size:g}"
+    for p in failed.to_dict(orient="records"):
+        at = f"{p['gap']} gap {p['size']:g}"
+        at = "Jacobian at equal scores" if p["gap"] == "uniform" else at
         print(
-            f"broken: {p.variant}, {at}, n = {p.n}: measured {p.measured:.8g}, "
-            f"law {p.predicted:.8g}, deviation {p.deviation:.2g} (allowed {p.tolerance:g})"
+            f"broken: {p['variant']}, {at}, n = {p['n']}: measured {p['measured']:.8g}, law "
+            f"{p['predicted']:.8g}, deviation {p['deviation']:.2g} (allowed {p['tolerance']:g})"
         )
     held = points["held"].sum()
     print(f"{held - len(failed)} of {held} comparisons within tolerance")

@@ -59,11 +59,9 @@ def theory_plot(group: Group, all_heads: Sequence[Heads] | None = None) -> Figur
         ends.append((heads.series.label, y[-1], colour))
         if (best := heads.closer(0)) is not None:
             dense = _between(heads.keys)
-            curve = heads.curve(best, 0, dense)
-            axes.plot(dense, curve, color=colour, linewidth=1.4)
+            axes.plot(dense, heads.curve(best, 0, dense), color=colour, linewidth=1.4)
         if heads.series.variant == BASELINE:
-            points = [point for point in group.of(heads.series) if point.curves.get("head_bound")]
-            bound = [point.curves["head_bound"][heads.indices[0]] for point in points]
+            bound = [curves["head_bound"][heads.indices[0]] for curves in heads.curves]
             axes.plot(heads.keys, bound, color=colour, linewidth=1.1, linestyle=(0, (4, 3)))
     if not weights:
         return None

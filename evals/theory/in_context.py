@@ -219,7 +219,7 @@ def train(
 
     fit(layer, loss, schedule, report)
     a, b = test_problems(ROWS)
-    step = -base["size"][ROWS] * first_gradient(a, b)
+    step = -float(base["size"].loc[ROWS]) * first_gradient(a, b)
     with torch.no_grad():
         x = layer(a, b)
     return TrainedLayer(
@@ -242,8 +242,8 @@ def means(
 ) -> pd.DataFrame:
     """The means of ``values`` over seeds: a line per layer, a column per n or training step."""
     names = [layer.name for layer in trained]
-    frame = pd.DataFrame([values(layer) for layer in trained], index=names)
-    return frame.groupby(level=0, sort=False).mean()
+    by_name = pd.DataFrame([values(x) for x in trained], index=names).groupby(level=0, sort=False)
+    return pd.DataFrame(by_name.mean())
 
 
 def tables(base: pd.DataFrame, trained: Sequence[TrainedLayer], steps: int) -> list[Table]:

@@ -149,11 +149,11 @@ def _fixed_table(name: str, points: pd.DataFrame) -> Table:
 def _shrinking_table(name: str, points: pd.DataFrame) -> Table:
     """One row per n: measurement, prediction, and the reason if the point is not checked."""
     rows = []
-    for p in points.itertuples():
-        why = "" if p.n >= SHRINKING_FROM else f"n < {SHRINKING_FROM}"
-        why = why if p.holds else "no law: all weights > 0"
-        numbers = [f"{p.measured:.6f}", f"{p.predicted:.6f}", f"{100 * p.deviation:.2f} %"]
-        rows.append([str(p.n), *numbers, why])
+    columns = ["n", "measured", "predicted", "deviation", "holds"]
+    for n, value, law, deviation, holds in points[columns].itertuples(index=False):
+        why = "" if n >= SHRINKING_FROM else f"n < {SHRINKING_FROM}"
+        why = why if holds else "no law: all weights > 0"
+        rows.append([str(n), f"{value:.6f}", f"{law:.6f}", f"{100 * deviation:.2f} %", why])
     title = (
         f"{name}: largest weight with keys at κ(j + ½)/n, κ = {KAPPA:g}; the law is the "
         "leading term for n → ∞"

@@ -25,7 +25,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def _texts(ranks: Iterable[int | None]) -> list[str]:
     return ["—" if rank is None else str(rank) for rank in ranks]
 
 
-def _mixture_table(title: str, rows: dict[str, Iterable[int | None]], note: str) -> Table:
+def _mixture_table(title: str, rows: Mapping[str, Iterable[int | None]], note: str) -> Table:
     """A table of ranks, by row and number K of `MIXED`."""
     header = ["mixture of K", *(f"K={k}" for k in MIXED)]
     return Table(title, header, [[name, *_texts(ranks)] for name, ranks in rows.items()], note)

@@ -216,13 +216,12 @@ def _fit_cells(heads: Heads, index: int) -> list[str]:
         below, above, sizes, errors = (
             x[has_fit, index] for x in (law_fit.below, law_fit.above, law_fit.sizes, law_fit.errors)
         )
-        if below.any() and above.any():
-            size = "any"
-        else:
-            size = ("≤ " if below.any() else "≥ " if above.any() else "") + (
-                _spread(sizes) if len(sizes) else "—"
-            )
-        cells += [size, f"×{_spread(errors.exp())}" if len(errors) else "—"]
+        if not has_fit.any():
+            cells += ["—", "—"]
+            continue
+        sign = "≤ " * bool(below.any()) + "≥ " * bool(above.any())
+        size = "any" if sign == "≤ ≥ " else sign + _spread(sizes)
+        cells += [size, f"×{_spread(errors.exp())}"]
     return [*cells, *["—"] * 4 * (not heads.fits), _verdict(heads, index)]
 
 
