@@ -108,7 +108,7 @@ def main(
     show("laws", all_tables, out, note="\n".join(unsupported), csv=csv_text(points),
          png=lambda: png(plot(points)))  # fmt: skip
     failed = points[points["failed"]]
-    for p in failed.to_dict(orient="records"):
+    for _, p in failed.iterrows():
         at = f"{p['gap']} gap {p['size']:g}"
         at = "Jacobian at equal scores" if p["gap"] == "uniform" else at
         print(

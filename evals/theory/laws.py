@@ -161,11 +161,10 @@ def _shrinking_table(name: str, points: pd.DataFrame) -> Table:
     return Table(title, ["n", "measured", "law", "deviation", "not checked because"], rows)
 
 
-def growth(values: pd.Series) -> float | None:
-    """The exponent g if values, indexed by n, grow as n^g between the two largest n; None for
-    values <= 0."""
-    (n1, v1), (n2, v2) = values.dropna().iloc[-2:].items()
-    return math.log(v2 / v1) / math.log(n2 / n1) if v1 > 0 and v2 > 0 else None  # type: ignore
+def growth(values: dict[int, float]) -> float | None:
+    """The exponent g if values by n grow as n^g between the two largest n; None for values <= 0."""
+    (n1, v1), (n2, v2) = list(values.items())[-2:]
+    return math.log(v2 / v1) / math.log(n2 / n1) if v1 > 0 and v2 > 0 else None
 
 
 def measured_table(law: Law, lengths: Sequence[int] = LENGTHS) -> Table:
@@ -182,7 +181,7 @@ def measured_table(law: Law, lengths: Sequence[int] = LENGTHS) -> Table:
         [str(n), *(f"{values[n]:.6f}" if n in values else "" for values in columns.values())]
         for n in lengths
     ]
-    slopes = [growth(pd.Series(values)) for values in columns.values()]
+    slopes = [growth(values) for values in columns.values()]
     rows.append(["growth", *("—" if slope is None else f"{slope:.3f}" for slope in slopes)])
     note = (
         "Δ: largest weight with one key at Δ, the others at 0. κ: largest weight with keys at\n"
