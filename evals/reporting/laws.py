@@ -16,7 +16,7 @@ from evals.harness.plan import check_unique
 from evals.measures.arithmetic import lean_arithmetic
 from evals.reporting.plots import GRID, length_axis, looks_of, png
 from evals.theory.closed_forms import LAWS, Law
-from evals.theory.laws import KAPPA, compare, measured_table, stated, tables, without_law
+from evals.theory.laws import KAPPA, measure, measured_table, stated, tables, without_law
 from evals.theory.output import show
 
 
@@ -96,9 +96,9 @@ def main(
     """
     if out is not None:
         check_writable("--out", out)
-    all_tables, unsupported = [], []
+    unsupported = []
     with lean_arithmetic():
-        points = compare(laws)
+        points = measure(laws)
         all_tables = tables(points)
         for law in measured_only:
             try:
@@ -108,12 +108,12 @@ def main(
     show("laws", all_tables, out, note="\n".join(unsupported), csv=csv_text(points),
          png=lambda: png(plot(points)))  # fmt: skip
     failed = points[points["failed"]]
-    for _, p in failed.iterrows():
-        at = f"{p['gap']} gap {p['size']:g}"
-        at = "Jacobian at equal scores" if p["gap"] == "uniform" else at
+    columns = "variant gap size n measured predicted deviation tolerance".split()
+    for name, gap, size, n, value, law, deviation, most in failed[columns].itertuples(index=False):
+        at = "Jacobian at equal scores" if gap == "uniform" else f"{gap} gap {size:g}"
         print(
-            f"broken: {p['variant']}, {at}, n = {p['n']}: measured {p['measured']:.8g}, law "
-            f"{p['predicted']:.8g}, deviation {p['deviation']:.2g} (allowed {p['tolerance']:g})"
+            f"broken: {name}, {at}, n = {n}: measured {value:.8g}, law {law:.8g}, "
+            f"deviation {deviation:.2g} (allowed {most:g})"
         )
     held = points["held"].sum()
     print(f"{held - len(failed)} of {held} comparisons within tolerance")

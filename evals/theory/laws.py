@@ -46,7 +46,7 @@ def shrinking_scores(n: int, kappa: float) -> Tensor:
     return kappa * (torch.arange(n, dtype=torch.float64) + 0.5) / n
 
 
-def measured(law: Law, gap: str, size: float, n: int) -> float:
+def measurement(law: Law, gap: str, size: float, n: int) -> float:
     """The largest weight of the law's variant, or its Jacobian norm for the gap "uniform".
 
     size: Δ or κ.
@@ -64,7 +64,7 @@ def cases(lengths: Sequence[int]) -> Iterator[tuple[str, float, int]]:
     yield from (("uniform", 0.0, n) for n in JACOBIAN_LENGTHS)
 
 
-def compare(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> pd.DataFrame:
+def measure(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> pd.DataFrame:
     """Compare each closed form with measurements, in one line per law, gap, size and n.
 
     Columns: variant, gap ("fixed", "shrinking" or "uniform"), size (Δ or κ), n, measured,
@@ -78,7 +78,7 @@ def compare(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> pd.
                 predicted = form(n) if gap == "uniform" else form(n, size)
                 holds = gap != "shrinking" or law.holds(n, size)
                 held = holds and (gap != "shrinking" or n >= SHRINKING_FROM)
-                values = measured(law, gap, size, n), predicted, TOLERANCES[gap]
+                values = measurement(law, gap, size, n), predicted, TOLERANCES[gap]
                 lines.append((str(law), gap, size, n, *values, held, holds))
     columns = "variant gap size n measured predicted tolerance held holds".split()
     points = pd.DataFrame(lines, columns=columns)
@@ -176,7 +176,7 @@ def measured_table(law: Law, lengths: Sequence[int] = LENGTHS) -> Table:
     names = {"fixed": "Δ={:g}", "shrinking": "κ={:g}", "uniform": "Jacobian norm"}
     columns: dict[str, dict[int, float]] = {}
     for gap, size, n in cases(lengths):
-        columns.setdefault(names[gap].format(size), {})[n] = measured(law, gap, size, n)
+        columns.setdefault(names[gap].format(size), {})[n] = measurement(law, gap, size, n)
     rows = [
         [str(n), *(f"{values[n]:.6f}" if n in values else "" for values in columns.values())]
         for n in lengths

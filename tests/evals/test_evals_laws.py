@@ -105,7 +105,7 @@ def test_closed_form_values(name: str, form: str, arguments: tuple, value: float
 
 def test_jacobian_laws_are_exact() -> None:
     with lean_arithmetic():
-        points = laws.compare(lengths=())
+        points = laws.measure(lengths=())
     assert set(points["variant"]) == set(BY_NAME)
     assert (points["deviation"] < 1e-12).all()
 
