@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from matplotlib.figure import Figure
 
 from commandline.arguments import add_plugin
@@ -32,11 +31,14 @@ from evals.theory.in_context import (
     VARIANTS,
     TrainedLayer,
     baselines,
-    means,
+    by_name,
     tables,
     train,
 )
 from evals.theory.output import show
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def add_parser(commands: Any) -> None:
@@ -94,8 +96,8 @@ def plot(base: pd.DataFrame, trained: Sequence[TrainedLayer]) -> Figure:
     left, right = figure.subplots(1, 2)
     looks = looks_of(list(dict.fromkeys(layer.variant for layer in trained)))
     layers = {layer.name: layer for layer in trained}
-    curves = means(trained, lambda layer: layer.curve) / base["zero"][ROWS]
-    by_rows = means(trained, lambda layer: layer.loss) / base["zero"]
+    curves = by_name(trained, lambda layer: layer.curve).mean() / base["zero"][ROWS]
+    by_rows = by_name(trained, lambda layer: layer.loss).mean() / base["zero"]
     for name, layer in layers.items():
         dashed = "--" if layer.heads == 1 else "-"
         style: dict[str, Any] = {"color": looks[layer.variant]["color"], "linestyle": dashed}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pandas as pd
 from matplotlib.figure import Figure
 
 import attnzoo
@@ -18,6 +18,9 @@ from evals.reporting.plots import GRID, length_axis, looks_of, png
 from evals.theory.closed_forms import LAWS, Law
 from evals.theory.laws import KAPPA, measure, measured_table, stated, tables, without_law
 from evals.theory.output import show
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def csv_text(points: pd.DataFrame) -> str:
@@ -107,7 +110,7 @@ def main(
                 unsupported.append(f"{law}: no closed form, and not measured: {error}\n")
     show("laws", all_tables, out, note="\n".join(unsupported), csv=csv_text(points),
          png=lambda: png(plot(points)))  # fmt: skip
-    failed = points[points["failed"]]
+    failed = points.query("failed")
     columns = "variant gap size n measured predicted deviation tolerance".split()
     for name, gap, size, n, value, law, deviation, most in failed[columns].itertuples(index=False):
         at = "Jacobian at equal scores" if gap == "uniform" else f"{gap} gap {size:g}"

@@ -30,10 +30,10 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -44,6 +44,10 @@ from commandline.table import Table
 from commandline.variants import VariantCall
 from evals.harness.training import REPORT_EVERY, fit
 from evals.task import Settings
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from pandas.core.groupby import DataFrameGroupBy
 
 NAME = "in-context"
 ABOUT = (
@@ -177,6 +181,8 @@ def baselines(lengths: Sequence[int]) -> pd.DataFrame:
     this n; scaled, with η/n as at n = `ROWS`; each, with the best η for each problem. size is the
     best η.
     """
+    import pandas as pd
+
     scaled, lines = best_step(ROWS) / ROWS, {}
     for n in lengths:
         a, b = test_problems(n)
@@ -237,13 +243,14 @@ def _over_seeds(values: pd.Series) -> str:
     return mean if len(values) == 1 else f"{mean} ({values.min():.3f} to {values.max():.3f})"
 
 
-def means(
-    trained: Sequence[TrainedLayer], values: Callable[[TrainedLayer], dict[int, float]]
-) -> pd.DataFrame:
-    """The means of ``values`` over seeds: a line per layer, a column per n or training step."""
-    names = [layer.name for layer in trained]
-    by_name = pd.DataFrame([values(x) for x in trained], index=names).groupby(level=0, sort=False)
-    return pd.DataFrame(by_name.mean())
+def by_name(
+    trained: Sequence[TrainedLayer], values: Callable[[TrainedLayer], Mapping[Any, float]]
+) -> DataFrameGroupBy:
+    """The values of each layer, with a line per seed, grouped by the layer's name."""
+    import pandas as pd
+
+    frame = pd.DataFrame([values(x) for x in trained], index=[x.name for x in trained])
+    return frame.groupby(level=0, sort=False)
 
 
 def tables(base: pd.DataFrame, trained: Sequence[TrainedLayer], steps: int) -> list[Table]:
@@ -256,13 +263,11 @@ def tables(base: pd.DataFrame, trained: Sequence[TrainedLayer], steps: int) -> l
 
 def _comparison(base: pd.DataFrame, trained: Sequence[TrainedLayer], steps: int) -> Table:
     zero, step, each, size = base.loc[ROWS, ["zero", "step", "each", "size"]]
-    lines = [
-        (x.name, x.loss[ROWS] / zero, x.loss[ROWS] / step, x.cosine, x.distance / zero)
-        for x in trained
-    ]
-    layers = (
-        pd.DataFrame(lines).groupby(0, sort=False).agg(_over_seeds) if lines else pd.DataFrame()
-    )
+    layers = by_name(
+        trained,
+        lambda x: {"zero": x.loss[ROWS] / zero, "step": x.loss[ROWS] / step, "cosine": x.cosine,
+                   "distance": x.distance / zero},
+    ).agg(_over_seeds)  # fmt: skip
     rows = [
         ["x = 0", "1.000", f"{zero / step:.3f}", "—", "—"],
         ["one gradient step", f"{step / zero:.3f}", "1.000", "1.000", "0.000"],
@@ -283,10 +288,10 @@ def _comparison(base: pd.DataFrame, trained: Sequence[TrainedLayer], steps: int)
 
 
 def _by_rows(base: pd.DataFrame, trained: Sequence[TrainedLayer]) -> Table:
-    steps = base[["step", "scaled"]].T
-    steps.index = ["one step, best η for each n", f"one step, η/n as at {ROWS}"]
-    losses_by_n = pd.concat([steps, means(trained, lambda layer: layer.loss)]) / base["zero"]
-    rows = [[name, *(f"{x:.3f}" for x in line)] for name, line in losses_by_n.iterrows()]
+    steps = {"one step, best η for each n": "step", f"one step, η/n as at {ROWS}": "scaled"}
+    lines = {name: base[column] for name, column in steps.items()}
+    lines |= dict(by_name(trained, lambda layer: layer.loss).mean().iterrows())
+    rows = [[name, *(f"{x:.3f}" for x in line / base["zero"])] for name, line in lines.items()]
     note = f"Layers are trained at n = {ROWS}. A loss above 1 is worse than that of x = 0."
     header = ["layer", *(f"n = {n}" for n in base.index)]
     return Table("Loss / loss of x = 0, by the number of rows n", header, rows, note)

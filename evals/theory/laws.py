@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -24,6 +24,9 @@ from commandline.table import Table
 from commandline.variants import VariantCall, complete
 from evals.measures.heads import jacobian_norms, weights_at
 from evals.theory.closed_forms import LAWS, Law
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LENGTHS = tuple(2**i for i in range(4, 17))
 JACOBIAN_LENGTHS = (16, 64, 256)
@@ -71,6 +74,8 @@ def measure(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> pd.
     predicted, deviation (|measured / predicted − 1|), tolerance, held (whether the deviation is
     checked), failed, and holds (whether n is large enough for the law).
     """
+    import pandas as pd
+
     lines = []
     for law in laws:
         for gap, size, n in cases(lengths):
