@@ -96,8 +96,8 @@ def plot(base: pd.DataFrame, trained: Sequence[TrainedLayer]) -> Figure:
     left, right = figure.subplots(1, 2)
     looks = looks_of(list(dict.fromkeys(layer.variant for layer in trained)))
     layers = {layer.name: layer for layer in trained}
-    curves = by_name(trained, lambda layer: layer.curve).mean() / base["zero"][ROWS]
-    by_rows = by_name(trained, lambda layer: layer.loss).mean() / base["zero"]
+    curves = by_name(trained, lambda layer: layer.curve).agg("mean") / base["zero"][ROWS]
+    by_rows = by_name(trained, lambda layer: layer.loss).agg("mean") / base["zero"]
     for name, layer in layers.items():
         dashed = "--" if layer.heads == 1 else "-"
         style: dict[str, Any] = {"color": looks[layer.variant]["color"], "linestyle": dashed}

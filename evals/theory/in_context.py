@@ -290,7 +290,7 @@ def _comparison(base: pd.DataFrame, trained: Sequence[TrainedLayer], steps: int)
 def _by_rows(base: pd.DataFrame, trained: Sequence[TrainedLayer]) -> Table:
     steps = {"one step, best η for each n": "step", f"one step, η/n as at {ROWS}": "scaled"}
     lines = {name: base[column] for name, column in steps.items()}
-    lines |= dict(by_name(trained, lambda layer: layer.loss).mean().iterrows())
+    lines |= dict(by_name(trained, lambda layer: layer.loss).agg("mean").iterrows())
     rows = [[name, *(f"{x:.3f}" for x in line / base["zero"])] for name, line in lines.items()]
     note = f"Layers are trained at n = {ROWS}. A loss above 1 is worse than that of x = 0."
     header = ["layer", *(f"n = {n}" for n in base.index)]
