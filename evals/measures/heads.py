@@ -19,7 +19,7 @@ and the measures of `evals.measures.sparsity`, such as entropy and n_eff.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,38 +51,33 @@ def learned(model: nn.Module) -> dict[str, list[float]]:
     in order. Those of an output layer have names such as ``output alpha``."""
     values_by_name: dict[str, list[float]] = {}
     for module in model.modules():
-        if isinstance(module, attnzoo.nn.Attention):
+        if isinstance(module, attnzoo.nn.Attention | attnzoo.nn.OutputLayer):
+            prefix = "output " if isinstance(module, attnzoo.nn.OutputLayer) else ""
             for name in module.learned:
                 values = getattr(module, name).detach()
-                if values.ndim == 1:  # others are matrices (H, …)
-                    values_by_name.setdefault(name, []).extend(values.tolist())
-        elif isinstance(module, attnzoo.nn.OutputLayer):
-            for name in module.learned:
-                values_by_name.setdefault(f"output {name}", []).extend(
-                    getattr(module, name).detach().tolist()
-                )
+                if prefix or values.ndim == 1:  # others are matrices (H, …)
+                    values_by_name.setdefault(prefix + name, []).extend(values.tolist())
     return values_by_name
-
-
-def fixed(call: VariantCall, num_heads: int, like: nn.Module) -> attnzoo.nn.Attention:
-    """The module of a variant that is substituted at inference: it has no learned parameters."""
-    device = next(like.parameters()).device
-    module = attnzoo.nn.Attention(call.name, num_heads, learn=(), **call.params)
-    return module.to(device).eval()
 
 
 @contextmanager
 def substituted(model: nn.Module, call: VariantCall | None) -> Iterator[None]:
-    """Put another variant into every layer of the model; None keeps the trained one."""
+    """Put another variant, without learned parameters, into every layer of the model.
+
+    call: the other variant; None keeps the trained one.
+    """
+    if call is None:
+        yield
+        return
     children = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if call is not None and isinstance(child, attnzoo.nn.Attention)
+        if isinstance(child, attnzoo.nn.Attention)
     ]
     for parent, name, child in children:
-        assert call is not None
-        setattr(parent, name, fixed(call, child.num_heads, model))
+        other = attnzoo.nn.Attention(call.name, child.num_heads, learn=(), **call.params)
+        setattr(parent, name, other.to(next(model.parameters()).device).eval())
     try:
         yield
     finally:
@@ -186,59 +181,35 @@ def measure(
         "strength": (options.get("scale") or q.shape[-1] ** -0.5) * lengths / n.log(),
     }
     measured = {name: value.transpose(1, 2).flatten(0, 1) for name, value in per_row.items()}
-    if sample.jacobians and k.shape[2] <= JACOBIAN_KEYS and not params:
+    # Weights that depend on tokens, or on matrices (H, …), are not a function of z alone.
+    has_matrices = any(x.size is not None for x in attnzoo.get_variant(attention.variant).params)
+    if sample.jacobians and k.shape[2] <= JACOBIAN_KEYS and not (params or has_matrices):
         last = (slice(sample.jacobians), slice(None), -1, visible[-1])
-        norms = _jacobians(z[last], w[last], attention.variant, all_params)
-        if norms is not None:
-            measured["jacobian"] = norms
+        if torch.allclose(weights_at(z[last], attention.variant, all_params), w[last], atol=1e-6):
+            measured["jacobian"] = jacobian_norms(z[last], attention.variant, all_params)
     return measured
 
 
-def _jacobians(z: Tensor, w: Tensor, variant: str, params: dict[str, Any]) -> Tensor | None:
-    """‖∂w/∂z‖₂ (B, H) at scores z (B, H, n); None if w is not a function of z alone."""
-    if any(param.size is not None for param in attnzoo.get_variant(variant).params):
-        return None  # matrices (H, …) act on queries and keys
-    params_by_head = [head(params, index) for index in range(z.shape[1])]
-    for index, head_params in enumerate(params_by_head):
-        if not torch.allclose(
-            weights_at(z[:, index], variant, head_params), w[:, index], atol=1e-6
-        ):
-            return None
-    norms = [
-        [
-            jacobian_norm(row, variant, head_params)
-            for row, head_params in zip(rows, params_by_head, strict=True)
-        ]
-        for rows in z
-    ]
-    return torch.tensor(norms, dtype=torch.float64)
+def weights_at(z: Tensor, variant: str, params: Mapping[str, Any]) -> Tensor:
+    """The weights (B, H, n) of a variant at scores (B, H, n), in fp64, with q = 1 and k = z.
 
-
-def head(params: dict[str, Any], index: int) -> dict[str, Any]:
-    """The parameters of one head: entry ``index`` of each tensor (H,), and the numbers."""
-    return {
-        name: value.detach()[index : index + 1] if isinstance(value, Tensor) else value
-        for name, value in params.items()
-    }
-
-
-def weights_at(z: Tensor, variant: str, params: dict[str, Any]) -> Tensor:
-    """The weights (B, n) of a variant at scores (B, n), computed with q = 1 and k = z.
-
-    Noise that belongs to training is left out.
+    A parameter is a number or a tensor (H,). Noise that belongs to training is left out.
     """
     params = {**params, **attnzoo.get_variant(variant).in_eval}
-    k = z[:, None, :, None]
-    one = z.new_ones(len(z), 1, 1, 1)
-    return attnzoo.attention_weights(one, k, k, variant, scale=1.0, **params)[:, 0, 0]
+    k = z.double()[..., None]
+    q = torch.ones_like(k[:, :, :1])
+    return attnzoo.attention_weights(q, k, k, variant, scale=1.0, **params)[:, :, 0]
 
 
-def jacobian_norm(scores: Tensor, variant: str, params: dict[str, Any]) -> float:
-    """‖∂w/∂z‖₂ of a variant's weights at scores (n,), from one backward pass over n copies."""
+def jacobian_norms(z: Tensor, variant: str, params: Mapping[str, Any]) -> Tensor:
+    """‖∂w/∂z‖₂ (B, H) at scores z (B, H, n), from one backward pass over n copies."""
+    params = {name: x.detach() if isinstance(x, Tensor) else x for name, x in params.items()}
     with torch.inference_mode(False), torch.enable_grad():  # callers may use inference mode
-        n = len(scores)
-        z = scores.double().expand(n, n).clone().requires_grad_()
-        (jacobian,) = torch.autograd.grad(weights_at(z, variant, params), z, torch.eye(n).to(z))
-    if not jacobian.isfinite().all():  # matrix_norm raises on NaN
-        return math.nan
-    return torch.linalg.matrix_norm(jacobian, 2).item()
+        copies = z.double().expand(z.shape[-1], *z.shape).clone().requires_grad_()
+        w = weights_at(copies.flatten(0, 1), variant, params).view_as(copies)
+        row = torch.eye(z.shape[-1]).to(w)[:, None, None].expand_as(w)  # copy i gets ∂w_i/∂z
+        (jacobian,) = torch.autograd.grad(w, copies, row)
+    jacobian = jacobian.movedim(0, -2)
+    finite = jacobian.isfinite().all(-1).all(-1)  # matrix_norm raises on NaN
+    norms = torch.linalg.matrix_norm(jacobian.where(finite[..., None, None], 0.0), 2)
+    return norms.where(finite, math.nan)

@@ -13,10 +13,9 @@ are 0, every metric is 0.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -64,7 +63,8 @@ class Tally:
     """Sums of one variant's results over the batches of one eval length, and the CPU time."""
 
     def __init__(self) -> None:
-        self.metrics: dict[str, tuple[float, int]] = {}  # sum, count
+        # (sum, count) by name
+        self.metrics: dict[str, tuple[Tensor, int]] = {}
         self.curves: dict[str, tuple[Tensor, int]] = {}
         self.cpu_seconds = 0.0
         self.failure: Outcome | None = None
@@ -76,14 +76,12 @@ class Tally:
         began = time.process_time()
         try:
             result = work()
-            for name, values in result.metrics.items():
-                total, count = self.metrics.get(prefix + name, (0.0, 0))
-                total += values.double().sum().item()
-                self.metrics[prefix + name] = total, count + values.numel()
-            for name, values in result.curves.items():
-                total, count = self.curves.get(prefix + name, (0.0, 0))
-                total = total + values.double().sum(dim=0).cpu()
-                self.curves[prefix + name] = total, count + len(values)
+            metrics = {name: values.flatten() for name, values in result.metrics.items()}
+            for sums, batch in ((self.metrics, metrics), (self.curves, result.curves)):
+                for name, values in batch.items():
+                    total, count = sums.get(prefix + name, (0.0, 0))
+                    total = total + values.double().sum(dim=0).cpu()
+                    sums[prefix + name] = total, count + len(values)
         except (MemoryError, RuntimeError) as error:
             self.fail(error)
         self.cpu_seconds += time.process_time() - began
@@ -98,11 +96,14 @@ class Tally:
         """The means over all batches, or a failure if memory ran out or a mean is not finite."""
         if self.failure is not None or not self.metrics:
             failure = self.failure or Outcome("oom", "nothing was evaluated")
-            return Outcome(failure.status, failure.message, cpu_seconds=self.cpu_seconds)
-        metrics = {name: total / count for name, (total, count) in self.metrics.items()}
-        curves = {name: (total / count).tolist() for name, (total, count) in self.curves.items()}
-        broken = [name for name, mean in metrics.items() if not math.isfinite(mean)]
-        broken += [n for n, curve in curves.items() if not all(map(math.isfinite, curve))]
-        if broken:
+            return replace(failure, cpu_seconds=self.cpu_seconds)
+        metrics, curves = (
+            {name: total / count for name, (total, count) in sums.items()}
+            for sums in (self.metrics, self.curves)
+        )
+        means = [*metrics.items(), *curves.items()]
+        if broken := [name for name, mean in means if not mean.isfinite().all()]:
             return Outcome("nan", f"not finite: {', '.join(broken)}", cpu_seconds=self.cpu_seconds)
-        return Outcome("ok", "", metrics, curves, self.cpu_seconds)
+        numbers = {name: mean.item() for name, mean in metrics.items()}
+        lists = {name: mean.tolist() for name, mean in curves.items()}
+        return Outcome("ok", "", numbers, lists, self.cpu_seconds)

@@ -6,22 +6,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 
 from commandline.arguments import add_plugin
 from commandline.errors import UsageError
-from commandline.files import check_writable, write_whole
-from commandline.table import tables_csv
+from commandline.files import check_writable
 from commandline.variants import VariantCall, complete, parse_specs, split_list
 from evals.harness.plan import check_registered
 from evals.harness.training import NotFinite
 from evals.measures.arithmetic import lean_arithmetic
-from evals.reporting.plots import GRID, length_axis, looks_of, png
+from evals.reporting.plots import length_axis, looks_of, png
+from evals.reporting.theory_plots import log_axis
 from evals.theory.in_context import (
     HEADS,
     LENGTHS,
@@ -30,13 +29,16 @@ from evals.theory.in_context import (
     ROWS,
     SCHEDULE,
     VARIANTS,
-    Baselines,
     TrainedLayer,
     baselines,
     by_name,
     tables,
     train,
 )
+from evals.theory.output import show
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def add_parser(commands: Any) -> None:
@@ -66,21 +68,13 @@ def main(args: argparse.Namespace) -> int:
     failed = 0
     with lean_arithmetic():
         base = baselines(LENGTHS)
-        for call in calls:
-            for heads in HEADS:
-                for seed in range(args.seeds):
-                    try:
-                        trained.append(train(call, heads, seed, base, schedule))
-                    except (NotFinite, ValueError, TypeError) as error:
-                        print(f"failed: {call}, heads {heads}, seed {seed}: {error}")
-                        failed += 1
-    all_tables = tables(base, trained, args.steps)
-    for table in all_tables:
-        print(f"{table.text()}\n")
-    if args.out is not None:
-        write_whole(args.out / f"{NAME}.csv", tables_csv(all_tables))
-        write_whole(args.out / f"{NAME}.png", png(plot(base, trained)))
-        print(f"written: {args.out}/{NAME}.csv, {NAME}.png")
+        for call, heads, seed in product(calls, HEADS, range(args.seeds)):
+            try:
+                trained.append(train(call, heads, seed, base, schedule))
+            except (NotFinite, ValueError, TypeError) as error:
+                print(f"failed: {call}, heads {heads}, seed {seed}: {error}")
+                failed += 1
+    show(NAME, tables(base, trained, args.steps), args.out, png=lambda: png(plot(base, trained)))
     return 1 if failed else 0
 
 
@@ -95,48 +89,32 @@ def _variants(texts: list[str]) -> list[VariantCall]:
 # ------------------------------------------------------------------------------------- figure
 
 
-def plot(base: Baselines, trained: Sequence[TrainedLayer]) -> Figure:
+def plot(base: pd.DataFrame, trained: Sequence[TrainedLayer]) -> Figure:
     """Losses during training at the left, losses by the number of rows at the right. Each line is a
     mean over seeds."""
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    layers = by_name(trained)
     looks = looks_of(list(dict.fromkeys(layer.variant for layer in trained)))
-    for name, results in layers.items():
-        dashed = "--" if results[0].heads == 1 else "-"
-        style = {"color": looks[results[0].variant]["color"], "linestyle": dashed}
-        steps = [step for step, _ in results[0].curve]
-        curves = [[loss / base.zero[ROWS] for _, loss in layer.curve] for layer in results]
-        left.plot(steps, _means(curves), label=name, linewidth=1.5, **style)  # type: ignore[arg-type]
-        by_rows = [[layer.loss[n] / base.zero[n] for n in base.zero] for layer in results]
-        right.plot(list(base.zero), _means(by_rows), marker="o", markersize=3.5, linewidth=1.5,
-                   **style)  # type: ignore[arg-type]  # fmt: skip
-    relative = [base.scaled[n] / base.zero[n] for n in base.zero]
-    left.axhline(base.step[ROWS] / base.zero[ROWS], color="#555555", linewidth=1.2, linestyle=":",
-                 label="one gradient step")  # fmt: skip
-    right.plot(list(base.zero), relative, color="#555555", linewidth=1.2, linestyle=":")
+    layers = {layer.name: layer for layer in trained}
+    curves = by_name(trained, lambda layer: layer.curve).agg("mean") / base["zero"][ROWS]
+    by_rows = by_name(trained, lambda layer: layer.loss).agg("mean") / base["zero"]
+    for name, layer in layers.items():
+        dashed = "--" if layer.heads == 1 else "-"
+        style: dict[str, Any] = {"color": looks[layer.variant]["color"], "linestyle": dashed}
+        left.plot(curves.loc[name], label=name, linewidth=1.5, **style)
+        right.plot(by_rows.loc[name], marker="o", markersize=3.5, linewidth=1.5, **style)
+    dotted: dict[str, Any] = {"color": "#555555", "linewidth": 1.2, "linestyle": ":"}
+    step = base["step"][ROWS] / base["zero"][ROWS]
+    left.axhline(step, label="one gradient step", **dotted)
+    right.plot(base["scaled"] / base["zero"], **dotted)
     left.set_xlabel("training step")
     left.set_title(f"n = {ROWS} rows, as trained", loc="left", fontsize=10.5)
-    length_axis(right, list(base.zero), "number of rows n")
+    length_axis(right, list(base.index), "number of rows n")
     right.set_title(f"trained at n = {ROWS}, tested at n", loc="left", fontsize=10.5)
     for axes in (left, right):
-        _finish(axes)
+        log_axis(axes)
     left.set_ylabel("loss / loss of x = 0 (log scale)")
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     title = "Softmax regression in context: one attention layer against one gradient step"
     figure.suptitle(title, x=0.01, ha="left")
     return figure
-
-
-def _means(columns: Sequence[Sequence[float]]) -> list[float]:
-    return [sum(values) / len(values) for values in zip(*columns, strict=True)]
-
-
-def _finish(axes: Axes) -> None:
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(**GRID)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
@@ -20,6 +21,17 @@ def _between(keys: Sequence[int]) -> list[int]:
     """``keys``, with the rounded geometric mean inserted between each pair of neighbours."""
     middle = [round(math.sqrt(a * b)) for a, b in pairwise(keys)]
     return sorted({*keys, *middle})
+
+
+def log_axis(axes: Axes, subs: Sequence[int] = (1, 2, 5)) -> None:
+    """Make the y axis a log axis with ticks at ``subs`` times powers of ten, and draw a grid."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(**GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def theory_plot(group: Group, all_heads: Sequence[Heads] | None = None) -> Figure | None:
@@ -47,26 +59,18 @@ def theory_plot(group: Group, all_heads: Sequence[Heads] | None = None) -> Figur
         ends.append((heads.series.label, y[-1], colour))
         if (best := heads.closer(0)) is not None:
             dense = _between(heads.keys)
-            curve = heads.curve(best, 0, dense)
-            axes.plot(dense, curve, color=colour, linewidth=1.4)
+            axes.plot(dense, heads.curve(best, 0, dense), color=colour, linewidth=1.4)
         if heads.series.variant == BASELINE:
-            points = [point for point in group.of(heads.series) if point.curves.get("head_bound")]
-            bound = [point.curves["head_bound"][heads.indices[0]] for point in points]
+            bound = [curves["head_bound"][heads.indices[0]] for curves in heads.curves]
             axes.plot(heads.keys, bound, color=colour, linewidth=1.1, linestyle=(0, (4, 3)))
     if not weights:
         return None
     keys = sorted({n for heads in all_heads for n in heads.keys})
     length_axis(axes, keys)
     axes.set_xlim(keys[0] / 1.3, keys[-1] * 1.05)
-    axes.set_yscale("log")
     lowest = _LOWEST * min(weights)
+    log_axis(axes, subs=(1,) if lowest < 0.005 else (1, 2, 5))
     axes.set_ylim(lowest, 1.3)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1,) if lowest < 0.005 else (1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(**GRID)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     title = f"{group.task.name}: largest weight of the sharpest head, and the fitted law\n"
     axes.set_title(title, loc="left", fontsize=12)
     notes = ["marks: measured", "lines: the law with the smaller error"]

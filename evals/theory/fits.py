@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from commandline.variants import VariantCall
-from evals.theory.laws import fixed_scores, shrinking_scores, top_weights
+from evals.measures.heads import weights_at
+from evals.theory.laws import fixed_scores, shrinking_scores
 
 STEP = 0.1  # step of the first grid in log10 of κ or Δ
 GRID = torch.logspace(-2, 4, round(6 / STEP) + 1, dtype=torch.float64)  # values of κ or Δ
@@ -88,7 +89,7 @@ def log_law(
     parts = []
     for part in sizes.split(max(1, _MOST_SCORES // (unit.numel() * heads))):
         scores = part[:, None, :, None] * unit[:, None]
-        weights = top_weights(scores.view(-1, heads, n), call.name, params)
+        weights = weights_at(scores.view(-1, heads, n), call.name, params).amax(-1)
         parts.append(weights.view(-1, draws, heads).mean(1))
     weights = torch.cat(parts).nan_to_num(0.0)
     return weights.clamp(min=torch.finfo(weights.dtype).tiny).log()
@@ -96,15 +97,15 @@ def log_law(
 
 @dataclass(frozen=True)
 class Fit:
-    """One gap fitted to C heads.
+    """One gap fitted to heads of any shape (…), such as (seeds, heads).
 
     Attributes:
         gap: the kind of scores.
-        sizes: (C,), the fitted κ or Δ; NaN if fewer than two lengths have a weight above 0.
-        errors: (C,), the RMS error of log weight; NaN in the same cases.
-        below: (C,), whether the smallest κ or Δ of the grid fits equally well. Then the fitted one
+        sizes: (…), the fitted κ or Δ; NaN if fewer than two lengths have a weight above 0.
+        errors: (…), the RMS error of log weight; NaN in the same cases.
+        below: (…), whether the smallest κ or Δ of the grid fits equally well. Then the fitted one
             is an upper bound.
-        above: (C,), whether the largest one fits equally well. Then the fitted one is a lower
+        above: (…), whether the largest one fits equally well. Then the fitted one is a lower
             bound.
     """
 
@@ -122,41 +123,39 @@ def fit(
     peaks: Tensor,
     learned: Mapping[str, Tensor] | None = None,
 ) -> Fit:
-    """Fit a variant's law to the largest weights (L, C) of C heads, measured at L numbers of keys.
+    """Fit a variant's law to the largest weights (L, …) of heads, measured at L numbers of keys.
 
-    ``learned`` has the parameters that differ between heads, (C,), by name. Weights that are NaN or
+    ``learned`` has the parameters that differ between heads, (…), by name. Weights that are NaN or
     not above 0 are left out.
 
     Raises:
         ValueError, TypeError: the variant does not support the ideal scores.
     """
-    learned = learned or {}
+    shape, peaks = peaks.shape[1:], peaks.flatten(1)
+    by_head = {name: values.flatten() for name, values in (learned or {}).items()}
     usable = peaks > 0
-    target = peaks.where(usable, torch.ones_like(peaks)).double().log()
+    target = peaks.where(usable, 1.0).double().log()
     counts = usable.sum(0)
 
     def errors(sizes: Tensor, scores: Callable[[int], Tensor]) -> Tensor:
         """Mean squared error of log weight (G, C)."""
         total = torch.zeros(len(sizes), peaks.shape[1], dtype=torch.float64)
         for n, log_peaks, is_usable in zip(keys, target, usable, strict=True):
-            total += (log_law(scores(n), call, sizes, learned) - log_peaks).square() * is_usable
+            total += (log_law(scores(n), call, sizes, by_head) - log_peaks).square() * is_usable
         return total / counts.clamp(min=1)
 
     # Without learned parameters all heads share the first grid.
-    sizes = GRID[:, None].expand(-1, peaks.shape[1] if learned else 1)
-    grid_errors = errors(sizes, gap.coarse)
+    grid_errors = errors(GRID[:, None].expand(-1, peaks.shape[1] if by_head else 1), gap.coarse)
     smallest, index = grid_errors.min(0)
-    below, above = grid_errors[0] <= smallest + _TIE, grid_errors[-1] <= smallest + _TIE
     best = GRID[index]
     for half_width, points in ZOOMS:
         around = torch.linspace(-half_width, half_width, points, dtype=torch.float64)[:, None]
         best = best * 10 ** _lowest(errors(best * 10**around, gap.scores), half_width)
     error = errors(best[None], gap.scores)[0].sqrt()
     enough = counts >= 2
-    nan = torch.full_like(best, math.nan)
-    return Fit(
-        gap, best.where(enough, nan), error.where(enough, nan), below & enough, above & enough
-    )
+    below, above = (grid_errors[end] <= smallest + _TIE for end in (0, -1))
+    numbers = best.where(enough, math.nan), error.where(enough, math.nan)
+    return Fit(gap, *(x.view(shape) for x in (*numbers, below & enough, above & enough)))
 
 
 def _lowest(values: Tensor, half_width: float) -> Tensor:
@@ -173,7 +172,5 @@ def _lowest(values: Tensor, half_width: float) -> Tensor:
     )
     bend = left - 2 * middle + right
     inner = (at[0] > 0) & (at[0] < count - 1) & (bend > 0)
-    shift = ((left - right) / (2 * bend).where(inner, torch.ones_like(bend))).where(
-        inner, torch.zeros_like(bend)
-    )
+    shift = ((left - right) / (2 * bend)).where(inner, 0.0)
     return at[0] * step - half_width + shift * step

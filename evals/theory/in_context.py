@@ -30,8 +30,9 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,10 @@ from commandline.table import Table
 from commandline.variants import VariantCall
 from evals.harness.training import REPORT_EVERY, fit
 from evals.task import Settings
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from pandas.core.groupby import DataFrameGroupBy
 
 NAME = "in-context"
 ABOUT = (
@@ -93,18 +98,10 @@ def first_gradient(a: Tensor, b: Tensor) -> Tensor:
     return -2 / n * torch.einsum("bnd, bn -> bd", centred, b)
 
 
-def best_step(a: Tensor, b: Tensor) -> float:
-    """The η from a grid that has the smallest mean loss after one gradient step from x = 0."""
+def step_losses(a: Tensor, b: Tensor) -> Tensor:
+    """The losses (S, B) after one gradient step from x = 0 with η / n = `STEP_SIZES`."""
     gradient = first_gradient(a, b)
-    sizes = [a.shape[1] * size for size in STEP_SIZES]
-    return min(sizes, key=lambda size: losses(a, b, -size * gradient).mean().item())
-
-
-def best_steps(a: Tensor, b: Tensor) -> Tensor:
-    """The loss (B,) after one gradient step with the η of the grid that is best for the problem."""
-    gradient = first_gradient(a, b)
-    step_losses = [losses(a, b, -a.shape[1] * size * gradient) for size in STEP_SIZES]
-    return torch.stack(step_losses).amin(0)
+    return torch.stack([losses(a, b, -a.shape[1] * size * gradient) for size in STEP_SIZES])
 
 
 # ------------------------------------------------------------------------------------- layers
@@ -143,7 +140,7 @@ class AttentionLayer(nn.Module):
 class TrainedLayer:
     """The results of one layer and seed.
 
-    curve: (training step, mean loss) pairs. loss: the mean loss by n. cosine: the mean cosine
+    curve: the mean loss by training step. loss: the mean loss by n. cosine: the mean cosine
     between the layer's x and x₁ at the n of the training. distance: the mean of ‖f(x) − f(x₁)‖²
     there.
     """
@@ -151,26 +148,14 @@ class TrainedLayer:
     variant: str
     heads: int
     seed: int
-    curve: list[tuple[int, float]] = field(default_factory=list)
-    loss: dict[int, float] = field(default_factory=dict)
-    cosine: float = math.nan
-    distance: float = math.nan
+    curve: dict[int, float]
+    loss: dict[int, float]
+    cosine: float
+    distance: float
 
     @property
     def name(self) -> str:
         return f"{self.variant}, {self.heads} head{'s' * (self.heads > 1)}"
-
-
-@dataclass(frozen=True)
-class Baselines:
-    """Mean losses by n: of x = 0, and after one gradient step with the best η for all problems of
-    this n, with η/n as at n = `ROWS`, and with the best η for each problem. size: the best η."""
-
-    zero: dict[int, float] = field(default_factory=dict)
-    step: dict[int, float] = field(default_factory=dict)
-    scaled: dict[int, float] = field(default_factory=dict)
-    each: dict[int, float] = field(default_factory=dict)
-    size: dict[int, float] = field(default_factory=dict)
 
 
 def _seed(split: str, seed: int, index: int = 0) -> int:
@@ -183,27 +168,36 @@ def test_problems(n: int) -> tuple[Tensor, Tensor]:
     return draw(PROBLEMS, n, _seed("test", 0, n))
 
 
-def baselines(lengths: Sequence[int]) -> Baselines:
-    """The losses at these n that need no training."""
-    base = Baselines()
-    for n in {ROWS, *lengths}:
-        base.size[n] = best_step(*draw(PROBLEMS, n, _seed("sizes", 0, n)))
+def best_step(n: int) -> float:
+    """The η that has the smallest mean loss on problems that are not tested."""
+    mean_losses = step_losses(*draw(PROBLEMS, n, _seed("sizes", 0, n))).mean(1)
+    return n * STEP_SIZES[int(mean_losses.argmin())]
+
+
+def baselines(lengths: Sequence[int]) -> pd.DataFrame:
+    """The mean losses that need no training, by n.
+
+    Columns: zero, of x = 0; and after one gradient step: step, with the best η for all problems of
+    this n; scaled, with η/n as at n = `ROWS`; each, with the best η for each problem. size is the
+    best η.
+    """
+    import pandas as pd
+
+    scaled, lines = best_step(ROWS) / ROWS, {}
     for n in lengths:
         a, b = test_problems(n)
-        gradient = first_gradient(a, b)
-        base.zero[n] = losses(a, b, torch.zeros_like(gradient)).mean().item()
-        base.step[n] = losses(a, b, -base.size[n] * gradient).mean().item()
-        scaled = n / ROWS * base.size[ROWS]
-        base.scaled[n] = losses(a, b, -scaled * gradient).mean().item()
-        base.each[n] = best_steps(a, b).mean().item()
-    return base
+        gradient, size = first_gradient(a, b), best_step(n)
+        etas = {"zero": 0.0, "step": size, "scaled": n * scaled}
+        lines[n] = {name: losses(a, b, -x * gradient).mean().item() for name, x in etas.items()}
+        lines[n] |= {"each": step_losses(a, b).amin(0).mean().item(), "size": size}
+    return pd.DataFrame.from_dict(lines, orient="index")
 
 
 def train(
     variant: VariantCall,
     heads: int,
     seed: int,
-    base: Baselines,
+    base: pd.DataFrame,
     schedule: Settings = SCHEDULE,
 ) -> TrainedLayer:
     """Train one layer and test it at each n of the baselines.
@@ -213,49 +207,53 @@ def train(
     """
     torch.manual_seed(seed)
     layer = AttentionLayer(variant, heads, schedule.width)
-    results = TrainedLayer(str(variant), heads, seed)
-    test_a, test_b = test_problems(ROWS)
+    curve: dict[int, float] = {}
 
     def loss(step: int) -> Tensor:
         a, b = draw(schedule.batch, ROWS, _seed("train", seed, step))
         # Without the factor n, the loss would be so small that Adam's ε is not negligible.
         return ROWS * losses(a, b, layer(a, b)).mean()
 
+    @torch.no_grad()
+    def test_loss(n: int) -> float:
+        a, b = test_problems(n)
+        return losses(a, b, layer(a, b)).mean().item()
+
     def report(step: int, value: float, part: float) -> None:
         if step % (4 * REPORT_EVERY) == 0 or part == 1:
-            with torch.no_grad():
-                value = losses(test_a, test_b, layer(test_a, test_b)).mean().item()
-            results.curve.append((step, value))
+            curve[step] = test_loss(ROWS)
 
     fit(layer, loss, schedule, report)
+    a, b = test_problems(ROWS)
+    step = -float(base["size"].loc[ROWS]) * first_gradient(a, b)
     with torch.no_grad():
-        for n in base.zero:
-            a, b = test_problems(n)
-            results.loss[n] = losses(a, b, layer(a, b)).mean().item()
-        x = layer(test_a, test_b)
-    step = -base.size[ROWS] * first_gradient(test_a, test_b)
-    distance = losses(test_a, predicted(test_a, step), x).mean().item()
-    cosine = torch.cosine_similarity(x, step).mean().item()
-    return TrainedLayer(results.variant, heads, seed, results.curve, results.loss, cosine, distance)
+        x = layer(a, b)
+    return TrainedLayer(
+        str(variant), heads, seed, curve, {n: test_loss(n) for n in base.index},
+        cosine=torch.cosine_similarity(x, step).mean().item(),
+        distance=losses(a, predicted(a, step), x).mean().item(),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------- tables
 
 
-def _over_seeds(values: Sequence[float]) -> str:
-    mean = f"{sum(values) / len(values):.3f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.3f} to {max(values):.3f})"
+def _over_seeds(values: pd.Series) -> str:
+    mean = f"{values.mean():.3f}"
+    return mean if len(values) == 1 else f"{mean} ({values.min():.3f} to {values.max():.3f})"
 
 
-def by_name(trained: Sequence[TrainedLayer]) -> dict[str, list[TrainedLayer]]:
-    """The results of each layer, one per seed."""
-    layers: dict[str, list[TrainedLayer]] = {}
-    for layer in trained:
-        layers.setdefault(layer.name, []).append(layer)
-    return layers
+def by_name(
+    trained: Sequence[TrainedLayer], values: Callable[[TrainedLayer], Mapping[Any, float]]
+) -> DataFrameGroupBy:
+    """The values of each layer, with a line per seed, grouped by the layer's name."""
+    import pandas as pd
+
+    frame = pd.DataFrame([values(x) for x in trained], index=[x.name for x in trained])
+    return frame.groupby(level=0, sort=False)
 
 
-def tables(base: Baselines, trained: Sequence[TrainedLayer], steps: int) -> list[Table]:
+def tables(base: pd.DataFrame, trained: Sequence[TrainedLayer], steps: int) -> list[Table]:
     """The comparison with one gradient step at the trained n, and the losses at each n.
 
     steps: the number of training steps, for the note.
@@ -263,27 +261,24 @@ def tables(base: Baselines, trained: Sequence[TrainedLayer], steps: int) -> list
     return [_comparison(base, trained, steps), _by_rows(base, trained)]
 
 
-def _comparison(base: Baselines, trained: Sequence[TrainedLayer], steps: int) -> Table:
-    zero, step = base.zero[ROWS], base.step[ROWS]
-    each = base.each[ROWS]
+def _comparison(base: pd.DataFrame, trained: Sequence[TrainedLayer], steps: int) -> Table:
+    zero, step, each, size = base.loc[ROWS, ["zero", "step", "each", "size"]]
+    layers = by_name(
+        trained,
+        lambda x: {"zero": x.loss[ROWS] / zero, "step": x.loss[ROWS] / step, "cosine": x.cosine,
+                   "distance": x.distance / zero},
+    ).agg(_over_seeds)  # fmt: skip
     rows = [
         ["x = 0", "1.000", f"{zero / step:.3f}", "—", "—"],
         ["one gradient step", f"{step / zero:.3f}", "1.000", "1.000", "0.000"],
         ["one step, η per problem", f"{each / zero:.3f}", f"{each / step:.3f}", "1.000", "—"],
+        *map(list, layers.itertuples()),
     ]
-    for name, results in by_name(trained).items():
-        columns = (
-            [layer.loss[ROWS] / zero for layer in results],
-            [layer.loss[ROWS] / step for layer in results],
-            [layer.cosine for layer in results],
-            [layer.distance / zero for layer in results],
-        )
-        rows.append([name, *(_over_seeds(values) for values in columns)])
     seeds = len({layer.seed for layer in trained})
     note = (
         f"n = {ROWS} rows, d = {WIDTH}; {PROBLEMS} test problems; {steps} training steps.\n"
         f"Losses are means of ‖softmax(Ax) − b‖². Gradient step: from x = 0 with\n"
-        f"η = {base.size[ROWS]:.3g}, the best for all problems. Cosine: between the layer's x and\n"
+        f"η = {size:.3g}, the best for all problems. Cosine: between the layer's x and\n"
         "that of the gradient step. Distance: mean of ‖f(x) − f(x₁)‖² over the loss of x = 0."
     )
     if seeds > 1:
@@ -292,17 +287,11 @@ def _comparison(base: Baselines, trained: Sequence[TrainedLayer], steps: int) ->
     return Table("One attention layer against one gradient step", header, rows, note)
 
 
-def _by_rows(base: Baselines, trained: Sequence[TrainedLayer]) -> Table:
-    steps = {"one step, best η for each n": base.step, f"one step, η/n as at {ROWS}": base.scaled}
-    rows = [
-        [name, *(f"{loss[n] / base.zero[n]:.3f}" for n in base.zero)]
-        for name, loss in steps.items()
-    ]
-    for name, results in by_name(trained).items():
-        means = [
-            sum(layer.loss[n] for layer in results) / len(results) / base.zero[n] for n in base.zero
-        ]
-        rows.append([name, *(f"{mean:.3f}" for mean in means)])
+def _by_rows(base: pd.DataFrame, trained: Sequence[TrainedLayer]) -> Table:
+    steps = {"one step, best η for each n": "step", f"one step, η/n as at {ROWS}": "scaled"}
+    lines = {name: base[column] for name, column in steps.items()}
+    lines |= dict(by_name(trained, lambda layer: layer.loss).agg("mean").iterrows())
+    rows = [[name, *(f"{x:.3f}" for x in line / base["zero"])] for name, line in lines.items()]
     note = f"Layers are trained at n = {ROWS}. A loss above 1 is worse than that of x = 0."
-    header = ["layer", *(f"n = {n}" for n in base.zero)]
+    header = ["layer", *(f"n = {n}" for n in base.index)]
     return Table("Loss / loss of x = 0, by the number of rows n", header, rows, note)

@@ -25,36 +25,60 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import attnzoo
-from commandline.files import check_writable, write_whole
-from commandline.table import Table, tables_csv
+from commandline.files import check_writable
+from commandline.table import Table
 from commandline.variants import VariantCall, complete, names
 from evals.measures.arithmetic import lean_arithmetic
 from evals.measures.ranks import log_rank, rank
+from evals.theory.output import show
 
+Sizes = tuple[int, int, int]
 TOKENS, WIDTH = 192, 16  # sizes of the attention matrices: N, d
-HIDDEN, VOCABULARY, CONTEXTS = 32, 1000, 2048  # sizes of the mixtures
+SIZES = (32, 1000, 2048)  # of the mixtures: hidden units H, vocabulary, contexts
 MIXED = (1, 2, 3, 4, 5)  # numbers K of softmaxes or contexts
 # What is mixed, with the published ranks for these K.
 PUBLISHED = {"softmaxes": (34, 629, 979, 995, 997), "contexts": (34, 34, 34, 34, 34)}
-DTYPES = (torch.float32, torch.float64)
-ABOUT = (
-    "Ranks of attention matrices, and of log P of an output layer with one softmax, a mixture of "
-    "softmaxes and a mixture of contexts. They depend on dtype, initialization and tolerance. The "
-    "published ranks are quoted second-hand, and theirs are not known."
-)
 KINDS = ("attentions", "queries")  # what is mixed within attention
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 TOLERANCE = "σ_max · max(rows, columns) · ε"
 INITIALIZATIONS = {
     "normal": "W ~ N(0, 1/H), b ~ N(0, 1)",
     "nn.Linear": "W, b ~ U(−1/√H, 1/√H)",
 }
+ABOUT = (
+    "Ranks of attention matrices, and of log P of an output layer with one softmax, a mixture of "
+    "softmaxes and a mixture of contexts. They depend on dtype, initialization and tolerance. The "
+    "published ranks are quoted second-hand, and theirs are not known."
+)
+NOTE = (
+    "These ranks depend on dtype, initialization and tolerance. Those of the published ranks are\n"
+    "not known, so the numbers are not directly comparable. In every case one softmax and a\n"
+    "mixture of contexts stay at or below H + 2, and a mixture of softmaxes exceeds it."
+)
+
+
+def normals(seed: int) -> tuple[torch.Generator, Callable[..., Tensor]]:
+    """A generator, and a function of a shape that draws N(0, 1) from it in fp64."""
+    draw = torch.Generator().manual_seed(seed)
+    return draw, lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=draw)
+
+
+def _texts(ranks: Iterable[int | None]) -> list[str]:
+    return ["—" if rank is None else str(rank) for rank in ranks]
+
+
+def _mixture_table(title: str, rows: Mapping[str, Iterable[int | None]], note: str) -> Table:
+    """A table of ranks, by row and number K of `MIXED`."""
+    header = ["mixture of K", *(f"K={k}" for k in MIXED)]
+    return Table(title, header, [[name, *_texts(ranks)] for name, ranks in rows.items()], note)
 
 
 # --------------------------------------------------------------------------------- attention
@@ -64,36 +88,30 @@ def attention_matrix(
     variant: VariantCall, tokens: int, width: int, dtype: torch.dtype, seed: int
 ) -> Tensor:
     """Weights A (tokens, tokens) of non-causal attention with Gaussian Q and K (tokens, width)."""
-    draw = torch.Generator().manual_seed(seed)
-    q, k = torch.randn(2, 1, 1, tokens, width, dtype=torch.float64, generator=draw).to(dtype)
+    q, k = normals(seed)[1](2, 1, 1, tokens, width).to(dtype)
     params = variant.params | attnzoo.get_variant(variant.name).in_eval
     return attnzoo.attention_weights(q, k, k, variant.name, **params)[0, 0]
-
-
-def _text(rank: int | None) -> str:
-    return "—" if rank is None else str(rank)
 
 
 def attention_table(
     variants: Sequence[VariantCall], tokens: int = TOKENS, width: int = WIDTH, seed: int = 0
 ) -> Table:
     """One row per variant: the ranks of A and of log A, in fp32 and fp64."""
-    header = ["variant", *(f"{what}, fp{torch.finfo(dtype).bits}" for what in ("log A", "A")
-                           for dtype in DTYPES)]  # fmt: skip
     rows = []
     for variant in variants:
         try:
-            matrices = [attention_matrix(variant, tokens, width, dtype, seed) for dtype in DTYPES]
+            matrices = [attention_matrix(variant, tokens, width, x, seed) for x in DTYPES.values()]
         except (ValueError, TypeError) as error:
             rows.append([f"{variant}: {error}", *["—"] * 2 * len(DTYPES)])
-            continue
-        logs = [_text(log_rank(matrix)) for matrix in matrices]
-        rows.append([str(variant), *logs, *(str(rank(matrix)) for matrix in matrices)])
+        else:
+            ranks = [of(matrix) for of in (log_rank, rank) for matrix in matrices]
+            rows.append([str(variant), *_texts(ranks)])
     note = (
         f"A is {tokens} × {tokens}, from Gaussian Q and K with d = {width}, not causal.\n"
         f"For softmax the rank of log A is at most d + 1 = {width + 1}. —: a weight is 0, or the\n"
         f"variant does not support such a call. Tolerance: {TOLERANCE}."
     )
+    header = ["variant", *(f"{what}, {dtype}" for what in ("log A", "A") for dtype in DTYPES)]
     return Table("Ranks of the attention matrix A and of log A", header, rows, note)
 
 
@@ -104,11 +122,7 @@ def attention_mixture(
 
     Q_k and K are N(0, 1), and π is the softmax of N(0, 1), for each token.
     """
-    draw = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=draw)
-
+    _, normal = normals(seed)
     q, k, prior = normal(1, mixed, tokens, width), normal(tokens, width), normal(mixed, tokens)
     q, k, prior = q.to(dtype), k.to(dtype), prior.softmax(0).to(dtype)[..., None]
     if kind == "queries":
@@ -119,21 +133,20 @@ def attention_mixture(
 
 def attention_mixture_table(tokens: int = TOKENS, width: int = WIDTH, seed: int = 0) -> Table:
     """Ranks of log A by the number K of attentions or queries; K = 1 is one attention."""
-    rows = [
-        [
-            f"{kind}, fp{torch.finfo(dtype).bits}",
-            *(_text(log_rank(attention_mixture(k, kind, dtype, tokens, width, seed)))
-              for k in MIXED),
+    rows = {
+        f"{kind}, {name}": [
+            log_rank(attention_mixture(k, kind, dtype, tokens, width, seed)) for k in MIXED
         ]
-        for kind in KINDS for dtype in DTYPES
-    ]  # fmt: skip
+        for kind in KINDS
+        for name, dtype in DTYPES.items()
+    }
     note = (
         f"A is {tokens} × {tokens}, from Gaussian Q_k and K with d = {width}, not causal; the\n"
         f"logits of π ~ N(0, 1). With mixed queries the rank is at most d + 1 = {width + 1}.\n"
         f"Tolerance: {TOLERANCE}. nn.MixtureAttention mixes attentions."
     )
-    header = ["mixture of K", *(f"K={k}" for k in MIXED)]
-    return Table("Rank of log A for a mixture of K attentions or of K queries", header, rows, note)
+    title = "Rank of log A for a mixture of K attentions or of K queries"
+    return _mixture_table(title, rows, note)
 
 
 # ---------------------------------------------------------------------------------- mixtures
@@ -144,7 +157,7 @@ def mixture(
     initialization: str,
     dtype: torch.dtype,
     seed: int = 0,
-    sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS),
+    sizes: Sizes = SIZES,
     kind: str = "softmaxes",
 ) -> Tensor:
     """P (contexts, vocabulary) with h_k ~ N(0, 1) and π = softmax of N(0, 1).
@@ -153,15 +166,11 @@ def mixture(
     P = softmax(W Σ_k π_k h_k + b). h, π, W and b are drawn in fp64 and then rounded to ``dtype``.
     """
     hidden, vocabulary, contexts = sizes
-    draw = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=draw)
-
+    draw, normal = normals(seed)
     h, prior = normal(mixed, contexts, hidden), normal(mixed, contexts).softmax(0)
     if initialization == "nn.Linear":
         weights = 2 * torch.rand(vocabulary, hidden + 1, dtype=torch.float64, generator=draw) - 1
-        weights = weights * hidden**-0.5
+        weights *= hidden**-0.5
     else:
         weights = normal(vocabulary, hidden + 1)
         weights[:, :hidden] *= hidden**-0.5
@@ -172,21 +181,18 @@ def mixture(
     return (prior * logits.softmax(-1)).sum(0)
 
 
-def mixture_table(
-    sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS), seed: int = 0
-) -> Table:
+def mixture_table(sizes: Sizes = SIZES, seed: int = 0) -> Table:
     """Ranks of log P by the number K of softmaxes or contexts; K = 1 is one softmax.
 
     With the default ``sizes``, rows show the published ranks.
     """
-    rows = []
+    rows: dict[str, Iterable[int | None]] = {}
     for kind, published in PUBLISHED.items():
-        for name in INITIALIZATIONS:
-            for dtype in DTYPES:
-                ranks = [_text(log_rank(mixture(k, name, dtype, seed, sizes, kind))) for k in MIXED]
-                rows.append([f"{kind}, fp{torch.finfo(dtype).bits}, {name}", *ranks])
-        if sizes == (HIDDEN, VOCABULARY, CONTEXTS):
-            rows.append([f"{kind}, published", *map(str, published)])
+        for start, (name, dtype) in product(INITIALIZATIONS, DTYPES.items()):
+            ranks = [log_rank(mixture(k, start, dtype, seed, sizes, kind)) for k in MIXED]
+            rows[f"{kind}, {name}, {start}"] = ranks
+        if sizes == SIZES:
+            rows[f"{kind}, published"] = published
     hidden, vocabulary, contexts = sizes
     normal, linear = (f"{name}: {formula}" for name, formula in INITIALIZATIONS.items())
     note = (
@@ -195,40 +201,23 @@ def mixture_table(
         f"For one softmax (K = 1) and for a mixture of contexts the rank is at most\n"
         f"H + 2 = {hidden + 2}. Tolerance: {TOLERANCE}."
     )
-    header = ["mixture of K", *(f"K={k}" for k in MIXED)]
-    return Table("Rank of log P for a mixture of K softmaxes or contexts", header, rows, note)
-
-
-NOTE = (
-    "These ranks depend on dtype, initialization and tolerance. Those of the published ranks are\n"
-    "not known, so the numbers are not directly comparable. In every case one softmax and a\n"
-    "mixture of contexts stay at or below H + 2, and a mixture of softmaxes exceeds it."
-)
+    title = "Rank of log P for a mixture of K softmaxes or contexts"
+    return _mixture_table(title, rows, note)
 
 
 # ----------------------------------------------------------------------------------- command
 
 
-def main(
-    out: Path | None = None,
-    seed: int = 0,
-    tokens: int = TOKENS,
-    sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS),
-) -> int:
+def main(out: Path | None = None, seed: int = 0, tokens: int = TOKENS, sizes: Sizes = SIZES) -> int:
     """Print the tables; with ``out``, write ranks.csv. Returns 0."""
     if out is not None:
         check_writable("--out", out)
     variants = [complete(VariantCall(name), tokens) for name in names()]
     with lean_arithmetic():
-        all_tables = [
+        tables = [
             attention_table(variants, tokens, seed=seed),
             attention_mixture_table(tokens, seed=seed),
             mixture_table(sizes, seed),
         ]
-    for table in all_tables:
-        print(f"{table.text()}\n")
-    print(NOTE)
-    if out is not None:
-        write_whole(out / "ranks.csv", tables_csv(all_tables))
-        print(f"written: {out}/ranks.csv")
+    show("ranks", tables, out, note=NOTE)
     return 0

@@ -37,7 +37,7 @@ from commandline.table import Table
 from commandline.variants import Spec, VariantCall, parse_spec
 from evals.measures.arithmetic import lean_arithmetic
 from evals.measures.sparsity import TITLES
-from evals.results.summary import Group, Point, Series
+from evals.results.summary import Group, Series
 from evals.theory.fits import GAPS, Fit, fit, log_law
 
 MOST_HEADS = 8
@@ -50,7 +50,7 @@ SAME = 0.005, 0.05  # absolute and relative differences below which two errors c
 
 def half_length(spread: float) -> float:
     """n = 2 e^δ for a score range δ. For larger n, softmax gives no key half of the weight."""
-    return 2 * _exp(spread)
+    return 2 * math.exp(spread) if spread < 700 else math.inf
 
 
 def critical_gain(alignment: float) -> float:
@@ -73,10 +73,6 @@ def critical_gain(alignment: float) -> float:
     return math.inf if alignment >= 1 else 1 / (1 - alignment)
 
 
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
-
-
 # ------------------------------------------------------------------------- heads of a group
 
 
@@ -91,10 +87,11 @@ class Heads:
         indices: (H,), the indices of these heads among all heads, counted layer by layer.
         total: the number of all heads.
         keys: (L,), the number of keys n at each length.
+        curves: (L,), the means over seeds of the measurements of all heads, by name.
         peaks: (L, S, H), the largest weights of S seeds; NaN where a seed has none.
         learned: parameters that differ between heads, (S, H), by name: learned ones, unless the
             variant is substituted at inference, and given values per head.
-        fits: one per gap; empty if there is none.
+        fits: one per gap, with results (S, H); empty if there is none.
         why: the reason why there is no fit.
     """
 
@@ -104,6 +101,7 @@ class Heads:
     indices: list[int]
     total: int
     keys: list[int]
+    curves: list[dict[str, list[float]]]
     peaks: Tensor
     learned: dict[str, Tensor]
     fits: tuple[Fit, ...] = ()
@@ -113,46 +111,35 @@ class Heads:
         """The largest weight of a head at each length, a mean over seeds."""
         return self.peaks[:, :, index].nanmean(-1).tolist()
 
+    def errors(self, index: int) -> list[float]:
+        """The RMS errors of log weight of one head, one per fit: means over the seeds with one."""
+        return [law_fit.errors[:, index].nanmean().item() for law_fit in self.fits]
+
+    def any_fits(self, index: int) -> list[bool]:
+        """For each fit whether, in any seed, all κ or Δ fit equally well: the law does not depend
+        on κ or Δ."""
+        return [bool((x.below & x.above)[:, index].any()) for x in self.fits]
+
     def closer(self, index: int) -> Fit | None:
         """The fit with the smaller error; None if there is no fit, or if the weights do not depend
         on the fitted number."""
-        errors = [
-            (self.error(law_fit, index), law_fit)
-            for law_fit in self.fits
-            if not self.any_fits(law_fit, index)
+        candidates = [
+            (error, number)
+            for number, error in enumerate(self.errors(index))
+            if math.isfinite(error) and not self.any_fits(index)[number]
         ]
-        errors = [pair for pair in errors if math.isfinite(pair[0])]
-        return min(errors, key=lambda pair: pair[0])[1] if errors else None
-
-    def entries(self, index: int) -> Tensor:
-        """The indices (S,) of one head, one per seed, among the S · H entries of a `Fit`."""
-        seeds, heads = self.peaks.shape[1:]
-        return torch.arange(seeds) * heads + index
-
-    def error(self, law_fit: Fit, index: int) -> float:
-        """The RMS error of log weight of one head, a mean over the seeds with a fit."""
-        return law_fit.errors[self.entries(index)].nanmean().item()
-
-    def any_fits(self, law_fit: Fit, index: int) -> bool:
-        """True if, in any seed, all κ or Δ fit equally well: the law does not depend on κ or Δ."""
-        entries = self.entries(index)
-        return bool((law_fit.below[entries] & law_fit.above[entries]).any())
+        return self.fits[min(candidates)[1]] if candidates else None
 
     def curve(self, law_fit: Fit, index: int, keys: Sequence[int]) -> list[float]:
         """The largest weights (L,) that a head's fitted law predicts for L numbers of keys.
 
         Each one is the geometric mean over seeds.
         """
-        entries = self.entries(index)
-        entries = entries[law_fit.sizes[entries].isfinite()]
-        learned = {name: values.flatten()[entries] for name, values in self.learned.items()}
-        return [
-            log_law(law_fit.gap.scores(n), self.call, law_fit.sizes[entries][None], learned)
-            .mean()
-            .exp()
-            .item()
-            for n in keys
-        ]
+        has_fit = law_fit.sizes[:, index].isfinite()
+        sizes = law_fit.sizes[has_fit, index][None]
+        learned = {name: values[has_fit, index] for name, values in self.learned.items()}
+        logs = (log_law(law_fit.gap.scores(n), self.call, sizes, learned) for n in keys)
+        return [log.mean().exp().item() for log in logs]
 
 
 def head_names(total: int, per_layer: int) -> list[str]:
@@ -162,55 +149,47 @@ def head_names(total: int, per_layer: int) -> list[str]:
     return [f"{i // per_layer + 1}.{i % per_layer + 1}" for i in range(total)]
 
 
-def _measured(group: Group, series: Series) -> list[Point]:
-    """The points of a series that have measurements of heads, by length."""
-    return [point for point in group.of(series) if point.curves.get("head_peak")]
-
-
 def heads_of(group: Group, series: Series) -> Heads | None:
     """The sharpest heads of a series with their fits; None if no heads were measured."""
-    points = _measured(group, series)
+    points = [point for point in group.of(series) if point.curves.get("head_peak")]
     if not points:
         return None
     last = points[-1].curves["head_peak"]
-    indices = sorted(range(len(last)), key=lambda i: -last[i])[:MOST_HEADS]
-    seeds = {seed: i for i, seed in enumerate(group.seeds)}
-    peaks = torch.full((len(points), len(seeds), len(indices)), math.nan, dtype=torch.float64)
+    total, indices = len(last), sorted(range(len(last)), key=lambda i: -last[i])[:MOST_HEADS]
+    spec, why = Spec(UNKNOWN, UNKNOWN), ""
     try:
-        spec = parse_spec(series.variant, wrappers=True)
-        attnzoo.get_variant(spec.test.name)
+        named = parse_spec(series.variant, wrappers=True)
+        attnzoo.get_variant(named.test.name)
+        spec = named
     except ValueError as error:
-        spec, why = Spec(UNKNOWN, UNKNOWN), f"no law: {error}"
-    else:
-        why = ""
+        why = f"no law: {error}"
+    shape = len(group.seeds), len(indices)
+    peaks = torch.full((len(points), *shape), math.nan, dtype=torch.float64)
     learned: dict[str, Tensor] = {}
     for index, point in enumerate(points):
         for row in point.rows:
             if row["status"] != "ok" or "head_peak" not in row["curves"]:
                 continue
-            seed = seeds[row["seed"]]
+            seed = group.seeds.index(row["seed"])
             peaks[index, seed] = torch.tensor(row["curves"]["head_peak"]).double()[indices]
-            of_heads = {n: x for n, x in row["learned"].items() if not n.startswith("output ")}
-            for name, values in ({} if spec.is_substitution else of_heads).items():
-                all_values = torch.tensor(values, dtype=torch.float64)
-                initial = all_values[indices].expand(len(seeds), -1).clone()
-                learned.setdefault(name, initial)[seed] = all_values[indices]
+            for name, values in ({} if spec.is_substitution else row["learned"]).items():
+                if not name.startswith("output "):
+                    of_heads = torch.tensor(values, dtype=torch.float64)[indices]
+                    learned.setdefault(name, of_heads.repeat(shape[0], 1))[seed] = of_heads
     for name, value in spec.test.params.items():
         if isinstance(value, Tensor):  # one value per head of a layer
-            all_heads = value.double().repeat(len(last) // len(value))
-            learned[name] = all_heads[indices].expand(len(seeds), -1).clone()
-    names = head_names(len(last), len(last) // group.settings.get("depth", 1))
+            all_heads = value.double().repeat(total // len(value))
+            learned[name] = all_heads[indices].expand(shape)
+    names = head_names(total, total // group.settings.get("depth", 1))
     keys = [group.task.tokens(point.length) for point in points]
-    heads = Heads(series, spec.test, [names[i] for i in indices], indices, len(last), keys, peaks,
-                  learned)  # fmt: skip
+    heads = Heads(series, spec.test, [names[i] for i in indices], indices, total, keys,
+                  [point.curves for point in points], peaks, learned)  # fmt: skip
     if why or len(keys) < 2:
         return replace(heads, why=why or "one length: no fit")
-    flat = {name: values.flatten() for name, values in learned.items()}
     try:
-        fits = tuple(fit(gap, spec.test, keys, peaks.flatten(1), flat) for gap in GAPS)
+        return replace(heads, fits=tuple(fit(gap, spec.test, keys, peaks, learned) for gap in GAPS))
     except (ValueError, TypeError, RuntimeError) as error:
         return replace(heads, why=f"no law: {str(error).splitlines()[0]}")
-    return replace(heads, fits=fits)
 
 
 def fitted(group: Group) -> list[Heads]:
@@ -225,119 +204,90 @@ def fitted(group: Group) -> list[Heads]:
 
 def _spread(values: Tensor) -> str:
     """The mean of ``values`` over seeds as text, with the range if there are several seeds."""
-    low, high = values.min().item(), values.max().item()
     mean = f"{values.mean().item():.3g}"
-    return mean if len(values) == 1 else f"{mean} ({low:.3g} to {high:.3g})"
+    return mean if len(values) == 1 else f"{mean} ({values.min():.3g} to {values.max():.3g})"
 
 
-def _fit_cells(law_fit: Fit, entries: Tensor) -> list[str]:
-    """The two table cells of one head's fit: κ or Δ, and the error.
-
-    entries: the indices of this head in ``law_fit``, one per seed.
-    """
-    entries = entries[law_fit.sizes[entries].isfinite()]
-    if not len(entries):
-        return ["—", "—"]
-    below, above = bool(law_fit.below[entries].any()), bool(law_fit.above[entries].any())
-    size = ("≤ " * below or "≥ " * above) + _spread(law_fit.sizes[entries])
-    return ["any" if below and above else size, f"×{_spread(law_fit.errors[entries].exp())}"]
+def _fit_cells(heads: Heads, index: int) -> list[str]:
+    """The number of lengths fitted, κ or Δ and the error of each law, and the closer law."""
+    cells = [str(int((heads.peaks[:, :, index] > 0).any(1).sum()))]
+    for law_fit in heads.fits:
+        has_fit = law_fit.sizes[:, index].isfinite()
+        below, above, sizes, errors = (
+            x[has_fit, index] for x in (law_fit.below, law_fit.above, law_fit.sizes, law_fit.errors)
+        )
+        if not has_fit.any():
+            cells += ["—", "—"]
+            continue
+        sign = "≤ " * bool(below.any()) + "≥ " * bool(above.any())
+        size = "any" if sign == "≤ ≥ " else sign + _spread(sizes)
+        cells += [size, f"×{_spread(errors.exp())}"]
+    return [*cells, *["—"] * 4 * (not heads.fits), _verdict(heads, index)]
 
 
 def _verdict(heads: Heads, index: int) -> str:
     if heads.why:
         return heads.why
-    if any(heads.any_fits(law_fit, index) for law_fit in heads.fits):
+    if any(heads.any_fits(index)):
         return "weights do not depend on κ or Δ"
     if (best := heads.closer(index)) is None:
         return "fewer than two weights above 0: no fit"
-    one, other = (heads.error(law_fit, index) for law_fit in heads.fits)
-    tolerance = max(SAME[0], SAME[1] * max(one, other))
-    return "either" if abs(one - other) < tolerance else best.gap.name
+    one, other = heads.errors(index)
+    return "either" if math.isclose(one, other, rel_tol=SAME[1], abs_tol=SAME[0]) else best.gap.name
 
 
-def _fit_table(group: Group, all_heads: Sequence[Heads]) -> Table:
-    header = ["variant", "head", "lengths fitted"]
-    header += [text for gap in GAPS for text in (gap.symbol, "error")]
-    rows = []
-    for heads in all_heads:
-        for index, name in enumerate(heads.names):
-            entries = heads.entries(index)
-            cells = [cell for law_fit in heads.fits for cell in _fit_cells(law_fit, entries)]
-            usable = int((heads.peaks[:, :, index] > 0).any(1).sum())
-            start = [group.name(heads.series), name, str(usable)]
-            rows.append([*start, *(cells or ["—"] * 4), _verdict(heads, index)])
-    note = (
-        "A law is the largest weight that the head's variant gives on ideal scores. "
-        "Shrinking gap: scores κu with u uniform, so the next key comes closer as n grows. "
-        "Fixed gap: one key at Δ, the others at 0. κ and Δ are fitted to the measured weights. "
-        "Error: RMS error of log weight, as a factor. Closer law: the one with the smaller error."
-    )
-    if len(group.seeds) > 1:
-        note += " Numbers: mean (range) over seeds, each fitted separately."
-    title = "Laws fitted to the largest weights of each head"
-    return Table(title, [*header, "closer law"], rows, note + _shown(all_heads))
+def _bound_cells(heads: Heads, index: int) -> list[str]:
+    """The measurements that bound the weights of one head; empty if there are none."""
+    i, last = heads.indices[index], heads.curves[-1]
+    if "head_bound" not in last:
+        return []
+    names = ("peak", "range", "bound", "strength", "alignment")
+    peak, spread, bound, strength, alignment = (last[f"head_{name}"][i] for name in names)
+    numbers = peak, spread, bound, half_length(spread), strength, critical_gain(alignment)
+    jacobian = "—"
+    for curves, keys in zip(heads.curves, heads.keys, strict=True):
+        if "head_jacobian" in curves:
+            jacobian = f"{curves['head_jacobian'][i]:.3g} at {keys}"
+    return [str(heads.keys[-1]), *(f"{x:.3g}" for x in numbers), jacobian]
 
 
-def _bound_table(group: Group, all_heads: Sequence[Heads]) -> Table:
-    header = ["variant", "head", "n", "largest weight", "δ", "softmax bound", "2e^δ", "β/log n",
-              "γ_c", "‖∂w/∂z‖₂"]  # fmt: skip
-    rows = []
-    for heads in all_heads:
-        points = _measured(group, heads.series)
-        curves, n = points[-1].curves, heads.keys[-1]
-        jacobians = [
-            (point.curves["head_jacobian"], keys)
-            for point, keys in zip(points, heads.keys, strict=True)
-            if "head_jacobian" in point.curves
-        ]
-        for name, i in zip(heads.names, heads.indices, strict=True):
-            if "head_bound" not in curves:
-                continue
-            spread, bound = curves["head_range"][i], curves["head_bound"][i]
-            cells = [f"{bound:.3g}", f"{half_length(spread):.3g}"]
-            cells += [f"{curves['head_strength'][i]:.3g}"]
-            cells += [f"{critical_gain(curves['head_alignment'][i]):.3g}"]
-            cells += [f"{jacobians[-1][0][i]:.3g} at {jacobians[-1][1]}" if jacobians else "—"]
-            peak = f"{curves['head_peak'][i]:.3g}"
-            start = [group.name(heads.series), name, str(n), peak, f"{spread:.3g}"]
-            rows.append([*start, *cells])
-    note = (
-        "Means over rows of the score matrix. δ: largest minus smallest score of a row, before "
-        "the gain. Softmax bound: min(1, e^δ/n), an upper bound on the weight that softmax gives "
-        "to a key at this δ. 2e^δ: the n beyond which softmax gives no key half of the weight. "
-        "β/log n: the strength of the query, to compare with the critical gain γ_c = 1/(1 − ρ), "
-        "where ρ is the mean cosine between keys. ‖∂w/∂z‖₂: the Jacobian norm of the weights, at "
-        "the longest n with a measurement. Here n is the number of keys."
-    )
-    title = "Bounds on each head at the longest n"
-    return Table(title, header, rows, note + _shown(all_heads))
+def _sparsity_cells(heads: Heads, index: int) -> list[str]:
+    """The measures of sparsity; empty if the results are older than these measures."""
+    curves, names = heads.curves[-1], [f"head_{measure}" for measure in ("peak", *TITLES)]
+    if any(name not in curves for name in names):
+        return []
+    return [str(heads.keys[-1]), *(f"{curves[name][heads.indices[index]]:.3g}" for name in names)]
 
 
-def _sparsity_table(group: Group, all_heads: Sequence[Heads]) -> Table | None:
-    """The measures of sparsity; None if the results are older than these measures."""
-    rows = []
-    for heads in all_heads:
-        curves, n = _measured(group, heads.series)[-1].curves, heads.keys[-1]
-        if any(f"head_{measure}" not in curves for measure in TITLES):
-            continue
-        for name, i in zip(heads.names, heads.indices, strict=True):
-            values = [curves[f"head_{measure}"][i] for measure in ("peak", *TITLES)]
-            start = [group.name(heads.series), name, str(n)]
-            rows.append([*start, *(f"{value:.3g}" for value in values)])
-    note = (
-        "Means over rows of the score matrix, with p = |w|/Σ|w|. H: Shannon entropy; H₂ = −log Σp² "
-        "and H∞ = −log max p: Rényi entropies of order 2 and ∞. 1/Σp²: effective number of keys. "
-        "For equal weights, entropies are 1, Hoyer and Gini 0. With all weight on one key, "
-        "entropies are 0, Hoyer is 1 and Gini 1 − 1/n."
-    )
-    header = ["variant", "head", "n", "largest weight", *TITLES.values()]
-    title = "Sparsity of each head's weights at the longest n"
-    return Table(title, header, rows, note + _shown(all_heads)) if rows else None
-
-
-def _shown(all_heads: Sequence[Heads]) -> str:
-    total = max(heads.total for heads in all_heads)
-    return f" Shown: the {MOST_HEADS} sharpest of {total} heads." if total > MOST_HEADS else ""
+FITS = (
+    "Laws fitted to the largest weights of each head",
+    ["lengths fitted", *(x for gap in GAPS for x in (gap.symbol, "error")), "closer law"],
+    _fit_cells,
+    "A law is the largest weight that the head's variant gives on ideal scores. "
+    "Shrinking gap: scores κu with u uniform, so the next key comes closer as n grows. "
+    "Fixed gap: one key at Δ, the others at 0. κ and Δ are fitted to the measured weights. "
+    "Error: RMS error of log weight, as a factor. Closer law: the one with the smaller error.",
+)
+BOUNDS = (
+    "Bounds on each head at the longest n",
+    ["n", "largest weight", "δ", "softmax bound", "2e^δ", "β/log n", "γ_c", "‖∂w/∂z‖₂"],
+    _bound_cells,
+    "Means over rows of the score matrix. δ: largest minus smallest score of a row, before "
+    "the gain. Softmax bound: min(1, e^δ/n), an upper bound on the weight that softmax gives "
+    "to a key at this δ. 2e^δ: the n beyond which softmax gives no key half of the weight. "
+    "β/log n: the strength of the query, to compare with the critical gain γ_c = 1/(1 − ρ), "
+    "where ρ is the mean cosine between keys. ‖∂w/∂z‖₂: the Jacobian norm of the weights, at "
+    "the longest n with a measurement. Here n is the number of keys.",
+)
+SPARSITY = (
+    "Sparsity of each head's weights at the longest n",
+    ["n", "largest weight", *TITLES.values()],
+    _sparsity_cells,
+    "Means over rows of the score matrix, with p = |w|/Σ|w|. H: Shannon entropy; H₂ = −log Σp² "
+    "and H∞ = −log max p: Rényi entropies of order 2 and ∞. 1/Σp²: effective number of keys. "
+    "For equal weights, entropies are 1, Hoyer and Gini 0. With all weight on one key, "
+    "entropies are 0, Hoyer is 1 and Gini 1 − 1/n.",
+)
 
 
 def tables(group: Group, all_heads: Sequence[Heads] | None = None) -> list[Table]:
@@ -346,11 +296,18 @@ def tables(group: Group, all_heads: Sequence[Heads] | None = None) -> list[Table
     all_heads: the result of ``fitted(group)``, if it was computed before.
     """
     all_heads = fitted(group) if all_heads is None else all_heads
-    if not all_heads:
-        return []
-    sparse = _sparsity_table(group, all_heads)
-    return [
-        _fit_table(group, all_heads),
-        _bound_table(group, all_heads),
-        *([sparse] if sparse else []),
-    ]
+    total = max((heads.total for heads in all_heads), default=0)
+    shown = f" Shown: the {MOST_HEADS} sharpest of {total} heads." if total > MOST_HEADS else ""
+    seeds = " Numbers: mean (range) over seeds, each fitted separately."
+    all_tables = []
+    for title, header, cells_of, note in (FITS, BOUNDS, SPARSITY) if all_heads else ():
+        rows = [
+            [group.name(heads.series), name, *cells]
+            for heads in all_heads
+            for index, name in enumerate(heads.names)
+            if (cells := cells_of(heads, index))
+        ]
+        note += seeds if cells_of is _fit_cells and len(group.seeds) > 1 else ""
+        if rows or cells_of is not _sparsity_cells:
+            all_tables.append(Table(title, ["variant", "head", *header], rows, note + shown))
+    return all_tables

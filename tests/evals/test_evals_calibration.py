@@ -15,25 +15,20 @@ def by_bins(confidence: list[float], right: list[bool], bins: int) -> float:
     total = 0.0
     for b in range(bins):
         in_bin = [
-            (c, r)
+            r - c
             for c, r in zip(confidence, right, strict=True)
             if b / bins < c <= (b + 1) / bins or (b == 0 and c == 0)
         ]
-        if in_bin:
-            mean = sum(c for c, _ in in_bin) / len(in_bin)
-            total += len(in_bin) / len(right) * abs(sum(r for _, r in in_bin) / len(in_bin) - mean)
+        total += abs(sum(in_bin)) / len(right)
     return total
 
 
 def by_pairs(uncertainty: list[float], right: list[bool]) -> float:
     """The share of pairs of a wrong and a right prediction that are ranked correctly."""
-    pairs = [
-        (wrong > good) + 0.5 * (wrong == good)
-        for wrong, is_right in zip(uncertainty, right, strict=True)
-        if not is_right
-        for good, also in zip(uncertainty, right, strict=True)
-        if also
-    ]
+    wrong, good = (
+        [u for u, r in zip(uncertainty, right, strict=True) if r == x] for x in (False, True)
+    )
+    pairs = [(u > v) + 0.5 * (u == v) for u in wrong for v in good]
     return sum(pairs) / len(pairs)
 
 
@@ -46,28 +41,24 @@ def test_calibration_error_equals_its_definition(bins: int) -> None:
     assert calibration_error(confidence, right, bins) == pytest.approx(expected, abs=1e-12)
 
 
-def test_confidences_at_the_edges_belong_to_the_lower_bin() -> None:
-    confidence = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64)
-    right = torch.tensor([True, False, True, False, True])
-    expected = by_bins(confidence.tolist(), right.tolist(), 4)
-    assert calibration_error(confidence, right, 4) == pytest.approx(expected, abs=1e-15)
-
-
-def test_one_bin_compares_mean_accuracy_and_mean_confidence() -> None:
-    confidence = torch.tensor([0.9, 0.6, 0.6], dtype=torch.float64)
-    right = torch.tensor([True, True, False])
-    assert calibration_error(confidence, right, 1) == pytest.approx(abs(2 / 3 - 0.7))
-
-
-def test_calibration_error_of_certain_predictions_is_the_share_of_wrong_ones() -> None:
-    right = torch.tensor([True, True, True, False])
-    assert calibration_error(torch.ones(4), right) == 0.25
-    assert calibration_error(torch.ones(4), torch.ones(4, dtype=torch.bool)) == 0
-
-
-def test_calibration_error_of_nothing_or_nan_is_nan() -> None:
-    assert math.isnan(calibration_error(torch.empty(0), torch.empty(0, dtype=torch.bool)))
-    assert math.isnan(calibration_error(torch.tensor([math.nan]), torch.tensor([True])))
+@pytest.mark.parametrize(
+    ("confidence", "right", "bins", "error"),
+    [
+        # an edge belongs to the lower bin: {0, 0.25}, {0.5}, {0.75}, {1}
+        ([0.0, 0.25, 0.5, 0.75, 1.0], [1, 0, 1, 0, 1], 4, (0.75 + 0.5 + 0.75 + 0) / 5),
+        ([0.9, 0.6, 0.6], [1, 1, 0], 1, 0.7 - 2 / 3),  # mean confidence − mean accuracy
+        ([1.0] * 4, [1, 1, 1, 0], 15, 0.25),  # the share of wrong predictions
+        ([1.0] * 4, [1, 1, 1, 1], 15, 0),
+        ([], [], 15, math.nan),
+        ([math.nan], [1], 15, math.nan),
+    ],
+)
+def test_calibration_error_by_hand(
+    confidence: list[float], right: list[int], bins: int, error: float
+) -> None:
+    numbers = torch.tensor(confidence, dtype=torch.float64)
+    value = calibration_error(numbers, torch.tensor(right).bool(), bins)
+    assert value == pytest.approx(error, abs=1e-12, nan_ok=True)
 
 
 @pytest.mark.parametrize("values", [3, 1000])  # with few values most pairs are ties
@@ -79,29 +70,35 @@ def test_auroc_equals_the_share_of_ordered_pairs(values: int) -> None:
     assert auroc(uncertainty, right) == pytest.approx(expected, abs=1e-12)
 
 
-def test_auroc_of_simple_cases() -> None:
-    right = torch.tensor([True, True, False, False])
-    assert auroc(torch.tensor([0.1, 0.2, 0.3, 0.4]), right) == 1
-    assert auroc(torch.tensor([0.4, 0.3, 0.2, 0.1]), right) == 0
-    assert auroc(torch.ones(4), right) == 0.5
+@pytest.mark.parametrize(
+    ("uncertainty", "right", "area"),
+    [
+        ([0.1, 0.2, 0.3, 0.4], [1, 1, 0, 0], 1),
+        ([0.4, 0.3, 0.2, 0.1], [1, 1, 0, 0], 0),
+        ([1.0, 1.0, 1.0, 1.0], [1, 1, 0, 0], 0.5),
+        ([0.1, 0.2], [1, 1], math.nan),  # undefined without both kinds of predictions
+        ([0.1, 0.2], [0, 0], math.nan),
+        ([0.5, math.nan], [1, 0], math.nan),
+    ],
+)
+def test_auroc_by_hand(uncertainty: list[float], right: list[int], area: float) -> None:
+    value = auroc(torch.tensor(uncertainty), torch.tensor(right).bool())
+    assert value == pytest.approx(area, nan_ok=True)
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_auroc_is_undefined_without_both_kinds_of_predictions(right: bool) -> None:
-    assert math.isnan(auroc(torch.rand(3), torch.full((3,), right)))
-    assert math.isnan(auroc(torch.tensor([0.5, math.nan]), torch.tensor([True, False])))
-
-
-@pytest.mark.parametrize("measure", [calibration_error, auroc])
-def test_wrong_arguments_raise(measure) -> None:
-    with pytest.raises(ValueError, match=r"must have the same shape \(N,\), got \(2,\) and \(3,\)"):
-        measure(torch.zeros(2), torch.zeros(3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="right must be bool, got torch.float32"):
-        measure(torch.zeros(2), torch.zeros(2))
-
-
-def test_confidence_outside_its_range_raises() -> None:
-    with pytest.raises(ValueError, match=r"confidence must be in \[0, 1\], got 0.5 to 1.5"):
-        calibration_error(torch.tensor([0.5, 1.5]), torch.tensor([True, True]))
-    with pytest.raises(ValueError, match="bins must be >= 1, got 0"):
-        calibration_error(torch.tensor([0.5]), torch.tensor([True]), 0)
+@pytest.mark.parametrize(
+    ("measure", "arguments", "message"),
+    [
+        *((m, (torch.zeros(2), torch.zeros(3).bool()), r"shape \(N,\), got \(2,\) and \(3,\)")
+          for m in (calibration_error, auroc)),
+        *((m, (torch.zeros(2), torch.zeros(2)), "right must be bool, got torch.float32")
+          for m in (calibration_error, auroc)),
+        (calibration_error, (torch.tensor([0.5, 1.5]), torch.ones(2).bool()),
+         r"confidence must be in \[0, 1\], got 0.5 to 1.5"),
+        (calibration_error, (torch.tensor([0.5]), torch.ones(1).bool(), 0),
+         "bins must be >= 1, got 0"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_raise(measure, arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure(*arguments)

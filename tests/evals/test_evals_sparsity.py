@@ -64,20 +64,28 @@ def test_measures_equal_their_definitions(n: int) -> None:
     weights[1::3, 1] = 0
     measures = sparsity(weights, n)
     assert list(measures) == list(TITLES)
-    for index, row in enumerate(weights.tolist()):
-        for name, value in definitions(row).items():
-            assert measures[name][index].item() == pytest.approx(
-                value, abs=TOLERANCE, rel=TOLERANCE
-            )
+    expected = [definitions(row) for row in weights.tolist()]
+    for name, values in measures.items():
+        by_definition = torch.tensor([row[name] for row in expected], dtype=torch.float64)
+        assert torch.allclose(values, by_definition, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_equal_weights_and_a_single_nonzero_weight() -> None:
-    equal, one = torch.full((1, 9), 0.3).double(), torch.eye(9).double()[:1]
-    names = ["entropy", "renyi_2", "renyi_inf", "n_eff", "l1_l2", "hoyer", "gini"]
-    values = [sparsity(equal, 9)[name].item() for name in names]
-    assert values == pytest.approx([1, 1, 1, 9, 3, 0, 0], abs=TOLERANCE)
-    values = [sparsity(one, 9)[name].item() for name in names]
-    assert values == pytest.approx([0, 0, 0, 1, 1, 1, 1 - 1 / 9], abs=TOLERANCE)
+@pytest.mark.parametrize(
+    ("weights", "visible", "values"),
+    [  # entropy, renyi_2, renyi_inf, n_eff, l1_l2, hoyer, gini
+        ([0.3] * 9, 9, [1, 1, 1, 9, 3, 0, 0]),
+        ([1.0, *[0.0] * 8], 9, [0, 0, 0, 1, 1, 1, 1 - 1 / 9]),
+        ([0.7, 0.0], 1, [0, 0, 0, 1, 1, 0, 0]),
+        ([0.0, 0.0], 0, [0] * 7),
+        ([0.0, 0.0], 2, [0] * 7),
+        ([math.nan, 0.5], 2, [math.nan] * 7),
+    ],
+)
+def test_measures_by_hand(weights: list[float], visible: int, values: list[float]) -> None:
+    measures = sparsity(torch.tensor([weights]).double(), visible)
+    assert [measures[name].item() for name in TITLES] == pytest.approx(
+        values, abs=TOLERANCE, nan_ok=True
+    )
 
 
 def test_only_visible_keys_count() -> None:
@@ -90,35 +98,12 @@ def test_only_visible_keys_count() -> None:
             assert measures[name][n - 1].item() == pytest.approx(alone[name].item(), abs=TOLERANCE)
 
 
-def test_rows_with_one_key_with_no_key_and_with_nan() -> None:
-    weights = torch.tensor([[0.7, 0.0], [0.0, 0.0], [0.0, 0.0], [math.nan, 0.5]]).double()
-    measures = sparsity(weights, torch.tensor([1, 0, 2, 2]))
-    for name, values in measures.items():
-        assert values[0].item() == (name in ("n_eff", "l1_l2"))
-        assert values[1:3].tolist() == [0, 0]
-        assert values[3].isnan()
-
-
 @pytest.mark.parametrize("factor", [1e-300, 0.03, 70.0, 1e300])
 def test_scaling_changes_no_measure(factor: float) -> None:
     weights = drawn(20, 30).clamp(max=1e5)
     measures, scaled = sparsity(weights, 30), sparsity(factor * weights, 30)
     for name in TITLES:
         assert torch.allclose(measures[name], scaled[name], rtol=TOLERANCE, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("measure", TITLES)
-def test_robin_hood_transfers_make_weights_less_sparse(measure: str) -> None:
-    """The transfer takes a share below half of the difference from a larger weight, and gives it to
-    the smallest. renyi_inf sees only the largest weight, so the transfer takes from that one; the
-    second largest is below it by more than the transfer."""
-    weights = drawn(40, 12).sort(-1, descending=True).values
-    weights[:, 0] *= 2
-    taken = 0.2 * (weights[:, 0] - weights[:, -1])
-    after = weights.clone()
-    after[:, 0] -= taken
-    after[:, -1] += taken
-    assert sparser(sparsity(weights, 12), sparsity(after, 12), measure)
 
 
 def test_robin_hood_transfers_between_any_two_keys() -> None:
@@ -136,30 +121,27 @@ def test_robin_hood_transfers_between_any_two_keys() -> None:
         assert (measures_after["entropy"] >= measures_before["entropy"] - TOLERANCE).all()
 
 
+def robin_hood(weights: Tensor) -> Tensor:
+    """A share below half of the difference goes from the largest weight to the smallest."""
+    taken = 0.2 * (weights[:, :1] - weights[:, -1:])
+    return torch.cat((weights[:, :1] - taken, weights[:, 1:-1], weights[:, -1:] + taken), 1)
+
+
 @pytest.mark.parametrize("measure", TITLES)
-def test_rising_tide_makes_weights_less_sparse(measure: str) -> None:
-    weights = drawn(40, 12)
+def test_axioms_of_hurley_and_rickard(measure: str) -> None:
+    weights = drawn(40, 12).sort(-1, descending=True).values
+    weights[:, 0] *= 2  # so that renyi_inf, which sees the largest weight alone, sees the transfer
+    before = sparsity(weights, 12)
+    assert sparser(before, sparsity(robin_hood(weights), 12), measure)
     risen = weights + 0.1 * weights.amax(-1, keepdim=True)
-    assert sparser(sparsity(weights, 12), sparsity(risen, 12), measure)
-
-
-@pytest.mark.parametrize("measure", TITLES)
-def test_only_gini_is_unchanged_by_cloning(measure: str) -> None:
-    weights = drawn(20, 15)
-    before, after = sparsity(weights, 15), sparsity(weights.repeat(1, 3), 45)
-    same = torch.allclose(before[measure], after[measure], rtol=0, atol=TOLERANCE)
-    assert same == (measure == "gini")
-
-
-@pytest.mark.parametrize("measure", TITLES)
-def test_keys_of_weight_zero_make_weights_sparser(measure: str) -> None:
-    weights = drawn(20, 15)
-    before = sparsity(weights, 15)
-    after = sparsity(torch.nn.functional.pad(weights, (0, 5)), 20)
+    assert sparser(before, sparsity(risen, 12), measure)  # a rising tide
+    cloned = sparsity(weights.repeat(1, 3), 36)[measure]
+    assert torch.allclose(before[measure], cloned, rtol=0, atol=TOLERANCE) == (measure == "gini")
+    padded = sparsity(torch.nn.functional.pad(weights, (0, 5)), 17)  # keys of weight zero
     if measure in ("n_eff", "l1_l2"):
-        assert torch.allclose(before[measure], after[measure], rtol=TOLERANCE, atol=0)
+        assert torch.allclose(before[measure], padded[measure], rtol=TOLERANCE, atol=0)
     else:
-        assert sparser(after, before, measure)
+        assert sparser(padded, before, measure)
 
 
 def test_measures_of_order_two_are_one_family() -> None:
@@ -181,14 +163,11 @@ def test_heads_are_measured_on_the_keys_that_each_row_sees() -> None:
     q = torch.zeros(1, 1, 6, 2)
     with Watch(attention, HeadSample(1, 0)) as watch:
         attention(q, q, q, is_causal=True)
-    curves = {name: values[:, 0].tolist() for name, values in watch.curves().items()}
-    visible = [6 - ROWS + row + 1 for row in range(ROWS)]
-    assert curves["head_n_eff"] == pytest.approx(visible)
-    assert curves["head_l1_l2"] == pytest.approx([math.sqrt(n) for n in visible])
-    for name in ("head_renyi_2", "head_renyi_inf", "head_entropy"):
-        assert curves[name] == pytest.approx([1] * ROWS)
-    for name in ("head_gini", "head_hoyer"):
-        assert curves[name] == pytest.approx([0] * ROWS, abs=TOLERANCE)
+    curves = watch.curves()
+    for row in range(ROWS):
+        n = 6 - ROWS + row + 1
+        values = [curves[f"head_{name}"][row, 0].item() for name in TITLES]
+        assert values == pytest.approx([1, 1, 1, n, math.sqrt(n), 0, 0], abs=TOLERANCE)
 
 
 def test_table_of_heads_has_every_measure() -> None:

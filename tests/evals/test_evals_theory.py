@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from commandline.table import read_tables
+from commandline.table import Table, read_tables
 from commandline.variants import VariantCall, parse_spec
 from evals.reporting import theory_plots
 from evals.results.summary import Group, groups
 from evals.theory import ranks
 from evals.theory import trained_heads as theory
 from evals.theory.closed_forms import entmax15_fixed, softmax_fixed
-from evals.theory.fits import FIXED, SHRINKING, fit, log_law
+from evals.theory.fits import FIXED, SHRINKING, Gap, fit, log_law
 from helpers import evals_rows
 
 KEYS = (16, 64, 256, 1024)
 SOFTMAX = VariantCall("softmax")
+SIZES = (3, 40, 60)  # of mixtures: hidden units, vocabulary, contexts
 FIGURES = ("peak", "range", "bound", "alignment", "strength")
 
 
@@ -95,32 +96,35 @@ def test_each_head_is_fitted_with_its_learned_parameters() -> None:
 
 
 def test_fit_of_weights_rising_with_n_has_a_large_error() -> None:
-    rising = column(0.01, 0.1, 0.5, 0.9)
     for gap in (FIXED, SHRINKING):
-        assert fit(gap, SOFTMAX, KEYS, rising).errors.item() > math.log(3)
+        error = fit(gap, SOFTMAX, KEYS, column(0.01, 0.1, 0.5, 0.9)).errors.item()
+        assert error > math.log(3)
 
 
 def test_fits_leave_out_nan_and_weights_of_zero_or_below() -> None:
     peaks = column(*(softmax_fixed(n, 3.0) for n in KEYS)).expand(-1, 3).clone()
     peaks[1, 0], peaks[0, 1] = 0.0, math.nan
     peaks[1:, 2] = -1.0
-    law_fit = fit(FIXED, SOFTMAX, KEYS, peaks)
-    assert law_fit.sizes[:2].tolist() == pytest.approx([3, 3], rel=1e-3)
-    assert law_fit.sizes[2].isnan()
-    assert law_fit.errors[2].isnan()
+    law_fit = fit(FIXED, SOFTMAX, KEYS, peaks.view(len(KEYS), 1, 3))  # one seed, three heads
+    assert law_fit.sizes[0].tolist() == pytest.approx([3, 3, math.nan], rel=1e-3, nan_ok=True)
+    assert law_fit.errors[0].isnan().tolist() == [False, False, True]
 
 
-def test_fitted_values_at_the_ends_of_the_range_are_marked() -> None:
-    certain = fit(FIXED, VariantCall("sparsemax"), KEYS, torch.ones(4, 1))
-    assert certain.above.item()
-    assert not certain.below.item()
-    assert certain.sizes.item() == pytest.approx(1.0, rel=0.02)
-    flat = fit(SHRINKING, SOFTMAX, KEYS, column(*(1 / n for n in KEYS)))
-    assert flat.below.item()
-    assert not flat.above.item()
-    free = fit(FIXED, VariantCall("cosformer", (("max_length", 1024),)), KEYS, torch.ones(4, 1))
-    assert free.below.item()
-    assert free.above.item()
+@pytest.mark.parametrize(
+    ("gap", "call", "weight", "below", "above"),
+    [
+        (FIXED, VariantCall("sparsemax"), lambda n: 1, False, True),
+        (SHRINKING, SOFTMAX, lambda n: 1 / n, True, False),
+        (FIXED, VariantCall("cosformer", (("max_length", 1024),)), lambda n: 1, True, True),
+    ],
+)
+def test_fitted_values_at_the_ends_of_the_range_are_marked(
+    gap: Gap, call: VariantCall, weight, below: bool, above: bool
+) -> None:
+    law_fit = fit(gap, call, KEYS, column(*map(weight, KEYS)))
+    assert (law_fit.below.item(), law_fit.above.item()) == (below, above)
+    if call.name == "sparsemax":
+        assert law_fit.sizes.item() == pytest.approx(1.0, rel=0.02)
 
 
 def test_scores_with_a_shrinking_gap_are_sorted_and_uniform() -> None:
@@ -156,45 +160,49 @@ def rows_of(variant: str, law, seeds: int = 1, **more: Any) -> list[dict[str, An
     ]  # fmt: skip
 
 
+def cells(table: Table) -> dict[str, dict[str, str]]:
+    """The cells by variant (without the mark of untrained ones) and column."""
+    return {
+        line[0].split(" †")[0]: dict(zip(table.header, line, strict=True)) for line in table.rows
+    }
+
+
 def test_tables_show_fits_and_bounds() -> None:
-    rows = rows_of("softmax", lambda n: softmax_fixed(n, 3.0), seeds=2)
-    rows += rows_of(
-        "ssmax", lambda n: 1 / (1 + (n - 1) * n ** (-0.3 * 4)), seeds=2, learned={"s": [0.3]}
-    )
     # The parameter s of an inference-time substitution is not trained and has its default.
-    s = 0.168
-    rows += rows_of(
-        "ssmax->ssmax(b=0)", lambda n: 1 / (1 + (n - 1) * n ** (-s * 9)), learned={"s": [0.3]}
-    )
+    weights = {
+        "softmax": (2, lambda n: softmax_fixed(n, 3.0)),
+        "ssmax": (2, lambda n: 1 / (1 + (n - 1) * n ** (-0.3 * 4))),
+        "ssmax->ssmax(b=0)": (1, lambda n: 1 / (1 + (n - 1) * n ** (-0.168 * 9))),
+    }
+    rows = [
+        row
+        for variant, (seeds, law) in weights.items()
+        for row in rows_of(variant, law, seeds, learned={"s": [0.3]} if "s" in variant[1:3] else {})
+    ]
     for one in rows:
         if one["length"] <= 256:
             one["curves"]["head_jacobian"] = [one["length"] / 1000]
     fits, bounds = theory.tables(group_of(rows))
-    cells = {line[0].split(" †")[0]: line for line in fits.rows}
     assert "each fitted separately" in fits.note
-    delta = fits.header.index("Δ")
-    assert cells["softmax"][delta : delta + 2] == ["3 (3 to 3)", "×1 (1 to 1)"]
-    assert cells["ssmax"][delta : delta + 2] == ["4 (4 to 4)", "×1 (1 to 1)"]
-    assert cells["ssmax->ssmax(b=0)"][delta : delta + 2] == ["9", "×1"]
-    assert {line[-1] for line in fits.rows} == {"fixed"}
-    first = dict(zip(bounds.header, bounds.rows[0], strict=True))
-    assert first["n"] == "1024"
-    assert first["softmax bound"] == f"{20 / 1024:.3g}"
-    assert first["2e^δ"] == "40"
-    assert (first["β/log n"], first["γ_c"]) == ("2.5", "4")
-    assert first["‖∂w/∂z‖₂"] == "0.256 at 256"
+    shown = {name: (line["Δ"], line["closer law"]) for name, line in cells(fits).items()}
+    assert shown == {
+        "softmax": ("3 (3 to 3)", "fixed"),
+        "ssmax": ("4 (4 to 4)", "fixed"),
+        "ssmax->ssmax(b=0)": ("9", "fixed"),
+    }
+    assert [line[-2] for line in fits.rows] == ["×1 (1 to 1)", "×1 (1 to 1)", "×1"]
+    assert {
+        "n": "1024", "softmax bound": f"{20 / 1024:.3g}", "2e^δ": "40", "β/log n": "2.5",
+        "γ_c": "4", "‖∂w/∂z‖₂": "0.256 at 256",
+    }.items() <= cells(bounds)["softmax"].items()  # fmt: skip
 
 
 def test_only_the_sharpest_eight_heads_are_shown() -> None:
     many = {f"head_{name}": [0.5] * 10 for name in FIGURES}
     peaks = [[0.01 * (h + 1) for h in range(10)], [0.001 * (h + 1) for h in range(10)]]
+    settings = evals_rows.SETTINGS | {"depth": 2}
     rows = [
-        row(
-            "softmax",
-            n,
-            settings=evals_rows.SETTINGS | {"depth": 2},
-            **(many | {"head_peak": peak}),
-        )
+        row("softmax", n, settings=settings, **(many | {"head_peak": peak}))
         for n, peak in zip((16, 64), peaks, strict=True)
     ]
     fits, bounds = theory.tables(group_of(rows))
@@ -205,27 +213,23 @@ def test_only_the_sharpest_eight_heads_are_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "lengths", "peak", "reason"),
+    ("variant", "weights", "verdict"),
     [
-        ("softmax", (16,), 0.5, "one length: no fit"),
-        ("softmax", (16, 64), 0.0, "no fit"),
-        ("cosformer(max_length=32)", (16, 64), 0.5, "no law: cosformer: max_length=32"),
-        ("cosformer(max_length=64)", (16, 64), 0.5, "weights do not depend on κ or Δ"),
+        ("softmax", {16: 0.5}, "one length: no fit"),
+        ("softmax", {16: 0.0, 64: 0.0}, "fewer than two weights above 0: no fit"),
+        ("cosformer(max_length=32)", {16: 0.5, 64: 0.5}, "no law: cosformer: max_length=32"),
+        ("cosformer(max_length=64)", {16: 0.5, 64: 0.5}, "weights do not depend on κ or Δ"),
+        ("softmax", {n: 6 / n for n in (1024, 2048, 4096)}, "either"),  # 1/n under both laws
     ],
 )
-def test_missing_fit_has_a_reason(variant: str, lengths, peak: float, reason: str) -> None:
-    group = group_of([row(variant, n, head_peak=[peak]) for n in lengths])
+def test_closer_law_or_the_reason_for_none(
+    variant: str, weights: dict[int, float], verdict: str
+) -> None:
+    group = group_of([row(variant, n, head_peak=[w]) for n, w in weights.items()])
     fits, bounds = theory.tables(group)
-    assert reason in fits.rows[0][-1]
+    assert fits.rows[0][-1].startswith(verdict)
     assert len(bounds.rows) == 1
-    figure = theory_plots.theory_plot(group)
-    assert (figure is None) == (peak == 0)
-
-
-def test_weights_falling_as_1_over_n_fit_either_law() -> None:
-    rows = [row("softmax", n, head_peak=[6 / n]) for n in (1024, 2048, 4096)]
-    fits, _ = theory.tables(group_of(rows))
-    assert fits.rows[0][-1] == "either"
+    assert (theory_plots.theory_plot(group) is None) == (max(weights.values()) == 0)
 
 
 def test_no_tables_or_figure_without_measured_heads() -> None:
@@ -240,7 +244,7 @@ def test_failed_seeds_are_left_out() -> None:
         row("softmax", n, 1, status="nan", message="NaN", metrics={}) | {"curves": {}} for n in KEYS
     ]
     fits, _ = theory.tables(group_of(rows))
-    assert fits.rows[0][fits.header.index("Δ")] == "3"
+    assert cells(fits)["softmax"]["Δ"] == "3"
 
 
 def test_figure_shows_measurements_the_fitted_law_and_the_bound() -> None:
@@ -285,20 +289,16 @@ def test_rank_table_has_a_line_for_an_unsupported_variant() -> None:
 
 def test_log_of_a_softmax_has_rank_h_plus_two_and_without_bias_h_plus_one() -> None:
     """log P = [h, 1, lse] [W, b, −1]ᵀ is a product of matrices with H + 2 columns."""
-    draw = torch.Generator().manual_seed(0)
-    h, w, b = (torch.randn(*shape, generator=draw, dtype=torch.float64)
-               for shape in ((60, 3), (40, 3), (40,)))  # fmt: skip
+    h, w, b = (ranks.normals(0)[1](*shape) for shape in ((60, 3), (40, 3), (40,)))
     assert ranks.log_rank((h @ w.T + b).softmax(-1)) == 5
     assert ranks.log_rank((h @ w.T).softmax(-1)) == 4
-    p = ranks.mixture(1, "normal", torch.float64, sizes=(3, 40, 60))
-    assert ranks.log_rank(p) == 5
 
 
 def test_only_the_rank_of_a_mixture_of_softmaxes_exceeds_the_bound_of_one_softmax() -> None:
-    table = ranks.mixture_table(sizes=(3, 40, 60))
+    table = ranks.mixture_table(SIZES)
     assert "H + 2 = 5" in table.note
     assert "σ_max · max(rows, columns) · ε" in table.note
-    assert len(table.rows) == 8
+    assert len(table.rows) == 8  # without the published ranks, which are for other sizes
     for name, one, *others in table.rows:
         assert int(one) <= 5
         for rank in others:
@@ -307,11 +307,12 @@ def test_only_the_rank_of_a_mixture_of_softmaxes_exceeds_the_bound_of_one_softma
 
 @pytest.mark.parametrize("kind", ["softmaxes", "contexts"])
 def test_rows_of_a_mixture_sum_to_one_and_a_mixture_of_one_is_a_softmax(kind: str) -> None:
-    sizes = (3, 40, 60)
-    p = ranks.mixture(4, "normal", torch.float64, sizes=sizes, kind=kind)
+    p, of_one, softmax = (
+        ranks.mixture(k, "normal", torch.float64, sizes=SIZES, kind=x)
+        for k, x in ((4, kind), (1, kind), (1, "softmaxes"))
+    )
     assert torch.allclose(p.sum(-1), torch.ones(60, dtype=torch.float64))
-    p_of_one = ranks.mixture(1, "normal", torch.float64, sizes=sizes, kind=kind)
-    assert torch.equal(p_of_one, ranks.mixture(1, "normal", torch.float64, sizes=sizes))
+    assert torch.equal(of_one, softmax)
 
 
 def test_only_a_mixture_of_attentions_exceeds_the_bound_of_one_attention() -> None:
@@ -323,25 +324,25 @@ def test_only_a_mixture_of_attentions_exceeds_the_bound_of_one_attention() -> No
     assert torch.allclose(mixed.sum(-1), torch.ones(24).double())
 
 
-def test_published_ranks_are_shown_only_for_the_published_sizes(monkeypatch) -> None:
+def test_published_ranks_are_shown_for_the_published_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ranks, "log_rank", lambda matrix: 7)
     monkeypatch.setattr(ranks, "mixture", lambda *args: None)
     shown = {line[0]: line[1:] for line in ranks.mixture_table().rows}
     assert shown["softmaxes, published"] == ["34", "629", "979", "995", "997"]
     assert shown["contexts, published"] == ["34"] * 5
-    small = ranks.mixture_table(sizes=(3, 40, 60)).rows
-    assert all("published" not in line[0] for line in small)
 
 
 def test_ranks_prints_its_tables_and_writes_csv(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ranks.main(tmp_path, tokens=24, sizes=(3, 40, 60)) == 0
+    assert ranks.main(tmp_path, tokens=24, sizes=SIZES) == 0
     text = capsys.readouterr().out
     assert "depend on dtype, initialization and tolerance" in text
     for name in attnzoo.list_variants():
         assert name in text
     attention, _, mixtures = read_tables((tmp_path / "ranks.csv").read_text())
-    cells = {line[0]: line[1:] for line in [*attention.rows, *mixtures.rows]}
-    assert cells["softmax"][:2] == ["17", "17"]
-    assert int(cells["softmaxes, fp64, normal"][0]) == 5
+    shown = {line[0]: line[1:] for line in [*attention.rows, *mixtures.rows]}
+    assert shown["softmax"][:2] == ["17", "17"]
+    assert shown["softmaxes, fp64, normal"][0] == "5"
