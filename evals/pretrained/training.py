@@ -1,7 +1,8 @@
 """Trains what a variant learns in a pretrained model, and stores only that.
 
-All other parameters are frozen. The learned parameters of the variant are fp32, whatever the dtype
-of the model. The model stays in evaluation mode, so dropout is off.
+All other parameters are frozen. The learned parameters of the variant, and those of LoRA (Hu et al.
+2021, arXiv:2106.09685), are fp32, whatever the dtype of the model. The model stays in evaluation
+mode, so dropout is off.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,15 @@ import attnzoo
 from commandline.errors import UsageError
 from commandline.files import write_whole
 from evals.harness.training import fit
-from evals.pretrained import contexts, lora
-from evals.pretrained.loading import Loaded, read_text
+from evals.pretrained.loading import Loaded
 from evals.pretrained.reading import surprisal
-from evals.pretrained.study import PretrainedTask, outlined
-from evals.pretrained.substitution import Substitution, apply
+from evals.pretrained.substitution import Substitution
 from evals.task import Schedule
 from evals.tasks import draws
 
 VERSION = 2  # change it when a training with the same settings gives other values
 _LEAST_GRADIENT = 1e-11  # a thousandth of AdamW's eps: smaller gradients move nothing
+_LORA = "lora_"  # in the names of the parameters that peft adds
 
 
 @dataclass(frozen=True)
@@ -56,59 +56,87 @@ class Recipe:
         return f"{words}, seed {self.seed}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Adapted(Substitution):
     """A variant whose learned parameters were trained.
 
     call: the variant at the start of the training. learn: names of the trained parameters. file:
-    where the trained values are stored.
+    where the trained values are stored; None is the start of the training.
     """
 
-    recipe: Recipe | None = None
+    recipe: Recipe
     learn: tuple[str, ...] = ()
-    file: Path = Path()
-
-    @property
-    def settings(self) -> Recipe:
-        assert self.recipe is not None
-        return self.recipe
+    file: Path | None = None
 
     def __str__(self) -> str:
-        return f"{self.call} trained ({', '.join([*self.learn, str(self.settings)])})"
+        return f"{self.call} trained ({', '.join([*self.learn, str(self.recipe)])})"
 
     @property
     def in_place(self) -> bool:
-        return not self.settings.lora
+        return not self.recipe.lora
 
-    def identity(self) -> dict[str, object]:
-        trained = {"version": VERSION, "learn": list(self.learn), **asdict(self.settings)}
-        return {**super().identity(), "trained": trained}
+    @property
+    def untrained(self) -> Adapted:
+        return replace(self, file=None)
 
-    def prepared(self, model: Any, tokens: Tensor) -> tuple[Any, Any]:
-        """The model at the start of the training with frozen parameters, and the LoRA tuner."""
-        unconverted = set(attentions(model))
-        model = apply(model, self, tokens, learn=self.learn)
-        for module in set(attentions(model)) - unconverted:
-            module.float().reset_parameters()  # convert has rounded them to the model's dtype
-        recipe = self.settings
-        tuner = lora.added(model, recipe.lora, recipe.seed) if recipe.lora else None
-        variant_parameters = {id(x) for module in attentions(model) for x in module.parameters()}
-        for name, value in model.named_parameters():
-            value.requires_grad_(id(value) in variant_parameters or lora.MARK in name)
-        return model, tuner
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"learn": self.learn}
+
+    def identity(self) -> dict[str, object] | None:
+        trained = {"version": VERSION, "learn": list(self.learn), **asdict(self.recipe)}
+        return {**(super().identity() or {}), "trained": trained}
 
     def onto(self, model: Any, tokens: Tensor) -> Any:
-        stored = read_stored(self.file)
-        model, tuner = self.prepared(model, tokens)
+        """Substitute the variant with the trained values, or with those of the start, in place.
+
+        At the start, all other parameters are frozen.
+        """
+        stored = None if self.file is None else read_stored(self.file)
+        unconverted = set(attentions(model))
+        model = super().onto(model, tokens)
+        for module in set(attentions(model)) - unconverted:
+            module.float().reset_parameters()  # convert has rounded them to the model's dtype
+        tuner = _with_lora(model, self.recipe) if self.recipe.lora else None
+        variant_parameters = {id(x) for module in attentions(model) for x in module.parameters()}
+        for name, value in model.named_parameters():
+            value.requires_grad_(id(value) in variant_parameters or _LORA in name)
+        if stored is None:
+            return model
         parameters = trained_parameters(model)
         if parameters.keys() != stored.tensors.keys():
             raise UsageError(f"{self.file} has the parameters of another model; remove it")
-        with torch.no_grad():
-            for name, value in stored.tensors.items():
-                parameters[name].copy_(value)
-        for value in parameters.values():
-            value.requires_grad_(False)
-        return model if tuner is None else lora.merged(tuner)
+        for name, value in parameters.items():
+            value.requires_grad_(False).copy_(stored.tensors[name])
+        return model if tuner is None else tuner.merge_and_unload()
+
+
+def check_peft() -> None:
+    """Raise UsageError if peft is missing, which LoRA needs."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise UsageError("--lora needs peft: pip install -e '.[lora]'") from error
+
+
+def _with_lora(model: nn.Module, recipe: Recipe) -> Any:
+    """Add fp32 LoRA layers to the linear layers below the output layer, in place.
+
+    The scale is that of peft with alpha = rank, which is 1. At the start the outputs of the model
+    do not change. The matrices A are drawn at random with the seed of the training.
+    """
+    from peft import LoraConfig, LoraModel
+
+    config = LoraConfig(
+        r=recipe.lora, lora_alpha=recipe.lora, target_modules="all-linear", lora_dropout=0.0
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        tuner: Any = LoraModel(model, config, "default")  # type: ignore[arg-type]
+    for name, value in tuner.model.named_parameters():
+        if _LORA in name:
+            value.data = value.data.float()
+    return tuner
 
 
 def attentions(model: nn.Module) -> list[attnzoo.nn.Attention]:
@@ -121,69 +149,25 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: x for name, x in model.named_parameters() if x.requires_grad}
 
 
-@dataclass(frozen=True)
-class HeldOut(PretrainedTask):
-    """A task whose contexts are not of the training text.
-
-    text: the text of the contexts, or the text of both if share > 0. training: the training text.
-    share: the part at the end of the text that is held out; 0 if the training text is another file.
-    """
-
-    training: Path = Path()
-    share: float = 0.0
-
-    @property
-    def text_name(self) -> str:
-        return f"last {100 * self.share:g} % of {self.text.name}" if self.share else self.text.name
-
-    @property
-    def data(self) -> str:
-        return f"{super().data} trained-on-{self.hashes[0]}"
-
-    def training_text(self) -> str:
-        return self.texts()[0]
-
-    def typical(self, drawn: contexts.Contexts) -> Tensor:
-        return training_tokens(self)
-
-    def _read(self) -> tuple[str, str]:
-        """The training text and the text of the contexts. A text is cut at the end of a line."""
-        if not self.share:
-            return read_text(self.training), read_text(self.text, "--eval-text")
-        text = read_text(self.text)
-        cut = text.find("\n", int(len(text) * (1 - self.share))) + 1
-        if cut == 0:
-            raise UsageError(
-                f"--text must have a line that ends in its last {100 * self.share:g} %, so that "
-                "this part can be held out"
-            )
-        return text[:cut], text[cut:]
-
-
-@cache
-def training_tokens(task: HeldOut) -> Tensor:
-    """The tokens (N,) of the training text."""
-    return outlined(task.source).tokens(task.training_text())
-
-
 class Sequences:
     """Training sequences: the tokenizer's special tokens, then consecutive tokens of the text from
     random starts. A sequence depends only on the seed, its length and its number."""
 
     def __init__(self, loaded: Loaded, tokens: Tensor, recipe: Recipe) -> None:
         self.tokens, self.recipe, self.start = tokens, recipe, loaded.start()
-        size = recipe.length - len(self.start)
-        if len(tokens) < size + 1:
+        self.size = recipe.length - len(self.start)
+        if len(tokens) < self.size + 1:
             raise UsageError(
-                f"--text must have at least {size + 1} tokens to train on, got {len(tokens)}"
+                f"--text must have at least {self.size + 1} tokens to train on, got {len(tokens)}"
             )
 
     def batch(self, first: int, last: int) -> Tensor:
         """The sequences first … last − 1, (last − first, length)."""
-        recipe, size = self.recipe, self.recipe.length - len(self.start)
-        raw = draws.words(recipe.seed, "train", recipe.length, first, last, 1)[:, 0]
-        begins = draws.integers(raw, len(self.tokens) - size + 1)
-        return torch.stack([torch.cat((self.start, self.tokens[b : b + size])) for b in begins])
+        raw = draws.words(self.recipe.seed, "train", self.recipe.length, first, last, 1)[:, 0]
+        begins = draws.integers(raw, len(self.tokens) - self.size + 1)
+        return torch.stack([
+            torch.cat((self.start, self.tokens[begin : begin + self.size])) for begin in begins
+        ])  # fmt: skip
 
 
 def loss_of(model: Any, ids: Tensor) -> Tensor:
@@ -195,21 +179,17 @@ def loss_of(model: Any, ids: Tensor) -> Tensor:
 
 def check_gradients(model: Any, spec: Adapted, sequences: Sequences) -> None:
     """Raise if a learned parameter of the variant has no gradient at the start in any layer."""
-    with torch.enable_grad():
-        loss_of(model, sequences.batch(0, 1)[:, :64]).backward()
+    loss_of(model, sequences.batch(0, 1)[:, :64]).backward()
     for name in spec.learn:
-        grads = [x.grad for layer in attentions(model) for x in _tensors(layer, name)]
+        # A bounded parameter is stored under a longer name.
+        grads = [x.grad for layer in attentions(model) for key, x in layer.named_parameters()
+                 if name in key.split(".")]  # fmt: skip
         largest = max((float(g.abs().max()) for g in grads if g is not None), default=0.0)
         if largest < _LEAST_GRADIENT:
             raise UsageError(
                 f"--variants {spec.call}: {name} has no gradient there, so training cannot move "
                 f"it; give another initial value, such as {spec.call.name}({name}=…)"
             )
-
-
-def _tensors(layer: attnzoo.nn.Attention, name: str) -> list[Tensor]:
-    """The trainable tensors behind a parameter; a bounded one is stored under a longer name."""
-    return [x for key, x in layer.named_parameters() if name in key.split(".")]
 
 
 @dataclass(frozen=True)
@@ -222,6 +202,12 @@ class StoredTraining:
 
     tensors: Mapping[str, Tensor]
     about: Mapping[str, Any]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a result row says about the training."""
+        costs = {name: self.about[name] for name in ("seconds", "cpu_seconds", "parameters")}
+        return {**self.about["settings"], **costs}
 
     @cached_property
     def curves(self) -> dict[str, list[float]]:
@@ -256,6 +242,7 @@ def read_stored(file: Path) -> StoredTraining:
 
 def is_trained(spec: Adapted) -> bool:
     """Whether the training is finished. A damaged file gives a warning, and does not count."""
+    assert spec.file is not None
     if not spec.file.exists():
         return False
     try:
@@ -266,32 +253,34 @@ def is_trained(spec: Adapted) -> bool:
     return True
 
 
-def train(
-    spec: Adapted, loaded: Loaded, model: Any, tokens: Tensor, report: Callable[[float], None]
-) -> None:
-    """Train a prepared model and write the trained parameters to ``spec.file``.
+def train(spec: Adapted, model: Any, sequences: Sequences, report: Callable[[float], None]) -> None:
+    """Train a model at the start of the training and write the parameters to ``spec.file``.
 
     report: called with the finished fraction after each step.
 
     Raises:
         evals.harness.training.NotFinite: the training gave a NaN or an infinity.
     """
-    recipe, sequences = spec.settings, Sequences(loaded, tokens, spec.settings)
+    assert spec.file is not None
+    recipe, losses = spec.recipe, list[Tensor]()
     began, cpu = time.perf_counter(), time.process_time()
-    losses: list[Tensor] = []
 
     def loss_at(step: int) -> Tensor:
         report(step / recipe.steps)
-        with torch.enable_grad():
-            ids = sequences.batch(step * recipe.batch, (step + 1) * recipe.batch)
-            loss = loss_of(model, ids)
+        loss = loss_of(model, sequences.batch(step * recipe.batch, (step + 1) * recipe.batch))
         losses.append(loss.detach())
         return loss
 
+    trained = trained_parameters(model)
+    factors = {False: 1.0, True: recipe.lora_learning_rate / recipe.learning_rate}
+    groups = [
+        {"params": parameters, "weight_decay": 0.0, "factor": factor}
+        for of_lora, factor in factors.items()
+        if (parameters := [x for name, x in trained.items() if (_LORA in name) == of_lora])
+    ]
     schedule = Schedule(steps=recipe.steps, batch=recipe.batch,
                         learning_rate=recipe.learning_rate, weight_decay=0.0)  # fmt: skip
-    fit(model, loss_at, schedule, lambda *_: None, _groups(model, recipe))
-    trained = trained_parameters(model)
+    fit(model, loss_at, schedule, lambda *_: None, groups)
     about = {
         "loss": [_short(float(loss)) for loss in losses],
         "values": _per_head(attentions(model), spec.learn),
@@ -318,16 +307,3 @@ def _per_head(
 
 def _short(value: float) -> float:
     return float(f"{value:.5g}")
-
-
-def _groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """Parameter groups: the variant's, and those of LoRA with their own learning rate."""
-    named = trained_parameters(model).items()
-    variant_parameters = [x for name, x in named if lora.MARK not in name]
-    lora_parameters = [x for name, x in named if lora.MARK in name]
-    groups: list[dict[str, Any]] = [
-        {"params": variant_parameters, "weight_decay": 0.0},
-        {"params": lora_parameters, "weight_decay": 0.0,
-         "factor": recipe.lora_learning_rate / recipe.learning_rate},
-    ]  # fmt: skip
-    return [group for group in groups if group["params"]]
