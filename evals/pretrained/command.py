@@ -18,18 +18,17 @@ import torch
 from commandline.arguments import either
 from commandline.errors import UsageError
 from commandline.files import check_folder, check_writable
-from commandline.variants import VariantCall, complete, split_list
-from evals.harness.any_run import AnyRun, RunContext
+from commandline.variants import complete, split_list
+from evals.harness.any_run import RunContext
 from evals.harness.plan import check_device, check_unique, key_of
 from evals.harness.plugins import hash_in, load_plugins
 from evals.harness.pool import Failure, Pool, default_workers, execute_here, worker_devices
 from evals.harness.progress import Progress, clock, counted
 from evals.harness.training import NotFinite
 from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
-from evals.measures.metrics import Outcome
+from evals.pretrained import training
 from evals.pretrained.loading import Source, load, outline
 from evals.pretrained.options import ADAPT, HELD_OUT, LORA_RATE, VARIANTS, samples_of
-from evals.pretrained.starts import parse_training, references
 from evals.pretrained.study import (
     PretrainedStudy,
     PretrainedTask,
@@ -37,6 +36,7 @@ from evals.pretrained.study import (
     drawn_from,
     measured,
     typical_tokens,
+    work,
 )
 from evals.pretrained.substitution import (
     AS_LOADED,
@@ -46,43 +46,17 @@ from evals.pretrained.substitution import (
     parse_substitution,
     substituted,
 )
-from evals.pretrained.training import (
-    Adapted,
-    Recipe,
-    Sequences,
-    check_gradients,
-    check_peft,
-    is_trained,
-    loss_of,
-    train,
-)
+from evals.pretrained.training import Adapted, Recipe, Sequences, is_trained
 from evals.reporting.pretrained import print_tables, write_report
 from evals.results.store import Folder
 
 FOLDER = "trained"  # of the trained parameters, in --out
 
 
-class _RowListener:
-    """Stores the results of runs."""
-
-    def __init__(self, study: PretrainedStudy, folder: Folder) -> None:
-        self.study, self.folder = study, folder
-
-    def row(
-        self, run: Any, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
-    ) -> None:
-        self.folder.append(self.study.row(run, key, point, outcome))
-
-    def loss(self, run: AnyRun, step: int, value: float) -> None:
-        raise AssertionError("no run trains")
-
-
 def main(args: argparse.Namespace) -> int:
     """Train, measure, print the tables and write the report; returns 1 if a run failed, or 0."""
     study = plan(args)
-    folder, all_runs = Folder(args.out, args.shard), study.runs()
-    shard_runs = all_runs[args.shard.index :: args.shard.count]
-    runs = missing(shard_runs, folder, args.retry_failed)
+    runs = study.missing(args.retry_failed, args.shard)
     trained = [spec for spec in study.specs if isinstance(spec, Adapted)]
     trainings = [spec for spec in trained if not is_trained(spec)]
     workers = default_workers(args.device) if args.workers is None else args.workers
@@ -103,15 +77,14 @@ def main(args: argparse.Namespace) -> int:
         if (path := getattr(args, option)) is not None:
             check_writable(f"--{option}", path)
     failed = _train(study, trainings, args.verbose)
-    all_runs, runs = ([run for run in part if run.substitution not in failed]
-                      for part in (all_runs, runs))  # fmt: skip
-    failures = execute(study, runs, folder, workers, args)
+    study = replace(study, specs=[spec for spec in study.specs if spec not in failed])
+    failures = execute(study, study.missing(args.retry_failed, args.shard), workers, args)
     for failure in failures:
         print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
         if args.verbose:
             print(failure.traceback, file=sys.stderr)
-    folder = Folder(args.out, args.shard)
-    keys = {key for run in all_runs for tests in run.tests.values() for key in tests}
+    folder = Folder(args.out, args.shard)  # with the rows of other shards
+    keys = {key for run in study.runs() for tests in run.tests.values() for key in tests}
     missing_rows = len(keys - folder.by_key.keys())
     if missing_rows and args.shard.count > 1 and not failures:
         print(f"This shard is done. {counted(missing_rows, 'result')} of other shards are missing. "
@@ -129,31 +102,16 @@ def main(args: argparse.Namespace) -> int:
     return 1 if failed or failures or all(row["status"] != "ok" for row in rows) else 0
 
 
-def missing(runs: Sequence[Reading], folder: Folder, retry: bool) -> list[Reading]:
-    """The runs with the points that have no result yet, or with ``retry`` a failed one."""
-    done = {key for key, row in folder.by_key.items() if not retry or row["status"] == "ok"}
-    unfinished = (
-        replace(run, tests={at: keys for at, keys in run.tests.items() if not keys.keys() <= done})
-        for run in runs
-    )
-    return [run for run in unfinished if run.tests]
-
-
 def execute(
-    study: PretrainedStudy,
-    runs: list[Reading],
-    folder: Folder,
-    workers: int,
-    args: argparse.Namespace,
+    study: PretrainedStudy, runs: list[Reading], workers: int, args: argparse.Namespace
 ) -> list[Failure]:
     if not runs:
         return []
     progress = Progress(len(runs), verbose=args.verbose)
     context = RunContext(args.device, args.plugin, args.out, hash_in(study.plugins))
-    listener = _RowListener(study, folder)
     try:
         if workers == 0:
-            return execute_here(runs, context, listener, progress)
+            return execute_here(runs, context, study, progress)
         for made in (load, drawn_from, outline, typical_tokens):  # each worker makes them itself
             made.cache_clear()
         gc.collect()
@@ -161,7 +119,7 @@ def execute(
             torch.cuda.empty_cache()
         devices = worker_devices(args.device, min(workers, len(runs)))
         contexts = [replace(context, device=device) for device in devices]
-        return Pool(contexts, listener, progress).execute(runs)
+        return Pool(contexts, study, progress).execute(runs)
     finally:
         progress.close()
 
@@ -187,7 +145,7 @@ def _train(study: PretrainedStudy, specs: Sequence[Adapted], verbose: bool) -> l
             report = partial(progress.update, str(spec), stage="training")
             try:
                 with lean_arithmetic(), _opened(study, spec.untrained) as model:
-                    train(spec, model, _sequences(study, spec), report)
+                    training.train(spec, model, _sequences(study, spec), report)
             except (NotFinite, MemoryError, RuntimeError) as error:
                 if not (isinstance(error, NotFinite) or is_out_of_memory(error)):
                     raise
@@ -202,44 +160,33 @@ def _train(study: PretrainedStudy, specs: Sequence[Adapted], verbose: bool) -> l
 def show_estimate(
     study: PretrainedStudy, trainings: Sequence[Adapted], runs: Sequence[Reading], workers: int
 ) -> None:
-    """Time each variant on two short contexts and print the estimated time of all runs.
+    """Time each variant on a short context and print the estimated time of all runs.
 
-    The time of a context of n tokens is taken as a·n + b·n². A training is timed by its first two
-    steps. Trained variants are timed as they are at the start of the training.
+    A training is timed by its first two steps. Trained variants are timed at the start of the
+    training.
     """
     for spec in trainings:
         sequences, seconds = _sequences(study, spec), 0.0
         with lean_arithmetic(), _opened(study, spec.untrained) as model:
             for _ in range(2):  # the first is slower
                 began = time.perf_counter()
-                loss_of(model, sequences.batch(0, spec.recipe.batch)).backward()
+                training.loss_of(model, sequences.batch(0, spec.recipe.batch)).backward()
                 seconds = time.perf_counter() - began
         print(f"  {spec}: {clock(seconds * spec.recipe.steps)}")
-    loaded, contexts, total = load(study.task.source), drawn_from(study.task), 0.0
-    shortest, *longer = sorted(study.samples)
+    loaded, shortest, total = load(study.task.source), min(study.samples), 0.0
+    context = drawn_from(study.task).draw(shortest, 0)
     for spec in study.specs:
         lengths = [length for run in runs if run.substitution == spec for length, _ in run.tests]
         if not lengths:
             continue
-        times: list[tuple[int, float]] = []
         with _opened(study, spec.untrained) as model:
-            for length in (shortest, shortest, *(longer or [shortest])[:1]):  # the first is slower
-                (outcome,) = measured(study.task, loaded, model, [contexts.draw(length, 0)])
-                times.append((length, outcome.cpu_seconds))
-        seconds = sum(_extrapolated(times[1:], length) for length in lengths)
+            for _ in range(2):  # the first is slower
+                (outcome,) = measured(study.task, loaded, model, [context])
+        seconds = outcome.cpu_seconds * sum(map(work, lengths)) / work(shortest)
         total += seconds
         print(f"  {spec}: {clock(seconds)}")
     print(f"about {clock(total / workers)} on {counted(workers, 'worker')} of one core each, plus "
           "the loading of the model")  # fmt: skip
-
-
-def _extrapolated(times: Sequence[tuple[int, float]], length: int) -> float:
-    (m, s), (n, t) = times
-    if m == n:
-        return t * length / n
-    b = max(0.0, (t / n - s / m) / (n - m))
-    a = max(0.0, t / n - b * n)
-    return a * length + b * length**2
 
 
 # ---- plan -------------------------------------------------------------------------------------
@@ -262,10 +209,13 @@ def plan(args: argparse.Namespace) -> PretrainedStudy:
         specs = _substitutions(args, max(samples), plugins)
     model_outline = outline(task.source)
     model_outline.check_length("--lengths", max(args.lengths))
-    study = PretrainedStudy(task, specs, samples, plugins, "", model_outline.limit)
+    study = PretrainedStudy(
+        task, specs, samples, plugins, "", model_outline.limit, Folder(args.out, args.shard)
+    )
     contexts = drawn_from(task)
-    for point in study.points():
-        contexts.draw(*point)
+    for share in study.shares():
+        for point in share:
+            contexts.draw(*point)
     for spec in specs:
         check_substitution(spec, model_outline.model.config, typical_tokens(task))
     study = replace(study, fingerprint=load(task.source).fingerprint())
@@ -273,7 +223,7 @@ def plan(args: argparse.Namespace) -> PretrainedStudy:
     for spec in specs:
         with _opened(study, spec.untrained) as model:
             if isinstance(spec, Adapted):
-                check_gradients(model, spec, _sequences(study, spec))
+                training.check_gradients(model, spec, _sequences(study, spec))
     return replace(study, specs=[AS_LOADED, *specs])
 
 
@@ -315,16 +265,16 @@ def _trainings(args: argparse.Namespace, task: PretrainedTask) -> list[Substitut
     """The variants of ``adapt``: those that are trained, and those that they are compared with."""
     rate = args.lora_learning_rate or LORA_RATE
     if args.lora:
-        check_peft()
+        training.check_peft()
     elif args.lora_learning_rate is not None:
         raise UsageError("--lora-learning-rate needs --lora")
     recipe = Recipe(task.hashes[0], args.train_length, args.steps, args.batch,
                     args.learning_rate, 0, args.lora, rate if args.lora else 0.0)  # fmt: skip
-    trainings = [parse_training(text, args.layers, recipe) for text in args.variants]
-    check_unique("--variants", list(map(str, trainings)))
-    if args.save is not None and len(trainings) * len(args.seeds) != 1:
+    starts = [training.parse_training(text, args.layers, recipe) for text in args.variants]
+    check_unique("--variants", list(map(str, starts)))
+    if args.save is not None and len(starts) * len(args.seeds) != 1:
         raise UsageError(
-            f"--save needs one variant and one seed, got {counted(len(trainings), 'variant')}, "
+            f"--save needs one variant and one seed, got {counted(len(starts), 'variant')}, "
             f"{counted(len(args.seeds), 'seed')}"
         )
     model_outline = outline(task.source)
@@ -333,9 +283,9 @@ def _trainings(args: argparse.Namespace, task: PretrainedTask) -> list[Substitut
     model_outline.check_length("--train-length", args.train_length)
     Sequences(model_outline, typical_tokens(task), recipe)  # raises if the text is too short
     specs: list[Substitution] = []
-    for training in trainings:
-        specs += references(training)
-        specs += [replace(training, recipe=replace(recipe, seed=number)) for number in args.seeds]
+    for start in starts:
+        specs += training.references(start)
+        specs += [replace(start, recipe=replace(recipe, seed=number)) for number in args.seeds]
     return list({str(spec): spec for spec in specs}.values())
 
 

@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ VARIANTS = (
     "softmax,log_n(train_length=2048),adaptive_temperature,entmax,topk(top_k=64),"
     "ssmax(calibrate=512)"
 )
-TRAINED = "ssmax"
+MODEL = "Load this model: a folder, or a name on the Hugging Face hub"  # help of --model
 LORA_RATE = 3e-4
 HELD_OUT = 0.2
 
@@ -40,18 +41,16 @@ def add_parsers(commands: Any) -> None:
         "inference: the loss at each position, retrieval of facts planted in a text, the sharpness "
         "of each head, and the weight that each head puts on a needle. Nothing is trained.",
     )
-    add = parser.add_argument
-    add("--text", type=Path, required=True, metavar="FILE", help="Read this UTF-8 text")
-    add("--variants", type=split_list, metavar="a,b(x=1)",
-        help="Substitute these variants at inference, also with start='identity' or calibrate=N "
-        f"(default: {VARIANTS}, and those of --plugin). The model as loaded is always measured"
-        )  # fmt: skip
-    add("--greedy", action="store_true", help="Also decode the answers greedily")
-    add("--batch", type=integer(1), default=1, metavar="N",
-        help="Read N contexts at once (default: 1)")  # fmt: skip
-    add("--shard", type=_shard, default=UNSHARDED, metavar="I/N",
-        help="Run part I of N (I from 0)")  # fmt: skip
     parser.set_defaults(save=None)
+    add = adder(parser)
+    add("--text", "FILE", "Read this UTF-8 text", Path, required=True)
+    text = "Substitute these variants at inference, also with start='identity' or calibrate=N "
+    text += f"(default: {VARIANTS}, and those of --plugin). The model as loaded is always measured"
+    add("--variants", "a,b(x=1)", text, split_list)
+    parser.add_argument("--greedy", action="store_true", help="Also decode the answers greedily")
+    add("--batch", "N", "Read N contexts at once", integer(1), 1)
+    text = "Run part I of N (I from 0)"
+    parser.add_argument("--shard", type=_shard, default=UNSHARDED, metavar="I/N", help=text)
     _add_shared(parser, PRETRAINED, "512,1024,2048,8192", ",".join(MEASURES))
 
     parser = commands.add_parser(
@@ -64,74 +63,70 @@ def add_parsers(commands: Any) -> None:
         "variant calibrated without training, and the variant at the start of the training. "
         "Trained parameters are float32.",
     )
-    add = parser.add_argument
-    add("--text", type=Path, required=True, metavar="FILE", help="Train on this UTF-8 text")
-    add("--eval-text", type=Path, metavar="FILE",
-        help="Measure on this text (default: the end of --text, which is not trained on)"
-        )  # fmt: skip
-    add("--held-out", type=float, metavar="X",
-        help=f"Hold out this share of --text (default: {HELD_OUT:g})")  # fmt: skip
-    add("--variants", type=split_list, default=TRAINED, metavar="a,b(x=1)",
-        help="Train these variants, also with start='identity', calibrate=N or learn='x y', the "
-        f"parameters to train (default: {TRAINED})")  # fmt: skip
-    add("--train-length", type=integer(2), default=512, metavar="N",
-        help="Train on sequences of N tokens (default: 512)")  # fmt: skip
-    add("--steps", type=integer(1), default=100, metavar="N",
-        help="Train for N steps (default: 100)")  # fmt: skip
-    add("--batch", type=integer(1), default=4, metavar="N",
-        help="Sequences per step (default: 4)")  # fmt: skip
-    add("--learning-rate", type=_rate, default=0.01, metavar="X",
-        help="Peak learning rate of the variant's parameters (default: 0.01)")  # fmt: skip
-    add("--lora", type=integer(0), default=0, metavar="RANK",
-        help="Also train LoRA of this rank in all linear layers, with peft")  # fmt: skip
-    add("--lora-learning-rate", type=_rate, metavar="X",
-        help=f"Peak learning rate of LoRA (default: {LORA_RATE:g})")  # fmt: skip
-    add("--seeds", type=unique(lambda text: [seed(part) for part in text.split(",")]),
-        default="0", metavar="N,N,…",
-        help="Train once with each of these seeds (default: 0)")  # fmt: skip
-    add("--save", type=Path, metavar="DIR", help="Save the trained model to DIR (only one model)")
     parser.set_defaults(shard=UNSHARDED)
+    add = adder(parser)
+    add("--text", "FILE", "Train on this UTF-8 text", Path, required=True)
+    text = "Measure on this text (default: the end of --text, which is not trained on)"
+    add("--eval-text", "FILE", text, Path)
+    add("--held-out", "X", f"Hold out this share of --text (default: {HELD_OUT})", float)
+    text = "Train these variants, also with start='identity', calibrate=N or learn='x y', the "
+    add("--variants", "a,b(x=1)", f"{text}parameters to train", split_list, "ssmax")
+    add("--train-length", "N", "Train on sequences of N tokens", integer(2), 512)
+    add("--steps", "N", "Train for N steps", integer(1), 100)
+    add("--batch", "N", "Sequences per step", integer(1), 4)
+    add("--learning-rate", "X", "Peak learning rate of the variant's parameters", _rate, 0.01)
+    add("--lora", "RANK", "Also train LoRA of this rank in all linear layers, with peft",
+        integer(0), 0)  # fmt: skip
+    text = f"Peak learning rate of LoRA (default: {LORA_RATE})"
+    add("--lora-learning-rate", "X", text, _rate)
+    seeds = unique(lambda text: [seed(part) for part in text.split(",")])
+    add("--seeds", "N,N,…", "Train once with each of these seeds", seeds, "0")
+    add("--save", "DIR", "Save the trained model to DIR (only one model)", Path)
     _add_shared(parser, ADAPT, "512,1024,2048,4096,8192", "loss,retrieval")
 
 
+def adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
+    """A function that adds an option with a value: its name, placeholder, help text, type and
+    default. The default is added to the help text."""
+
+    def add(
+        name: str, metavar: str | None, text: str, kind: Any = str, default: Any = None, **more: Any
+    ) -> None:
+        text += "" if default is None else f" (default: {default})"
+        parser.add_argument(name, metavar=metavar, help=text, type=kind, default=default, **more)
+
+    return add
+
+
 def _add_shared(parser: argparse.ArgumentParser, name: str, lengths: str, measures: str) -> None:
-    add = parser.add_argument
-    add("--model", required=True, metavar="PATH_OR_NAME",
-        help="Load this model: a folder, or a name on the Hugging Face hub")  # fmt: skip
-    add("--gguf", metavar="FILE", help="Load the model and its tokenizer from this file in it")
-    add("--layers", type=parse_layers, default="all", metavar="N-N,N",
-        help="Substitute only in these layers")  # fmt: skip
-    add("--measures", type=_measures, default=measures, metavar="NAME,…",
-        help=f"Measure these of {', '.join(MEASURES)} (default: {measures})")  # fmt: skip
-    add("--lengths", type=unique(numbers), default=lengths, metavar="N,N,…",
-        help=f"Read contexts of these lengths in tokens (default: {lengths})")  # fmt: skip
-    add("--samples", type=numbers, metavar="N,N,…",
-        help="Read N contexts: one number, or one for each length (default: 20, and 5 at lengths "
-        "above 2048)")  # fmt: skip
-    add("--seed", type=seed, default=0, metavar="N", help="Draw contexts with seed N (default: 0)")
-    add("--dtype", choices=tuple(DTYPES), default="float32",
-        help="Load the parameters in this dtype (default: float32)")  # fmt: skip
-    add("--device", default="cpu", metavar="NAME", help="Run on cpu, cuda or cuda:N (default: cpu)")
-    add("--workers", type=integer(0), metavar="N",
-        help="Measure with N worker processes (default: one per core or GPU); 0: none"
-        )  # fmt: skip
-    add("--out", type=Path, default=Path("results") / name, metavar="DIR",
-        help=f"Write results to DIR, or continue those in it (default: results/{name})"
-        )  # fmt: skip
-    add("--retry-failed", action="store_true",
-        help="Repeat contexts that ended in NaN or out of memory")  # fmt: skip
-    add("--verbose", action="store_true", help="Also print all tables, tracebacks and status lines")
-    add("--dry-run", action="store_true", help="Estimate the time of the runs, and run nothing")
+    add, flag = adder(parser), partial(parser.add_argument, action="store_true")
+    add("--model", "PATH_OR_NAME", MODEL, required=True)
+    add("--gguf", "FILE", "Load the model and its tokenizer from this file in it")
+    add("--layers", "N-N,N", "Substitute only in these layers", parse_layers, "all")
+    add("--measures", "NAME,…", f"Measure these of {', '.join(MEASURES)}", _measures, measures)
+    add("--lengths", "N,N,…", "Read contexts of these lengths in tokens", unique(numbers), lengths)
+    text = "Read N contexts: one number, or one for each length (default: 20, and 5 at lengths "
+    add("--samples", "N,N,…", f"{text}above 2048)", numbers)
+    add("--seed", "N", "Draw contexts with seed N", seed, 0)
+    add("--dtype", None, "Load the parameters in this dtype", str, "float32", choices=[*DTYPES])
+    add("--device", "NAME", "Run on cpu, cuda or cuda:N", str, "cpu")
+    text = "Measure with N worker processes (default: one per core or GPU); 0: none"
+    add("--workers", "N", text, integer(0))
+    text = "Write results to DIR, or continue those in it"
+    add("--out", "DIR", text, Path, Path("results") / name)
+    flag("--retry-failed", help="Repeat contexts that ended in NaN or out of memory")
+    flag("--verbose", help="Also print all tables, tracebacks and status lines")
+    flag("--dry-run", help="Estimate the time of the runs, and run nothing")
     add_plugin(parser)
 
 
 # ---- argument types ---------------------------------------------------------------------------
 
 
-def unique(parse: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+def unique(parse: Callable[[str], list[Any]]) -> Callable[[str], list[Any]]:
     """An argument type whose values must differ."""
 
-    def read(text: str) -> list[int]:
+    def read(text: str) -> list[Any]:
         values = parse(text)
         if len(set(values)) < len(values):
             raise argparse.ArgumentTypeError(f"must not repeat an entry, got {text!r}")
@@ -141,7 +136,7 @@ def unique(parse: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
 
 
 def _measures(text: str) -> tuple[str, ...]:
-    names = split_list(text)
+    names = unique(split_list)(text)
     if unknown := [name for name in names if name not in MEASURES]:
         raise argparse.ArgumentTypeError(f"must be among {', '.join(MEASURES)}, got {unknown[0]!r}")
     return tuple(name for name in MEASURES if name in names)

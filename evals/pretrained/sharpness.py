@@ -30,7 +30,7 @@ from commandline.variants import VariantCall, parse_specs, split_list
 from evals.harness.plan import check_registered
 from evals.pretrained import heads
 from evals.pretrained.loading import Source, made, read_text
-from evals.pretrained.options import unique
+from evals.pretrained.options import MODEL, adder, unique
 from evals.pretrained.substitution import (
     AS_LOADED,
     Substitution,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 NAME = "sharpness"
 ORIGINAL = "softmax"
-DEFAULT = "softmax,adaptive_temperature,log_n"
 SHORTEST = 16
 COSINE = "cosine_of_outputs"
 _MASKS = ("attn_mask", "is_causal", "window", "segment_ids")
@@ -62,19 +61,16 @@ SHOWN = {
 def add_parser(commands: Any) -> None:
     short = "Measure the attention of a pretrained model as its input grows"
     parser = commands.add_parser(NAME, help=short, description=__doc__)
-    add = parser.add_argument
-    add("--model", required=True, metavar="PATH_OR_NAME",
-        help="Load this model: a folder, or a name on the Hugging Face hub")  # fmt: skip
-    add("--text", type=Path, required=True, metavar="FILE", help="Read this UTF-8 text")
-    add("--variants", type=split_list, default=DEFAULT, metavar="a,b(x=1)",
-        help=f"Substitute these variants without training (default: {DEFAULT})")  # fmt: skip
-    add("--lengths", type=unique(numbers), metavar="N,N,…",
-        help="Measure at these lengths in tokens (default: 16, 32, 64 … up to the limit of the "
-        "model or the text)")  # fmt: skip
-    add("--samples", type=integer(1), default=4, metavar="N",
-        help="Read N pieces of the text at each length (default: 4)")  # fmt: skip
-    add("--out", type=Path, default=Path("results") / NAME, metavar="DIR",
-        help=f"Write {NAME}.csv and {NAME}.png to DIR (default: results/{NAME})")  # fmt: skip
+    add = adder(parser)
+    add("--model", "PATH_OR_NAME", MODEL, required=True)
+    add("--text", "FILE", "Read this UTF-8 text", Path, required=True)
+    text = "Substitute these variants without training"
+    add("--variants", "a,b(x=1)", text, split_list, "softmax,adaptive_temperature,log_n")
+    text = "Measure at these lengths in tokens (default: 16, 32, 64 … up to the limit of the model "
+    add("--lengths", "N,N,…", f"{text}or the text)", unique(numbers))
+    add("--samples", "N", "Read N pieces of the text at each length", integer(1), 4)
+    text = f"Write {NAME}.csv and {NAME}.png to DIR"
+    add("--out", "DIR", text, Path, Path("results") / NAME)
     add_plugin(parser)
 
 

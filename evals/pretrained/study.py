@@ -1,7 +1,8 @@
 """What `python -m evals pretrained` and `adapt` measure: points (length, sample), keys and rows.
 
-A point is one context, read with one variant. A run is some points of one variant, about as much
-work as the longest context, so that workers share the work evenly and the time left is about right.
+A point is one context, read with one variant. A run is some points of one variant and length, about
+as much work as the longest context, so that workers share the work evenly and the time left is
+about right.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +31,7 @@ from evals.pretrained.reading import Reader, only
 from evals.pretrained.substitution import Substitution, is_converted, substituted
 from evals.pretrained.training import Adapted, read_stored
 from evals.results.rows import PRETRAINED, Row
+from evals.results.store import UNSHARDED, Folder, Shard
 from evals.tasks.draws import GENERATOR
 
 MEASURES = ("loss", "retrieval", "sharpness", "dispersion")
@@ -213,10 +214,10 @@ class Reading(AnyRun):
         points: list[ContextPoint] = list(self.tests)
         emit(("stage", points[0], 0.0))
         loaded, text_contexts = load(task.source), drawn_from(task)
-        total, done = sum(work(length) for length, _ in points), 0.0
         with substituted(loaded.model, self.substitution, typical_tokens(task)) as model:
-            for batch in _batches(points, task.batch):
-                emit(("stage", batch[0], done / total))
+            for start in range(0, len(points), task.batch):
+                batch = points[start : start + task.batch]
+                emit(("stage", batch[0], start / len(points)))
                 batch_contexts = [text_contexts.draw(*point) for point in batch]
                 try:
                     outcomes = measured(task, loaded, model, batch_contexts)
@@ -226,7 +227,6 @@ class Reading(AnyRun):
                     outcomes = [Outcome("oom", str(error).split("\n")[0])] * len(batch)
                 for point, outcome in zip(batch, outcomes, strict=True):
                     emit(("rows", point, dict.fromkeys(self.tests[point], outcome), {}))
-                done += sum(work(length) for length, _ in batch)
         return "done"
 
 
@@ -235,20 +235,12 @@ def work(length: int) -> float:
     return length * (1 + length / _QUADRATIC)
 
 
-def _batches(points: Sequence[ContextPoint], size: int) -> Iterator[list[ContextPoint]]:
-    """Points of equal length, at most ``size`` at a time."""
-    for _, group in groupby(points, key=lambda point: point[0]):
-        equal_length = list(group)
-        for start in range(0, len(equal_length), size):
-            yield equal_length[start : start + size]
-
-
 @dataclass(frozen=True)
 class PretrainedStudy:
     """A planned command.
 
     specs: the substitutions. samples: the number of samples of each length. plugins: maps variants
-    of the plugin to a hash of its file. fingerprint, limit: those of the model.
+    of the plugin to a hash of its file. fingerprint, limit: of the model. folder: of the rows.
     """
 
     task: PretrainedTask
@@ -257,11 +249,16 @@ class PretrainedStudy:
     plugins: Mapping[str, str]
     fingerprint: str
     limit: int | None
+    folder: Folder
 
-    def points(self) -> list[ContextPoint]:
-        """All points of one variant, the longest first."""
-        ordered = sorted(self.samples.items(), reverse=True)
-        return [(length, sample) for length, count in ordered for sample in range(count)]
+    def shares(self) -> Iterator[list[ContextPoint]]:
+        """The points of one variant in lists of one length, the longest first. The work of a list
+        is at most that of the longest context."""
+        most = work(max(self.samples))
+        for length, count in sorted(self.samples.items(), reverse=True):
+            size = max(1, int(most / work(length)))
+            for start in range(0, count, size):
+                yield [(length, sample) for sample in range(start, min(start + size, count))]
 
     def key(self, spec: Substitution, point: ContextPoint) -> str:
         return key_of({
@@ -280,18 +277,33 @@ class PretrainedStudy:
         """All runs, also of points that have results."""
         return [
             Reading(PRETRAINED, spec.call, self.task.seed, self.task,
-                    {point: {self.key(spec, point): None} for point in points},
-                    spec, f"{spec}, {_range(points)}")
-            for spec in self.specs for points in _shares(self.points())
+                    {point: {self.key(spec, point): None} for point in points}, spec,
+                    f"{spec}, n = {points[0][0]}, samples {points[0][1]} to {points[-1][1]}")
+            for spec in self.specs for points in self.shares()
         ]  # fmt: skip
 
-    def row(self, run: Reading, key: str, point: ContextPoint, outcome: Outcome) -> Row:
-        """The result row of one point."""
+    def missing(self, retry: bool, shard: Shard = UNSHARDED) -> list[Reading]:
+        """The runs of a shard with the points that have no result, or with retry a failed one."""
+        rows = self.folder.by_key.items()
+        done = {key for key, row in rows if not retry or row["status"] == "ok"}
+        runs = [
+            replace(run, tests={at: x for at, x in run.tests.items() if not x.keys() <= done})
+            for run in self.runs()[shard.index :: shard.count]
+        ]
+        return [run for run in runs if run.tests]
+
+    def loss(self, run: AnyRun, step: int, value: float) -> None:
+        raise AssertionError("no run trains")
+
+    def row(
+        self, run: Any, key: str, point: ContextPoint, outcome: Outcome, training: dict[str, Any]
+    ) -> None:
+        """Store the result of one point."""
         task, spec = self.task, run.substitution
         plugin = self.plugins.get(spec.call.name)
         contexts_of = {"fingerprint": self.fingerprint, "dtype": task.source.dtype,
                        "planted": task.planted, "data": task.data}  # fmt: skip
-        row = {
+        row: Row = {
             "key": key,
             "task": PRETRAINED,
             "variant": str(spec),
@@ -319,26 +331,4 @@ class PretrainedStudy:
             row["training"] = stored.fields
             if outcome.status == "ok":
                 row["curves"] = {**outcome.curves, **stored.curves}
-        return row
-
-
-def _range(points: Sequence[ContextPoint]) -> str:
-    """The points of a run in words.
-
-    >>> _range([(1024, 18), (1024, 19), (512, 0)])
-    'n = 1024 sample 18 to n = 512 sample 0'
-    """
-    ends = [f"n = {length} sample {sample}" for length, sample in (points[0], points[-1])]
-    return " to ".join(dict.fromkeys(ends))
-
-
-def _shares(points: Sequence[ContextPoint]) -> Iterator[list[ContextPoint]]:
-    """Points in order, in lists of about the work of the first point."""
-    share: list[ContextPoint] = []
-    for point in points:
-        if share and sum(work(n) for n, _ in [*share, point]) > work(points[0][0]):
-            yield share
-            share = []
-        share.append(point)
-    if share:
-        yield share
+        self.folder.append(row)

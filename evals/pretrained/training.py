@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -24,10 +24,11 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.errors import UsageError
 from commandline.files import write_whole
+from commandline.variants import VariantCall, parse_spec
 from evals.harness.training import fit
 from evals.pretrained.loading import Loaded
 from evals.pretrained.reading import surprisal
-from evals.pretrained.substitution import Substitution
+from evals.pretrained.substitution import Substitution, parse_substitution
 from evals.task import Schedule
 from evals.tasks import draws
 
@@ -109,6 +110,54 @@ class Adapted(Substitution):
         for name, value in parameters.items():
             value.requires_grad_(False).copy_(stored.tensors[name])
         return model if tuner is None else tuner.merge_and_unload()
+
+
+def parse_training(text: str, layers: tuple[int, ...] | None, recipe: Recipe) -> Adapted:
+    """Read a variant to train. "learn" names the parameters; by default all with an initial value.
+
+    Without start, calibrate or an initial value of a learned parameter, the training starts at the
+    identity if the variant has one.
+    """
+    spec = parse_spec(text)
+    arguments = dict(spec.test.arguments)
+    names = arguments.pop("learn", None)
+    if names is not None and not isinstance(names, str):
+        raise UsageError(f"{spec.test.name}: learn must be names such as 'x y', got {names!r}")
+    if not spec.is_substitution:
+        text = str(replace(spec.test, arguments=tuple(arguments.items())))
+    call = parse_substitution(text, layers).call
+    variant = attnzoo.get_variant(call.name)
+    learn = tuple(param.name for param in variant.params if param.init is not None)
+    if names is not None:
+        learn = tuple(names.replace(",", " ").split())
+    if not learn and not recipe.lora:
+        raise UsageError(
+            f"--variants {text}: {call.name} learns no parameter by itself; name some with "
+            f"{call.name}(learn='…'), or train LoRA with --lora"
+        )
+    if learn and not {"start", "calibrate", *learn} & arguments.keys() and _has_identity(variant):
+        arguments["start"] = "identity"
+        call = VariantCall(call.name, tuple(sorted(arguments.items())))
+    return Adapted(call, layers, recipe=recipe, learn=learn)
+
+
+def _has_identity(variant: attnzoo.Variant) -> bool:
+    projected = {param.name for param in variant.params if param.projection}
+    return variant.identity is not None and not projected & set(variant.identity)
+
+
+def references(spec: Adapted) -> Iterator[Substitution]:
+    """The variant without training: where it equals softmax, calibrated, and at the start."""
+    variant = attnzoo.get_variant(spec.call.name)
+    dropped = {"start", "calibrate", *spec.learn, *(variant.identity or ())}
+    arguments = {name: x for name, x in spec.call.arguments if name not in dropped}
+    references = [dict(spec.call.arguments)]
+    if variant.calibrate is not None:
+        references.insert(0, {**arguments, "calibrate": spec.recipe.length})
+    if _has_identity(variant) and variant.identity:
+        references.insert(0, {**arguments, "start": "identity"})
+    for reference in references:
+        yield Substitution(VariantCall(variant.name, tuple(sorted(reference.items()))), spec.layers)
 
 
 def check_peft() -> None:

@@ -258,7 +258,9 @@ def test_lora_changes_the_weights_of_a_copy(small_lm: Path, tmp_path: Path) -> N
     )
     assert softmax == pytest.approx(plain, abs=1e-5)
     assert abs(end - plain) > 1e-4
-    before, after = (load(Source(str(x))).model.state_dict() for x in (small_lm, tmp_path / "saved"))
+    before, after = (
+        load(Source(str(x))).model.state_dict() for x in (small_lm, tmp_path / "saved")
+    )
     assert before.keys() == after.keys()
     changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
     assert len(changed) == 2 * 7  # the linear layers of two layers, not the output layer
