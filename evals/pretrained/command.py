@@ -180,8 +180,9 @@ def show_estimate(
         if not lengths:
             continue
         with _opened(study, spec.untrained) as model:
-            for _ in range(2):  # the first is slower
-                (outcome,) = measured(study.task, loaded, model, [context])
+            _, outcome = (  # the first is slower
+                measured(study.task, loaded, model, [context])[0] for _ in range(2)
+            )
         seconds = outcome.cpu_seconds * sum(map(work, lengths)) / work(shortest)
         total += seconds
         print(f"  {spec}: {clock(seconds)}")

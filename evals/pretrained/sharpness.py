@@ -188,10 +188,9 @@ def measured(
 
 def table(frame: pd.DataFrame) -> Table:
     """The table of a variant: one row per length, with means over all heads."""
-    means = frame.groupby("length", sort=False)[[*SHOWN]].mean()
     rows = [
-        [str(n), *(f"{line[name]:{style}}" for name, (_, style) in SHOWN.items())]
-        for n, line in means.iterrows()
+        [str(n), *(f"{part[name].mean():{style}}" for name, (_, style) in SHOWN.items())]
+        for n, part in frame.groupby("length", sort=False)
     ]
     return Table(frame["variant"].iloc[0], ["length", *(name for name, _ in SHOWN.values())], rows)
 

