@@ -112,8 +112,8 @@ def execute(
     try:
         if workers == 0:
             return execute_here(runs, context, study, progress)
-        for made in (load, drawn_from, outline, typical_tokens):  # each worker makes them itself
-            made.cache_clear()
+        for cached in (load, drawn_from, outline, typical_tokens):  # each worker has its own
+            cached.cache_clear()
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

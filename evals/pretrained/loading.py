@@ -142,8 +142,8 @@ def read_text(file: Path, option: str = "--text") -> str:
         raise UsageError(f"{option} {file}: {error}") from error
 
 
-def made(source: Source, kind: str, **options: Any) -> Any:
-    """What ``from_pretrained`` of a class of transformers makes, such as "AutoModel".
+def from_source(source: Source, kind: str, **options: Any) -> Any:
+    """The result of ``from_pretrained`` of a class of transformers, such as "AutoModel".
 
     Raises:
         UsageError: transformers is missing, or there is no such model, file or tokenizer.
@@ -184,9 +184,9 @@ def outline(source: Source) -> Loaded:
     Options are checked with it, because the weights of a model take long to load.
 
     Raises:
-        UsageError: as for `made`.
+        UsageError: as for `from_source`.
     """
-    tokenizer, config = made(source, "AutoTokenizer"), made(source, "AutoConfig")
+    tokenizer, config = from_source(source, "AutoTokenizer"), from_source(source, "AutoConfig")
     from transformers import AutoModelForCausalLM
 
     try:
@@ -205,7 +205,7 @@ def load(source: Source) -> Loaded:
         UsageError: as for `outline`, or the model is not causal.
     """
     tokenizer = outline(source).tokenizer
-    model = made(source, "AutoModelForCausalLM", dtype=DTYPES[source.dtype])
+    model = from_source(source, "AutoModelForCausalLM", dtype=DTYPES[source.dtype])
     if source.gguf is not None:
         model = _plain(model, source)
     loaded = Loaded(model.to(source.device).eval(), tokenizer)

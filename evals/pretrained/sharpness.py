@@ -29,7 +29,7 @@ from commandline.table import Table
 from commandline.variants import VariantCall, parse_specs, split_list
 from evals.harness.plan import check_registered
 from evals.pretrained import heads
-from evals.pretrained.loading import Source, made, read_text
+from evals.pretrained.loading import Source, from_source, read_text
 from evals.pretrained.options import MODEL, adder, unique
 from evals.pretrained.substitution import (
     AS_LOADED,
@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
 def check(name: str, file: Path) -> None:
     """Raise UsageError unless `main` can load this model and measure it on the text in ``file``."""
     _, _, most = read(name, file)
-    made(Source(name), "AutoModel")
+    from_source(Source(name), "AutoModel")
     if most < SHORTEST:
         raise UsageError(
             f"--model {name} and --text {file} must both allow {SHORTEST} tokens or more, "
@@ -101,7 +101,7 @@ def main(args: argparse.Namespace) -> int:
         check_substitution(substitution, config, tokens)
     import pandas as pd
 
-    model = made(Source(args.model), "AutoModel").eval()
+    model = from_source(Source(args.model), "AutoModel").eval()
     original = AS_LOADED if is_converted(model) else Substitution(VariantCall(ORIGINAL))
     pieces = {n: cut(tokens, n, args.samples) for n in lengths}
     outputs: dict[int, Tensor] = {}
@@ -130,7 +130,10 @@ def read(name: str, file: Path) -> tuple[Tensor, Any, int]:
     """The tokens of the text in ``file``, the config of the model, and the largest length that both
     allow."""
     text = read_text(file)
-    tokenizer, config = made(Source(name), "AutoTokenizer"), made(Source(name), "AutoConfig")
+    tokenizer, config = (
+        from_source(Source(name), "AutoTokenizer"),
+        from_source(Source(name), "AutoConfig"),
+    )
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     return ids, config, min(len(ids), getattr(config, "max_position_embeddings", len(ids)))
 

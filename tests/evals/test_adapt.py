@@ -185,7 +185,7 @@ def test_damaged_trained_parameters_are_trained_again(
 @pytest.mark.parametrize(
     ("variants", "options", "names", "learned"),
     [
-        ("ssmax(learn='s b')", ("--layers", "1"), {"ssmax"},
+        ("ssmax(learn='s b')", ("--layers", "1"), {"ssmax(start='identity')"},
          [["model.layers.1.self_attn.attnzoo.b", "model.layers.1.self_attn.attnzoo.s"]]),
         ("sink(b=-2.0),asentmax", ("--layers", "0"), {"sink(b=-2.0)", "sink(start='identity')"},
          [["model.layers.0.self_attn.attnzoo.b"],
@@ -231,7 +231,7 @@ def test_a_training_without_memory_does_not_stop_the_others(
             raise torch.OutOfMemoryError("out of memory")
         train(spec, *args)
 
-    monkeypatch.setattr("evals.pretrained.command.train", starved)
+    monkeypatch.setattr("evals.pretrained.training.train", starved)
     assert adapt(small_lm, tmp_path, *SHORT, "--seeds", "0,1") == 1
     assert "seed 0): out of memory" in capsys.readouterr().err
     assert trained_in(tmp_path).keys() == {TRAINED.replace("seed 0", "seed 1")}
