@@ -13,8 +13,8 @@ from commandline.errors import UsageError
 from evals.harness.command import run_tasks
 from evals.harness.options import add_arguments, gather, plugin_of_file
 from evals.harness.plugins import load, load_plugins
-from evals.pretrained import adapt_command as adapt
 from evals.pretrained import command as pretrained
+from evals.pretrained import options as pretrained_options
 from evals.pretrained import sharpness
 from evals.reporting import artifacts, compare, export, in_context, laws
 from evals.tasks import EXPERIMENTS, TASKS
@@ -75,8 +75,7 @@ def parser() -> Parser:
     ranks_command.add_argument("--seed", type=seed, default=0, metavar="N", help=text)
     add_plugin(ranks_command)
     in_context.add_parser(commands)
-    pretrained.add_parser(commands)
-    adapt.add_parser(commands)
+    pretrained_options.add_parsers(commands)
     sharpness.add_parser(commands)
     for name, task in (TASKS | EXPERIMENTS).items():
         if name in top.commands:
@@ -131,10 +130,8 @@ def dispatch(args: argparse.Namespace) -> int:
     if args.command == in_context.NAME:
         load_plugins(args.plugin)
         return in_context.main(args)
-    if args.command == pretrained.NAME:
+    if args.command in pretrained_options.NAMES:
         return pretrained.main(args)
-    if args.command == adapt.NAME:
-        return adapt.main(args)
     if args.command == sharpness.NAME:
         load_plugins(args.plugin)
         return sharpness.main(args)

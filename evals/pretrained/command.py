@@ -1,155 +1,90 @@
-"""The command ``pretrained``: options, plan, workers, report."""
+"""The commands ``pretrained`` and ``adapt``: plan, training, workers, report."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
-from commandline.arguments import add_plugin, either, numbers, seed
+from commandline.arguments import either
 from commandline.errors import UsageError
 from commandline.files import check_folder, check_writable
 from commandline.variants import complete, split_list
-from evals.harness.any_run import AnyRun, RunContext
-from evals.harness.options import Options
-from evals.harness.plan import check_device, check_unique
+from evals.harness.any_run import RunContext
+from evals.harness.plan import check_device, check_unique, key_of
 from evals.harness.plugins import hash_in, load_plugins
 from evals.harness.pool import Failure, Pool, default_workers, execute_here, worker_devices
 from evals.harness.progress import Progress, clock, counted
-from evals.measures.metrics import Outcome
-from evals.pretrained.loading import DTYPES, Source
+from evals.harness.training import NotFinite
+from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
+from evals.pretrained import training
+from evals.pretrained.loading import Source, load, outline
+from evals.pretrained.options import ADAPT, HELD_OUT, LORA_RATE, VARIANTS, samples_of
 from evals.pretrained.study import (
-    MEASURES,
     PretrainedStudy,
     PretrainedTask,
     Reading,
     drawn_from,
     measured,
-    opened,
-    outlined,
-    points_of,
+    typical_tokens,
+    work,
 )
 from evals.pretrained.substitution import (
+    AS_LOADED,
     Substitution,
     check_substitution,
-    parse_layers,
+    is_converted,
     parse_substitution,
     substituted,
 )
-from evals.reporting.pretrained import NAME, print_tables, write_report
-from evals.results.pretrained import BASELINE
-from evals.results.rows import Row, first_error
-from evals.results.store import Folder, Shard
+from evals.pretrained.training import Adapted, Recipe, Sequences, is_trained
+from evals.reporting.pretrained import print_tables, write_report
+from evals.results.store import Folder
 
-ABOUT = (
-    "Measure a pretrained causal language model with its attention replaced at inference: the "
-    "loss at each position, retrieval of facts planted in a text, the sharpness of each head, and "
-    "the weight that each head puts on a needle. Nothing is trained."
-)
-VARIANTS = (
-    "softmax,log_n(train_length=2048),adaptive_temperature,entmax,topk(top_k=64),"
-    "ssmax(calibrate=512)"
-)
-LENGTHS, SAMPLES = "512,1024,2048,8192", "20,20,20,5"
-RETRY = "Repeat contexts that ended in NaN or out of memory"  # help of --retry-failed
-
-
-def add_parser(commands: Any) -> None:
-    short = "Measure a pretrained language model with other attention variants, without training"
-    parser = commands.add_parser(NAME, help=short, description=ABOUT)
-    add = parser.add_argument
-    add("--model", required=True, metavar="PATH_OR_NAME",
-        help="Load this model: a folder, or a name on the Hugging Face hub")  # fmt: skip
-    add("--gguf", metavar="FILE", help="Load the model and its tokenizer from this file in it")
-    add("--text", type=Path, required=True, metavar="FILE", help="Read this UTF-8 text")
-    add("--variants", type=split_list, metavar="a,b(x=1)",
-        help="Substitute these variants at inference, also with start='identity' or calibrate=N "
-        f"(default: {VARIANTS}, and those of --plugin). The model as loaded is always measured"
-        )  # fmt: skip
-    add("--layers", default="all", metavar="N-N,N", help="Substitute only in these layers")
-    add("--measures", type=split_list, default=list(MEASURES), metavar="NAME,…",
-        help=f"Measure these (default: {','.join(MEASURES)})")  # fmt: skip
-    add("--lengths", type=numbers, default=numbers(LENGTHS), metavar="N,N,…",
-        help=f"Read contexts of these lengths in tokens (default: {LENGTHS})")  # fmt: skip
-    add("--samples", type=numbers, metavar="N,N,…",
-        help="Read N contexts: one number, or one for each length (default: 20, and 5 at lengths "
-        "above 2048)")  # fmt: skip
-    add("--seed", type=seed, default=0, metavar="N", help="Draw contexts with seed N (default: 0)")
-    add("--greedy", action="store_true", help="Also decode the answers greedily")
-    add("--dtype", choices=tuple(DTYPES), default="float32",
-        help="Load the parameters in this dtype (default: float32)")  # fmt: skip
-    add("--batch", type=int, default=1, metavar="N", help="Read N contexts at once (default: 1)")
-    add("--device", default="cpu", metavar="NAME", help="Run on cpu, cuda or cuda:N (default: cpu)")
-    add("--workers", type=int, metavar="N",
-        help="Use N worker processes (default: one per core or GPU); 0: no worker process"
-        )  # fmt: skip
-    add("--shard", default="0/1", metavar="I/N",
-        help="Run part I of N (I from 0)")  # fmt: skip
-    add("--out", type=Path, default=Path("results") / NAME, metavar="DIR",
-        help=f"Write results to DIR, or continue those in it (default: results/{NAME})"
-        )  # fmt: skip
-    add("--retry-failed", action="store_true", help=RETRY)
-    add("--verbose", action="store_true", help="Also print all tables, tracebacks and status lines")
-    add("--dry-run", action="store_true", help="Estimate the time of the runs, and run nothing")
-    add_plugin(parser)
-
-
-def _shard(text: str) -> Shard:
-    """Read I/N, or env, as for the tasks."""
-    try:
-        return Options.model_validate({"shard": text}).shard
-    except ValidationError as error:
-        raise UsageError(f"--{first_error(error)}") from error
-
-
-class _RowListener:
-    """Stores the results of runs."""
-
-    def __init__(self, study: PretrainedStudy, folder: Folder) -> None:
-        self.study, self.folder = study, folder
-
-    def row(
-        self, run: Any, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
-    ) -> None:
-        self.folder.append(self.study.row(run, key, point, outcome))
-
-    def loss(self, run: AnyRun, step: int, value: float) -> None:
-        raise AssertionError("nothing is trained")
+FOLDER = "trained"  # of the trained parameters, in --out
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, print the tables, and write the report; returns 1 if a run failed, or 0."""
-    args.shard = _shard(args.shard)
+    """Train, measure, print the tables and write the report; returns 1 if a run failed, or 0."""
     study = plan(args)
-    folder = Folder(args.out, args.shard)
-    all_runs = study.runs()
-    shard_runs = all_runs[args.shard.index :: args.shard.count]
-    runs = missing(shard_runs, folder, args.retry_failed)
-    points = sum(len(run.tests) for run in runs)
-    part = f" in shard {args.shard.index} of {args.shard.count}" * (args.shard.count > 1)
-    print(f"{NAME}: {study.task.source}, {counted(len(study.specs), 'variant')}, lengths up to "
-          f"{max(study.samples)}: {counted(points, 'context')} to read{part}")  # fmt: skip
-    for line in warnings(study):
-        print(line)
-    sys.stdout.flush()
+    runs = study.missing(args.retry_failed, args.shard)
+    trained = [spec for spec in study.specs if isinstance(spec, Adapted)]
+    trainings = [spec for spec in trained if not is_trained(spec)]
     workers = default_workers(args.device) if args.workers is None else args.workers
+    part = f" in shard {args.shard.index} of {args.shard.count}" * (args.shard.count > 1)
+    to_do = f"{counted(len(trainings), 'training')} to do, " * (args.command == ADAPT)
+    print(f"{args.command}: {study.task.source}, {to_do}{counted(len(study.specs), 'variant')}, "
+          f"lengths up to {max(study.samples)}: "
+          f"{counted(sum(len(run.tests) for run in runs), 'context')} to read{part}")  # fmt: skip
+    beyond = [str(n) for n in sorted(study.samples) if n > (study.limit or n)]
+    if beyond:
+        print(f"  warning: the model was trained with {study.limit} positions; "
+              f"{either(beyond)} tokens are beyond its trained context")  # fmt: skip
+    sys.stdout.flush()
     if args.dry_run:
-        show_estimate(study, runs, max(1, workers))
+        show_estimate(study, trainings, runs, max(1, workers))
         return 0
-    failures = execute(study, runs, folder, workers, args)
+    for option in ("out", "save"):  # if results cannot be written, the error comes before the work
+        if (path := getattr(args, option)) is not None:
+            check_writable(f"--{option}", path)
+    failed = _train(study, trainings, args.verbose)
+    study = replace(study, specs=[spec for spec in study.specs if spec not in failed])
+    failures = execute(study, study.missing(args.retry_failed, args.shard), workers, args)
     for failure in failures:
         print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
         if args.verbose:
             print(failure.traceback, file=sys.stderr)
-    folder = Folder(args.out, args.shard)
-    keys = {key for run in all_runs for tests in run.tests.values() for key in tests}
+    folder = Folder(args.out, args.shard)  # with the rows of other shards
+    keys = {key for run in study.runs() for tests in run.tests.values() for key in tests}
     missing_rows = len(keys - folder.by_key.keys())
     if missing_rows and args.shard.count > 1 and not failures:
         print(f"This shard is done. {counted(missing_rows, 'result')} of other shards are missing. "
@@ -157,60 +92,102 @@ def main(args: argparse.Namespace) -> int:
         return 0
     rows = [row for key, row in folder.by_key.items() if key in keys]
     if rows:
-        show(rows, folder, args.out, args.verbose)
-    return 1 if failures or all(row["status"] != "ok" for row in rows) else 0
-
-
-def show(rows: Sequence[Row], folder: Folder, out: Path, verbose: bool) -> None:
-    """Print the tables of these rows, and write the report of all rows in the folder."""
-    print_tables(rows, verbose)
-    page = write_report(list(folder.by_key.values()), out)
-    print(f"\nReport: {page}")
-
-
-def missing(runs: Sequence[Reading], folder: Folder, retry: bool) -> list[Reading]:
-    """The runs with the points that have no result yet, or with ``retry`` a failed one."""
-    done = {key for key, row in folder.by_key.items() if not retry or row["status"] == "ok"}
-    unfinished = (
-        replace(run, tests={at: keys for at, keys in run.tests.items() if not keys.keys() <= done})
-        for run in runs
-    )
-    return [run for run in unfinished if run.tests]
+        print_tables(rows, args.verbose)
+        print(f"\nReport: {write_report(list(folder.by_key.values()), args.out)}")
+    if args.save is not None and not failed:
+        with _opened(study, trained[0]) as model:
+            model.save_pretrained(args.save)
+        load(study.task.source).tokenizer.save_pretrained(args.save)
+        print(f"Model: {args.save}")
+    return 1 if failed or failures or all(row["status"] != "ok" for row in rows) else 0
 
 
 def execute(
-    study: PretrainedStudy,
-    runs: list[Reading],
-    folder: Folder,
-    workers: int,
-    args: argparse.Namespace,
+    study: PretrainedStudy, runs: list[Reading], workers: int, args: argparse.Namespace
 ) -> list[Failure]:
     if not runs:
         return []
-    # If results cannot be written, the error comes before the work.
-    check_writable("--out", args.out)
     progress = Progress(len(runs), verbose=args.verbose)
     context = RunContext(args.device, args.plugin, args.out, hash_in(study.plugins))
-    listener = _RowListener(study, folder)
     try:
         if workers == 0:
-            return execute_here(runs, context, listener, progress)
-        _free_memory()  # each worker loads the model itself
+            return execute_here(runs, context, study, progress)
+        for cached in (load, drawn_from, outline, typical_tokens):  # each worker has its own
+            cached.cache_clear()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         devices = worker_devices(args.device, min(workers, len(runs)))
         contexts = [replace(context, device=device) for device in devices]
-        return Pool(contexts, listener, progress).execute(runs)
+        return Pool(contexts, study, progress).execute(runs)
     finally:
         progress.close()
 
 
-def _free_memory() -> None:
-    """Drop the model of this process."""
-    opened.cache_clear()
-    drawn_from.cache_clear()
-    outlined.cache_clear()
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+@contextmanager
+def _opened(study: PretrainedStudy, spec: Substitution) -> Iterator[Any]:
+    """The model with a substitution."""
+    task = study.task
+    with substituted(load(task.source).model, spec, typical_tokens(task)) as model:
+        yield model
+
+
+def _sequences(study: PretrainedStudy, spec: Adapted) -> Sequences:
+    return Sequences(load(study.task.source), typical_tokens(study.task), spec.recipe)
+
+
+def _train(study: PretrainedStudy, specs: Sequence[Adapted], verbose: bool) -> list[Adapted]:
+    """Do the trainings; returns those that failed."""
+    failed: list[Adapted] = []
+    progress = Progress(len(specs), verbose=verbose)
+    try:
+        for spec in specs:
+            report = partial(progress.update, str(spec), stage="training")
+            try:
+                with lean_arithmetic(), _opened(study, spec.untrained) as model:
+                    training.train(spec, model, _sequences(study, spec), report)
+            except (NotFinite, MemoryError, RuntimeError) as error:
+                if not (isinstance(error, NotFinite) or is_out_of_memory(error)):
+                    raise
+                print(f"failed: {spec}: {str(error).splitlines()[0]}", file=sys.stderr)
+                failed.append(spec)
+            progress.finish(str(spec), "failed" if spec in failed else "trained")
+    finally:
+        progress.close()
+    return failed
+
+
+def show_estimate(
+    study: PretrainedStudy, trainings: Sequence[Adapted], runs: Sequence[Reading], workers: int
+) -> None:
+    """Time each variant on a short context and print the estimated time of all runs.
+
+    A training is timed by its first two steps. Trained variants are timed at the start of the
+    training.
+    """
+    for spec in trainings:
+        sequences, seconds = _sequences(study, spec), 0.0
+        with lean_arithmetic(), _opened(study, spec.untrained) as model:
+            for _ in range(2):  # the first is slower
+                began = time.perf_counter()
+                training.loss_of(model, sequences.batch(0, spec.recipe.batch)).backward()
+                seconds = time.perf_counter() - began
+        print(f"  {spec}: {clock(seconds * spec.recipe.steps)}")
+    loaded, shortest, total = load(study.task.source), min(study.samples), 0.0
+    context = drawn_from(study.task).draw(shortest, 0)
+    for spec in study.specs:
+        lengths = [length for run in runs if run.substitution == spec for length, _ in run.tests]
+        if not lengths:
+            continue
+        with _opened(study, spec.untrained) as model:
+            _, outcome = (  # the first is slower
+                measured(study.task, loaded, model, [context])[0] for _ in range(2)
+            )
+        seconds = outcome.cpu_seconds * sum(map(work, lengths)) / work(shortest)
+        total += seconds
+        print(f"  {spec}: {clock(seconds)}")
+    print(f"about {clock(total / workers)} on {counted(workers, 'worker')} of one core each, plus "
+          "the loading of the model")  # fmt: skip
 
 
 # ---- plan -------------------------------------------------------------------------------------
@@ -218,115 +195,105 @@ def _free_memory() -> None:
 
 def plan(args: argparse.Namespace) -> PretrainedStudy:
     """Check the options and draw all contexts before the model is loaded, then try the variants."""
-    check_folder("--out", args.out)
+    for option in ("out", "save"):
+        if (path := getattr(args, option)) is not None:
+            check_folder(f"--{option}", path)
     plugins = load_plugins(args.plugin)
-    check_measures(args.measures)
-    check_unique("--lengths", list(map(str, args.lengths)))
-    if args.batch < 1:
-        raise UsageError(f"--batch must be an int >= 1, got {args.batch}")
-    if args.workers is not None and args.workers < 0:
-        raise UsageError(f"--workers must be an int >= 0, got {args.workers}")
     check_device(args.device)
     samples = samples_of(args.lengths, args.samples)
-    layers = parse_layers(args.layers)
+    task = _task(args).planned()
+    if args.command == ADAPT:
+        # Without the train length, a table cannot show whether the training worked.
+        samples.setdefault(args.train_length, next(iter(samples.values())))
+        specs = _trainings(args, task)
+    else:
+        specs = _substitutions(args, max(samples), plugins)
+    model_outline = outline(task.source)
+    model_outline.check_length("--lengths", max(args.lengths))
+    study = PretrainedStudy(
+        task, specs, samples, plugins, "", model_outline.limit, Folder(args.out, args.shard)
+    )
+    contexts = drawn_from(task)
+    for share in study.shares():
+        for point in share:
+            contexts.draw(*point)
+    for spec in specs:
+        check_substitution(spec, model_outline.model.config, typical_tokens(task))
+    study = replace(study, fingerprint=load(task.source).fingerprint())
+    specs = [_with_file(spec, study, args.out / FOLDER) for spec in specs]
+    for spec in specs:
+        with _opened(study, spec.untrained) as model:
+            if isinstance(spec, Adapted):
+                training.check_gradients(model, spec, _sequences(study, spec))
+    return replace(study, specs=[AS_LOADED, *specs])
+
+
+def _task(args: argparse.Namespace) -> PretrainedTask:
+    source = Source(args.model, args.gguf, args.dtype, args.device)
+    task = PretrainedTask(source, args.text, args.measures, seed=args.seed)
+    if args.command != ADAPT:
+        if args.greedy and "retrieval" not in args.measures:
+            raise UsageError("--greedy needs the measure retrieval in --measures")
+        return replace(task, greedy=args.greedy, batch=args.batch)
+    if args.eval_text is None:
+        share = HELD_OUT if args.held_out is None else args.held_out
+        if not 0 < share < 1:
+            raise UsageError(f"--held-out must be between 0 and 1, got {share}")
+        return replace(task, training=args.text, share=share)
+    if args.held_out is not None:
+        raise UsageError("--held-out must not be given with --eval-text")
+    task = replace(task, text=args.eval_text, training=args.text)
+    if len(set(task.texts())) == 1:
+        raise UsageError("--eval-text must be another text than --text")
+    return task
+
+
+def _substitutions(
+    args: argparse.Namespace, longest: int, plugins: Mapping[str, str]
+) -> list[Substitution]:
+    """The variants of ``pretrained``, with example values for required parameters."""
     texts = args.variants
     if texts is None:
         plugin_variants = [name for name in plugins if not name.startswith("task ")]
         texts = [*split_list(VARIANTS), *plugin_variants]
-    specs = [_completed(parse_substitution(text, layers), max(samples)) for text in texts]
+    parsed = [parse_substitution(text, args.layers) for text in texts]
+    specs = [replace(spec, call=complete(spec.call, longest)) for spec in parsed]
     check_unique("--variants", list(map(str, specs)))
-    source = Source(args.model, args.gguf, args.dtype, args.device)
-    measures = tuple(name for name in MEASURES if name in args.measures)
-    if args.greedy and "retrieval" not in measures:
-        raise UsageError("--greedy needs the measure retrieval in --measures")
-    task = PretrainedTask(source, args.text, measures, args.greedy, args.seed, args.batch).planned()
-    outlined(source).check_length("--lengths", max(samples))
-    contexts = drawn_from(task)
-    for point in points_of(samples):
-        contexts.draw(*point)
-    for spec in specs:
-        check_substitution(spec, outlined(source).model.config, contexts.tokens)
-    loaded = opened(source)
-    study = PretrainedStudy(
-        task, [None, *specs], samples, plugins, loaded.fingerprint(), loaded.limit
-    )  # fmt: skip
-    first_tokens = contexts.draw(*study.points()[-1]).tokens[None, :16].to(args.device)
-    for spec in specs:
-        with substituted(loaded.model, spec, contexts.tokens) as model, torch.inference_mode():
-            try:
-                model(input_ids=first_tokens)
-            except (TypeError, ValueError) as error:
-                raise UsageError(f"--variants {spec}: {error}") from error
-    return study
+    return specs
 
 
-def check_measures(names: Sequence[str]) -> None:
-    """Raise if a measure is unknown or given twice."""
-    for name in names:
-        if name not in MEASURES:
-            raise UsageError(f"--measures must be among {', '.join(MEASURES)}, got {name!r}")
-    check_unique("--measures", names)
-
-
-def samples_of(lengths: Sequence[int], samples: Sequence[int] | None) -> dict[int, int]:
-    """The number of samples of each length."""
-    if samples is None:
-        samples = [20 if length <= 2048 else 5 for length in lengths]
-    if len(samples) not in (1, len(lengths)):
+def _trainings(args: argparse.Namespace, task: PretrainedTask) -> list[Substitution]:
+    """The variants of ``adapt``: those that are trained, and those that they are compared with."""
+    rate = args.lora_learning_rate or LORA_RATE
+    if args.lora:
+        training.check_peft()
+    elif args.lora_learning_rate is not None:
+        raise UsageError("--lora-learning-rate needs --lora")
+    recipe = Recipe(task.hashes[0], args.train_length, args.steps, args.batch,
+                    args.learning_rate, 0, args.lora, rate if args.lora else 0.0)  # fmt: skip
+    starts = [training.parse_training(text, args.layers, recipe) for text in args.variants]
+    check_unique("--variants", list(map(str, starts)))
+    if args.save is not None and len(starts) * len(args.seeds) != 1:
         raise UsageError(
-            f"--samples must be one number or {len(lengths)}, one for each length, got "
-            f"{len(samples)}"
+            f"--save needs one variant and one seed, got {counted(len(starts), 'variant')}, "
+            f"{counted(len(args.seeds), 'seed')}"
         )
-    counts = list(samples) * (1 if len(samples) == len(lengths) else len(lengths))
-    return dict(zip(lengths, counts, strict=True))
+    model_outline = outline(task.source)
+    if is_converted(model_outline.model):
+        raise UsageError(f"--model {task.source}: attnzoo has already converted this model")
+    model_outline.check_length("--train-length", args.train_length)
+    Sequences(model_outline, typical_tokens(task), recipe)  # raises if the text is too short
+    specs: list[Substitution] = []
+    for start in starts:
+        specs += training.references(start)
+        specs += [replace(start, recipe=replace(recipe, seed=number)) for number in args.seeds]
+    return list({str(spec): spec for spec in specs}.values())
 
 
-def _completed(spec: Substitution, longest: int) -> Substitution:
-    """With example values for required parameters that were not given."""
-    return Substitution(complete(spec.call, longest), spec.layers)
-
-
-def warnings(study: PretrainedStudy) -> list[str]:
-    """A line if some contexts are longer than those of the training."""
-    beyond = [n for n in sorted(study.samples) if study.limit is not None and n > study.limit]
-    if not beyond:
-        return []
-    return [
-        f"  warning: the model was trained with {study.limit} positions; "
-        f"{either(list(map(str, beyond)))} tokens are beyond its trained context"
-    ]
-
-
-def show_estimate(study: PretrainedStudy, runs: Sequence[Reading], workers: int) -> None:
-    """Time each variant on two short contexts and print the estimated time of all runs.
-
-    The time of a context of n tokens is taken as a·n + b·n².
-    """
-    loaded, contexts = opened(study.task.source), drawn_from(study.task)
-    total = 0.0
-    for spec in study.specs:
-        points = [point for run in runs if run.substitution == spec for point in run.tests]
-        if not points:
-            continue
-        times: list[tuple[int, float]] = []
-        with substituted(loaded.model, spec, study.task.typical(contexts)) as model:
-            shortest = min(study.samples)
-            longer = next((n for n in sorted(study.samples) if n > shortest), shortest)
-            for length in (shortest, shortest, longer):  # the first is slower
-                (outcome,) = measured(study.task, loaded, model, [contexts.draw(length, 0)])
-                times.append((length, outcome.cpu_seconds))
-        seconds = sum(_extrapolated(times[1:], length) for length, _ in points)
-        total += seconds
-        name = BASELINE if spec is None else str(spec)
-        print(f"  {name}: {clock(seconds)}")
-    print(f"about {clock(total / workers)} on {counted(workers, 'worker')} of one core each, plus "
-          "the loading of the model")  # fmt: skip
-
-
-def _extrapolated(times: Sequence[tuple[int, float]], length: int) -> float:
-    (m, s), (n, t) = times
-    if m == n:
-        return t * length / n
-    b = max(0.0, (t / n - s / m) / (n - m))
-    a = max(0.0, t / n - b * n)
-    return a * length + b * length**2
+def _with_file(spec: Substitution, study: PretrainedStudy, folder: Path) -> Substitution:
+    """A trained variant with the file of its training."""
+    if not isinstance(spec, Adapted):
+        return spec
+    key = key_of({"model": study.fingerprint, "device": study.device_kind,
+                  "plugin": study.plugins.get(spec.call.name), **spec.identity()})  # fmt: skip
+    return replace(spec, file=folder / f"{key}.safetensors")

@@ -19,10 +19,11 @@ tokenizer, the seed, the length and the number of the sample.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import torch
@@ -30,13 +31,6 @@ from torch import Tensor
 
 from commandline.errors import UsageError
 from evals.pretrained.loading import Loaded
-from evals.pretrained.words import (
-    absent_numbers,
-    absent_words,
-    check_no_facts,
-    pick_numbers,
-    pick_words,
-)
 from evals.tasks import draws
 
 VERSION = 2  # change it when the contexts change
@@ -47,6 +41,25 @@ LEAST_BREAKS = 4  # sentences or lines of the text in a context; facts can share
 _KEYS, _VALUES, _CHAIN, _LISTS, _LISTED = 4, 2, 3, 4, 6
 _DRAWS = 1024  # random numbers for one context
 _STOPS = (".", "!", "?")
+_PLANTED, _TEXT, _NEEDLE = range(3)  # kinds of tokens
+
+
+POOL = (
+    "anchor apple arrow autumn bamboo banana barrel beacon blanket bottle bridge bucket butter "
+    "cabin camel candle carpet castle cherry chimney circle cloud coffee copper cotton cradle "
+    "dragon eagle ember falcon feather fiddle forest fountain garden ginger glacier hammer harbor "
+    "helmet honey island jacket jungle kettle ladder lantern lemon lizard magnet maple marble "
+    "meadow mirror monkey mountain needle olive orange oyster panther parrot pebble pepper piano "
+    "pillow pirate planet pocket pumpkin rabbit raven ribbon river rocket saddle salmon shadow "
+    "silver spider summer tiger timber tomato tunnel turtle valley velvet violin walnut whistle "
+    "willow window winter wizard zebra"
+).split()
+# The forms of the planted sentences, up to the number or word that answers a question.
+_FORMS = re.compile(
+    r"The secret number is|The number of \w+ is|One price of \w+ is|^Let \w+ =|^Words:",
+    re.MULTILINE,
+)
+_LOWEST, _NUMBERS = 1000, 9000  # numbers of four digits
 
 
 @dataclass(frozen=True)
@@ -72,56 +85,47 @@ class Context:
 
 @dataclass(frozen=True)
 class _Facts:
-    """Lines to plant, and (task, question, answer, values). The lines of a chain keep their order,
-    all others are shuffled. needle: the number of the first line."""
+    """Lines to plant, the needle in the first, and (task, question, answer, values). The lines of
+    each range in ``ordered`` keep their order, all others are shuffled."""
 
     lines: list[str]
-    chain: range
+    ordered: tuple[range, ...]
     questions: list[tuple[str, str, str, tuple[str, ...]]]
-    needle: str
 
 
 def _facts(raw: np.ndarray, words: Sequence[str], numbers: Sequence[str]) -> _Facts:
-    """The facts of one context. The prices of the several values are lines in order too."""
-    others = (_LISTS * (_LISTED - 1)) + 1
-    chosen_words = pick_words(raw[:128], words, _KEYS + 1 + _CHAIN + others)
-    chosen_numbers = pick_numbers(raw[128:], numbers, 1 + _KEYS + _VALUES + 1)
-    keys, priced, chain = (
-        chosen_words[:_KEYS],
-        chosen_words[_KEYS],
-        chosen_words[_KEYS + 1 : _KEYS + 1 + _CHAIN],
-    )
-    common, *rare = chosen_words[_KEYS + 1 + _CHAIN :]
-    needle, of_keys = chosen_numbers[0], chosen_numbers[1 : 1 + _KEYS]
-    first, second = chosen_numbers[1 + _KEYS : 1 + _KEYS + _VALUES]
-    start = chosen_numbers[-1]
-    lists = []
-    for i in range(_LISTS):
-        list_words = rare[i * (_LISTED - 1) : (i + 1) * (_LISTED - 1)]
-        place = int(raw[256 + i] % _LISTED)
-        lists.append(f"Words: {', '.join([*list_words[:place], common, *list_words[place:]])}.")
-    tracked = [f"Let {chain[0]} = {start}."]
-    tracked += [f"Let {b} = {a}." for a, b in pairwise(chain)]
+    """The facts of one context."""
+    word_count = _KEYS + 1 + _CHAIN + 1 + _LISTS * (_LISTED - 1)
+    drawn_words = iter(pick_words(raw[:128], words, word_count))
+    drawn_numbers = iter(pick_numbers(raw[128:], numbers, 1 + _KEYS + _VALUES + 1))
+    keys = list(islice(drawn_words, _KEYS))
+    priced, *chain = islice(drawn_words, 1 + _CHAIN)
+    common = next(drawn_words)
+    needle, *values = islice(drawn_numbers, 1 + _KEYS)
+    first, second, start = drawn_numbers
+    lists = [list(islice(drawn_words, _LISTED - 1)) for _ in range(_LISTS)]
+    for listed, position in zip(lists, raw[256:], strict=False):
+        listed.insert(int(position % _LISTED), common)
     lines = [
         f"The secret number is {needle}.",
-        *(f"The number of {k} is {v}." for k, v in zip(keys, of_keys, strict=True)),
-        *lists,
-        *tracked,
+        *(f"The number of {key} is {value}." for key, value in zip(keys, values, strict=True)),
+        *(f"Words: {', '.join(listed)}." for listed in lists),
+        *(f"Let {b} = {a}." for a, b in pairwise([start, *chain])),
         f"One price of {priced} is {first}.",
         f"One price of {priced} is {second}.",
     ]
-    (a, b), (x, y) = keys[1:3], of_keys[1:3]
+    (a, b), (x, y) = keys[1:3], values[1:3]
     questions = [
         (NEEDLE, "The secret number is", f" {needle}", (needle,)),
-        ("several_keys", f"The number of {keys[0]} is", f" {of_keys[0]}", (of_keys[0],)),
+        ("several_keys", f"The number of {keys[0]} is", f" {values[0]}", (values[0],)),
         ("several_queries", f"The numbers of {a} and {b} are", f" {x} and {y}", (x, y)),
         ("several_values", f"The two prices of {priced}, in order, are", f" {first} and {second}",
          (first, second)),
         ("variable_tracking", f"The value of {chain[-1]} is", f" {start}", (start,)),
         ("common_word", "The most frequent word in the lists of words is", f" {common}", (common,)),
     ]  # fmt: skip
-    first_of_chain = 1 + _KEYS + _LISTS
-    return _Facts(lines, range(first_of_chain, first_of_chain + _CHAIN), questions, needle)
+    prices = range(len(lines) - _VALUES, len(lines))
+    return _Facts(lines, (range(prices[0] - _CHAIN, prices[0]), prices), questions)
 
 
 class Contexts:
@@ -164,29 +168,26 @@ class Contexts:
         raw = draws.words(self.seed, "test", length, sample, sample + 1, _DRAWS)[0]
         if not self.planted:
             begin, end = self._slice(raw, length - len(self.start), length)
-            return self._joined([(self.tokens[begin:end], True)], {}, [])
+            return self._context([_kind(self.tokens[begin:end], _TEXT)], [])
         facts = _facts(raw, self._words, self._numbers)
-        lines = [self._encode(f"\n{line}\n") for line in facts.lines]
-        room = length - RESERVED - len(self.start) - sum(map(len, lines))
+        lines = [_kind(self.loaded.tokens(f"\n{line}\n"), _PLANTED) for line in facts.lines]
+        room = length - RESERVED - len(self.start) - sum(line.shape[1] for line in lines)
         begin, end = self._slice(raw, room, length)
-        pieces = self._planted(raw[512:], begin, end, lines, facts)
         questions = [self._question(*question) for question in facts.questions]
         if max(len(q.prompt) + len(q.answer) for q in questions) > RESERVED:
             raise UsageError(
                 f"--model must have a tokenizer that needs at most {RESERVED} tokens for a "
                 "question of about 60 letters"
             )
-        number = self._span("\nThe secret number is", f" {facts.needle}")
-        return self._joined(pieces, {id(lines[0]): number}, questions)
-
-    def _encode(self, text: str) -> Tensor:
-        return self.loaded.tokens(text)
+        needle = questions[0]
+        lines[0][1, len(needle.prompt) : len(needle.prompt) + len(needle.answer)] = _NEEDLE
+        return self._context(self._planted(raw[512:], begin, end, lines, facts), questions)
 
     def _slice(self, raw: np.ndarray, size: int, length: int) -> tuple[int, int]:
         """The begin and end of ``size`` tokens of the text that start at a sentence or line."""
         if size < LEAST_TEXT:
-            raise UsageError(f"--lengths must be at least {length + LEAST_TEXT - size}, got "
-                             f"{length}")  # fmt: skip
+            least = length + LEAST_TEXT - size
+            raise UsageError(f"--lengths must be at least {least}, got {length}")
         starts = self.breaks[self.breaks + size <= len(self.tokens)]
         if len(starts) == 0:
             raise UsageError(
@@ -198,8 +199,8 @@ class Contexts:
 
     def _planted(
         self, raw: np.ndarray, begin: int, end: int, lines: list[Tensor], facts: _Facts
-    ) -> list[tuple[Tensor, bool]]:
-        """The text with the lines in it: pieces with whether they are text."""
+    ) -> list[Tensor]:
+        """The text with the lines in it, as pieces."""
         inside = self.breaks[(self.breaks > begin) & (self.breaks < end)]
         if len(inside) < LEAST_BREAKS:
             raise UsageError(
@@ -209,45 +210,75 @@ class Contexts:
         random_positions = begin + draws.uniforms(raw[: len(lines)]) * (end - begin)
         insertions = sorted(int(inside[np.abs(inside - x).argmin()]) for x in random_positions)
         order = draws.subsets(raw[None, 64 : 64 + len(lines)], len(lines))[0].tolist()
-        for group in (facts.chain, range(len(lines) - _VALUES, len(lines))):
+        for group in facts.ordered:
             slots = sorted(order.index(line) for line in group)
             for slot, line in zip(slots, group, strict=True):
                 order[slot] = line
-        pieces, position = [], begin
-        for line, place in zip(order, insertions, strict=True):
-            pieces += [(self.tokens[position:place], True), (lines[line], False)]
-            position = place
-        return [*pieces, (self.tokens[position:end], True)]
+        pieces = []
+        for line, start, stop in zip(order, [begin, *insertions], insertions, strict=False):
+            pieces += [_kind(self.tokens[start:stop], _TEXT), lines[line]]
+        return [*pieces, _kind(self.tokens[insertions[-1] : end], _TEXT)]
 
-    def _joined(
-        self,
-        pieces: list[tuple[Tensor, bool]],
-        needles: dict[int, slice],
-        questions: list[Question],
-    ) -> Context:
-        where, offset = [torch.empty(0, dtype=torch.long)], len(self.start)
-        for piece, _ in pieces:
-            if (span := needles.get(id(piece))) is not None:
-                where.append(offset + torch.arange(len(piece))[span])
-            offset += len(piece)
-        kinds = [torch.zeros(len(self.start), dtype=torch.bool)]
-        kinds += [torch.full((len(piece),), is_text) for piece, is_text in pieces]
-        tokens = torch.cat([self.start, *(piece for piece, _ in pieces)])
-        return Context(tokens, torch.cat(kinds), torch.cat(where), questions)
-
-    def _span(self, head: str, tail: str) -> slice:
-        """The tokens of ``tail`` among the tokens of head + tail."""
-        before, joined = self._encode(head), self._encode(head + tail)
-        return slice(_common(before, joined), len(joined))
+    def _context(self, pieces: Sequence[Tensor], questions: Sequence[Question]) -> Context:
+        tokens, kinds = torch.cat([_kind(self.start, _PLANTED), *pieces], 1)
+        return Context(tokens, kinds == _TEXT, (kinds == _NEEDLE).nonzero()[:, 0], questions)
 
     def _question(self, task: str, question: str, answer: str, values: tuple[str, ...]) -> Question:
-        tokens = self._encode(f"\n{question}{answer}")
-        begin = self._span(f"\n{question}", answer).start
-        return Question(task, tokens[:begin], tokens[begin:], values)
+        """The answer begins at the first token that it adds to the question or changes in it."""
+        before = self.loaded.tokens(f"\n{question}")
+        joined = self.loaded.tokens(f"\n{question}{answer}")
+        size = min(len(before), len(joined))
+        begin = int((before[:size] == joined[:size]).cumprod(0).sum())
+        return Question(task, joined[:begin], joined[begin:], values)
 
 
-def _common(one: Tensor, other: Tensor) -> int:
-    """The number of equal tokens at the start of both."""
-    size = min(len(one), len(other))
-    different = (one[:size] != other[:size]).nonzero()
-    return int(different[0]) if len(different) else size
+def _kind(tokens: Tensor, kind: int) -> Tensor:
+    """Tokens (N,) with their kind, (2, N)."""
+    return torch.stack([tokens, torch.full_like(tokens, kind)])
+
+
+# ---- words and numbers -----------------------------------------------------------------------
+
+
+def absent_words(text: str) -> list[str]:
+    """The words of the pool that are not in the text."""
+    present = set(re.findall(r"\w+", text.lower()))
+    return [word for word in POOL if word not in present]
+
+
+def check_no_facts(text: str) -> None:
+    """Raise if the text has a sentence of the form of a planted one, which could be mistaken for
+    it."""
+    if (match := _FORMS.search(text)) is not None:
+        line = 1 + text.count("\n", 0, match.start())
+        raise UsageError(
+            "--text must not have sentences of the forms that are planted in it, got "
+            f"{match[0]!r} in line {line}; take another text, or measure only the loss and the "
+            "sharpness with --measures loss,sharpness"
+        )
+
+
+def pick_words(raw: np.ndarray, words: Sequence[str], count: int) -> list[str]:
+    """``count`` different words in random order; raw: at least len(words) random uint64."""
+    if len(words) < count:
+        raise UsageError(
+            f"--text must lack at least {count} of the {len(POOL)} words that are planted in it, "
+            f"but it lacks {len(words)}"
+        )
+    order = draws.subsets(raw[None, : len(words)], count)[0]
+    return [words[int(i)] for i in order]
+
+
+def absent_numbers(text: str) -> list[str]:
+    """The numbers of four digits that are not in the text."""
+    present = set(re.findall(r"\d+", text))
+    every = map(str, range(_LOWEST, _LOWEST + _NUMBERS))
+    return [number for number in every if number not in present]
+
+
+def pick_numbers(raw: np.ndarray, numbers: Sequence[str], count: int) -> list[str]:
+    """``count`` different numbers; raw: at least 8 · count random uint64."""
+    drawn = (numbers[int(i)] for i in draws.integers(raw, len(numbers)))
+    different = list(dict.fromkeys(drawn))[:count]
+    assert len(different) == count
+    return different

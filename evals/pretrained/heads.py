@@ -6,7 +6,8 @@ queries of a context (sharpness), and the last query of a question (dispersion a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,40 +19,19 @@ from evals.measures.sparsity import TITLES, sparsity
 
 ROWS = 8  # the queries at the end of a context whose weights are measured
 _NOT_OF_WEIGHTS = ("need_weights", "dropout_p", "return_lse")
+LayerWeights = tuple[Tensor, Tensor]  # weights (B, H, rows, keys), numbers of visible keys (rows,)
 
 
-class Weights:
-    """Collects weights of every attention layer while the model runs in this context.
+@contextmanager
+def recorded_weights(model: nn.Module, last: int) -> Iterator[list[LayerWeights]]:
+    """Collect the weights of the ``last`` queries of each converted layer while a model runs, in
+    the order of execution."""
+    layers: list[LayerWeights] = []
 
-    Args:
-        model: a model with attention layers of attnzoo.
-        last: the number of queries to collect: the last ones.
-
-    Attributes:
-        layers: for each layer in the order of execution the weights (B, H, rows, keys) and the
-            numbers of visible keys (rows,).
-    """
-
-    def __init__(self, model: nn.Module, last: int) -> None:
-        self.model, self.last = model, last
-        self.layers: list[tuple[Tensor, Tensor]] = []
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> Weights:
-        for module in self.model.modules():
-            if isinstance(module, attnzoo.nn.Attention):
-                hook = module.register_forward_pre_hook(self._record, with_kwargs=True)
-                self._hooks.append(hook)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _record(self, module: nn.Module, args: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
+    def record(module: nn.Module, args: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
         assert isinstance(module, attnzoo.nn.Attention)
         q, k, v = args
-        rows = slice(max(0, q.shape[2] - self.last), None)
+        rows = slice(max(0, q.shape[2] - last), None)
         options = {name: x for name, x in kwargs.items() if name not in _NOT_OF_WEIGHTS}
         masks = _masks(options, rows, q.shape[2])
         q, k, v = q[:, :, rows].float(), k.float(), v[..., :1].float()
@@ -59,16 +39,20 @@ class Weights:
             options["softcap"] = module.softcap
         options = own_parameters(module) | options | masks
         w = attnzoo.attention_weights(q, k, v, module.variant, **options)
-        # With equal scores, the weights of softmax are 0 at keys that a query does not see.
-        masks["enable_gqa"] = bool(options.get("enable_gqa"))
-        equal = torch.zeros_like(q)[:1], torch.zeros_like(k)[:1], v[:1]
-        visible = attnzoo.attention_weights(*equal, **{n: _first(x) for n, x in masks.items()})
-        self.layers.append((w.cpu(), (visible[0, 0] > 0).sum(-1).cpu()))
+        layers.append((w.cpu(), visible_keys(q, k, masks).cpu()))
+
+    hooks = [module.register_forward_pre_hook(record, with_kwargs=True)
+             for module in model.modules() if isinstance(module, attnzoo.nn.Attention)]  # fmt: skip
+    try:
+        yield layers
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _masks(options: dict[str, Any], rows: slice, queries: int) -> dict[str, Any]:
     """The mask arguments of a call for its last queries. Causal attention is aligned at the end."""
-    masks = {name: options[name] for name in ("is_causal", "window") if name in options}
+    masks = {name: x for name, x in options.items() if name in ("is_causal", "window")}
     if (mask := options.get("attn_mask")) is not None:
         masks["attn_mask"] = mask[..., rows, :] if mask.shape[-2] > 1 else mask
     if (segments := options.get("segment_ids")) is not None:
@@ -77,32 +61,45 @@ def _masks(options: dict[str, Any], rows: slice, queries: int) -> dict[str, Any]
     return masks
 
 
+def visible_keys(q: Tensor, k: Tensor, masks: Mapping[str, Any]) -> Tensor:
+    """The number of keys that each query of the first sequence sees, (Nq,).
+
+    A layer may have a window, so causality alone does not give it. With equal scores, the weights
+    of softmax are 0 only at keys that a query does not see.
+    """
+    zero_q, zero_k = (torch.zeros_like(x[:1, :, :, :1]) for x in (q, k))
+    masks = {name: _first(x) for name, x in masks.items()}
+    w = attnzoo.attention_weights(
+        zero_q, zero_k, zero_k, enable_gqa=q.shape[1] != k.shape[1], **masks
+    )
+    return (w[0, 0] > 0).sum(-1)
+
+
 def _first(value: Any) -> Any:
     """The first entry of the batch of a mask argument."""
-    if isinstance(value, tuple) and isinstance(value[0], Tensor):
-        return tuple(part[:1] for part in value)
+    if isinstance(value, tuple):
+        return tuple(map(_first, value))
     return value[:1] if isinstance(value, Tensor) else value
 
 
-def sharpness(weights: Weights) -> dict[str, Tensor]:
+def sharpness(layers: Sequence[LayerWeights]) -> dict[str, Tensor]:
     """The largest weight and the measures of `evals.measures.sparsity`, as means over queries.
 
     Returns:
         Tensors (B, heads of all layers) by name, such as ``max_weight`` and ``entropy``.
     """
-    parts_by_name: dict[str, list[Tensor]] = {name: [] for name in ("max_weight", *TITLES)}
-    for w, keys in weights.layers:
-        measured = {"max_weight": w.amax(-1), **sparsity(w, keys)}
-        for name, values in measured.items():
-            parts_by_name[name].append(values.mean(-1))
-    return {name: torch.cat(parts, -1) for name, parts in parts_by_name.items()}
+    measured = [{"max_weight": w.amax(-1), **sparsity(w, keys)} for w, keys in layers]
+    return {
+        name: torch.cat([measures[name].mean(-1) for measures in measured], -1)
+        for name in ("max_weight", *TITLES)
+    }
 
 
-def dispersion(weights: Weights, needle: Tensor, tokens: int) -> dict[str, Tensor]:
+def dispersion(layers: Sequence[LayerWeights], needle: Tensor, tokens: int) -> dict[str, Tensor]:
     """The weight on the tokens of the needle, and the entropy of the row divided by log n.
 
     Args:
-        weights: with ``last`` = 1.
+        layers: the weights of the last query.
         needle: the indices of the needle's tokens.
         tokens: the number of tokens up to the query. A layer with a window may have fewer keys,
             the last ones; its heads put no weight on tokens before them.
@@ -111,7 +108,7 @@ def dispersion(weights: Weights, needle: Tensor, tokens: int) -> dict[str, Tenso
         ``needle_weight`` and ``needle_entropy``, (B, heads of all layers), for the last query.
     """
     on, entropy = [], []
-    for w, keys in weights.layers:
+    for w, keys in layers:
         at = needle - (tokens - w.shape[-1])
         on.append(w[:, :, -1, at[at >= 0]].sum(-1))
         entropy.append(sparsity(w[:, :, -1], keys[-1])["entropy"])

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,21 +142,11 @@ def read_text(file: Path, option: str = "--text") -> str:
         raise UsageError(f"{option} {file}: {error}") from error
 
 
-def check_tokenizer(folder: Path) -> None:
-    """Raise UsageError if a folder with a model has no tokenizer."""
-    if folder.is_dir() and not any(any(folder.glob(kind)) for kind in _TOKENIZER_FILES):
-        raise UsageError(
-            f"--model {folder} has no tokenizer; write one there with tokenizer.save_pretrained"
-        )
-
-
-def outline(source: Source) -> Loaded:
-    """The tokenizer of a causal language model, and the model without its weights.
-
-    Options are checked with it, because the weights of a model take long to load.
+def from_source(source: Source, kind: str, **options: Any) -> Any:
+    """The result of ``from_pretrained`` of a class of transformers, such as "AutoModel".
 
     Raises:
-        UsageError: transformers is missing, or there is no such model or no tokenizer.
+        UsageError: transformers is missing, or there is no such model, file or tokenizer.
     """
     try:
         import transformers
@@ -164,51 +155,62 @@ def outline(source: Source) -> Loaded:
         import attnzoo.integrations.transformers  # noqa: F401
     except ImportError as error:
         raise UsageError(str(error)) from error
-    if source.gguf is None:  # loading a GGUF file takes long enough for a progress bar
-        transformers.logging.disable_progress_bar()
     folder = Path(source.model)
-    options: dict[str, Any] = {}
     if source.gguf is not None:
         options["gguf_file"] = source.gguf
         if folder.is_dir() and not (folder / source.gguf).is_file():
             raise UsageError(f"--gguf must be a file in {folder}, got {source.gguf!r}")
     else:
-        check_tokenizer(folder)
+        transformers.logging.disable_progress_bar()  # a GGUF file loads for long enough for one
+        if folder.is_dir() and not any(any(folder.glob(kind)) for kind in _TOKENIZER_FILES):
+            raise UsageError(
+                f"--model {folder} has no tokenizer; write one there with tokenizer.save_pretrained"
+            )
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source.model, **options)
-        config = transformers.AutoConfig.from_pretrained(source.model, **options)
-        with torch.device("meta"):
-            model: Any = transformers.AutoModelForCausalLM.from_config(config)
+        return getattr(transformers, kind).from_pretrained(source.model, **options)
     except (OSError, ValueError, ImportError) as error:
-        raise UsageError(f"--model {source}: {_first_line(error)}") from error
+        raise _no_model(source, error) from error
+
+
+def _no_model(source: Source, error: Exception) -> UsageError:
+    reason = str(error).strip() or type(error).__name__
+    return UsageError(f"--model {source}: {reason.splitlines()[0]}")
+
+
+@cache
+def outline(source: Source) -> Loaded:
+    """The tokenizer of a causal language model, and the model without its weights; made once.
+
+    Options are checked with it, because the weights of a model take long to load.
+
+    Raises:
+        UsageError: as for `from_source`.
+    """
+    tokenizer, config = from_source(source, "AutoTokenizer"), from_source(source, "AutoConfig")
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except (ValueError, ImportError) as error:
+        raise _no_model(source, error) from error
     return Loaded(model.eval(), tokenizer)
 
 
+@cache
 def load(source: Source) -> Loaded:
-    """Load a causal language model and its tokenizer.
+    """A causal language model and its tokenizer, loaded once in each process.
 
     Raises:
         UsageError: as for `outline`, or the model is not causal.
     """
     tokenizer = outline(source).tokenizer
-    import transformers
-
-    options = {} if source.gguf is None else {"gguf_file": source.gguf}
-    try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            source.model, dtype=DTYPES[source.dtype], **options
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise UsageError(f"--model {source}: {_first_line(error)}") from error
+    model = from_source(source, "AutoModelForCausalLM", dtype=DTYPES[source.dtype])
     if source.gguf is not None:
         model = _plain(model, source)
     loaded = Loaded(model.to(source.device).eval(), tokenizer)
     _check_causal(loaded, source)
     return loaded
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _plain(model: Any, source: Source) -> Any:

@@ -39,21 +39,18 @@ def by_position(losses: Tensor, is_text: Tensor) -> tuple[dict[str, float], dict
         Metrics: ``loss``, and ``loss_end`` of the last quarter of the positions. Curves:
         ``loss_sum`` and ``loss_count`` of each bin, and ``loss_edges``, which are `edges`(N).
     """
-    losses, counted = losses.double(), is_text[1:]
-    size = len(is_text)
-    positions = torch.arange(1, size)
-    bins = torch.bucketize(positions, torch.tensor(edges(size)[1:]), right=True)
+    bounds, size = edges(len(is_text)), len(is_text)
+    positions = torch.arange(1, size)[is_text[1:]]
+    losses = losses.double()[is_text[1:]]
+    bins = torch.bucketize(positions, torch.tensor(bounds[1:]), right=True)
     sums, counts = (
-        torch.zeros(len(edges(size)) - 1, dtype=torch.float64).index_add_(0, bins[counted], values)
-        for values in (losses[counted], torch.ones(int(counted.sum()), dtype=torch.float64))
+        torch.zeros(len(bounds) - 1, dtype=torch.float64).index_add_(0, bins, values)
+        for values in (losses, torch.ones_like(losses))
     )
-    end = counted & (positions >= size - size // 4)
-    metrics = {"loss": losses[counted].mean(), "loss_end": losses[end].mean()}
+    end = losses[positions >= size - size // 4]
+    metrics = {"loss": float(losses.mean()), "loss_end": float(end.mean())}
+    curves = {"loss_edges": bounds, "loss_sum": sums, "loss_count": counts}
     return (
-        {name: float(value) for name, value in metrics.items() if math.isfinite(value)},
-        {
-            "loss_edges": list(map(float, edges(size))),
-            "loss_sum": sums.tolist(),
-            "loss_count": counts.tolist(),
-        },
+        {name: value for name, value in metrics.items() if math.isfinite(value)},
+        {name: list(map(float, values)) for name, values in curves.items()},
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,28 +13,26 @@ from commandline.errors import UsageError
 CHUNK = 512  # tokens whose logits are in memory at a time
 
 
+class _BodyOutput(tuple[Tensor]):
+    """The output of a body: hidden states, and None for everything else."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class _FixedBody(nn.Module):
     """Stands in for the body of a model and returns these hidden states (B, N, width)."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.output = _BodyOutput((hidden,))
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        return _BodyOutput(self.hidden)
-
-
-class _BodyOutput:
-    """The output of a body: hidden states, and None for everything else."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name: str) -> None:
-        return None
+        return self.output
 
 
 class Reader:
@@ -57,7 +53,7 @@ class Reader:
 
     def read(self, ids: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         """The hidden states (B, N, width) of tokens (B, N) after those in the cache, and the cache
-        with them. The given cache is unchanged."""
+        with them. The cache passed in is unchanged."""
         out = self.body(
             input_ids=ids.to(self.model.device),
             past_key_values=copy.deepcopy(cache),
@@ -67,9 +63,13 @@ class Reader:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits (B, N, vocabulary) at hidden states (B, N, width)."""
-        with _replaced(self.model, _FixedBody(hidden)):
-            ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        name = self.model.base_model_prefix
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        setattr(self.model, name, _FixedBody(hidden))
+        try:
             return self.model(input_ids=ids, use_cache=False).logits
+        finally:
+            setattr(self.model, name, self.body)
 
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """−log P of the targets (B, N) at hidden states (B, N, width), fp32 (B, N)."""
@@ -90,24 +90,9 @@ def surprisal(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0]
 
 
-@contextmanager
-def _replaced(model: Any, body: nn.Module) -> Iterator[None]:
-    """Put another module in the place of the body of a model."""
-    name = model.base_model_prefix
-    original = getattr(model, name)
-    setattr(model, name, body)
-    try:
-        yield
-    finally:
-        setattr(model, name, original)
-
-
 def only(cache: Any, index: int) -> Any:
     """A copy of a cache with one entry of its batch."""
     selected = copy.deepcopy(cache)
-    selected.batch_select_indices(torch.tensor([index], device=_device(selected)))
+    device = next(layer.keys.device for layer in cache.layers)
+    selected.batch_select_indices(torch.tensor([index], device=device))
     return selected
-
-
-def _device(cache: Any) -> torch.device:
-    return next(layer.keys.device for layer in cache.layers)

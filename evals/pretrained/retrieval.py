@@ -10,6 +10,7 @@ greedy    the share of the answer's words and numbers in the text that greedy de
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,41 +33,32 @@ def ask(reader: Reader, cache: Any, question: Question) -> dict[str, float]:
 
 
 def greedy(reader: Reader, cache: Any, question: Question, tokenizer: Any) -> float:
-    """The share of the answer's values that greedy decoding writes."""
+    """The share of the answer's values that greedy decoding writes, not as a part of another word
+    or number."""
     ids: Tensor = question.prompt
     written: list[int] = []
     for _ in range(len(question.answer) + MORE):
         hidden, cache = reader.read(ids[None], cache)
         written.append(int(reader.logits(hidden[:, -1:])[0, 0].argmax()))
         ids = torch.tensor(written[-1:])
-    text = tokenizer.decode(written)
-    return sum(_names(text, value) for value in question.values) / len(question.values)
-
-
-def _names(text: str, value: str) -> bool:
-    """Whether a word or number stands in the text, not as a part of another.
-
-    >>> _names("It is 48213.", "4821")
-    False
-    """
-    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text) is not None
+    words = re.findall(r"\w+", tokenizer.decode(written))
+    return sum(value in words for value in question.values) / len(question.values)
 
 
 def scores(
-    reader: Reader, cache: Any, questions: Any, tokenizer: Any | None = None
+    reader: Reader, cache: Any, questions: Sequence[Question], tokenizer: Any | None = None
 ) -> dict[str, float]:
     """The scores of all questions, such as ``one_needle`` and ``one_needle_logprob``, and their
     means ``retrieval`` and ``retrieval_logprob``. With a tokenizer also those of greedy decoding.
     """
-    by_suffix: dict[str, list[float]] = {"": [], "_logprob": [], "_greedy": []}
     metrics: dict[str, float] = {}
     for question in questions:
         answer_scores = ask(reader, cache, question)
-        values = {"": answer_scores["exact"], "_logprob": answer_scores["logprob"]}
+        metrics[question.task] = answer_scores["exact"]
+        metrics[f"{question.task}_logprob"] = answer_scores["logprob"]
         if tokenizer is not None:
-            values["_greedy"] = greedy(reader, cache, question, tokenizer)
-        for suffix, value in values.items():
-            metrics[question.task + suffix] = value
-            by_suffix[suffix].append(value)
-    means = {f"retrieval{suffix}": sum(x) / len(x) for suffix, x in by_suffix.items() if x}
-    return metrics | means
+            metrics[f"{question.task}_greedy"] = greedy(reader, cache, question, tokenizer)
+    for suffix in ("", "_logprob", "_greedy")[: 2 if tokenizer is None else 3]:
+        values = [metrics[question.task + suffix] for question in questions]
+        metrics[f"retrieval{suffix}"] = sum(values) / len(values)
+    return metrics

@@ -1,7 +1,8 @@
-"""What `python -m evals pretrained` runs: points (variant, length, sample), their keys and rows.
+"""What `python -m evals pretrained` and `adapt` measure: points (length, sample), keys and rows.
 
-A point is one context, read with one variant. A run is some points of one variant, about as much
-work as the longest context, so that workers share the work evenly and the time left is about right.
+A point is one context, read with one variant. A run is some points of one variant and length, about
+as much work as the longest context, so that workers share the work evenly and the time left is
+about right.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from commandline.errors import UsageError
-from commandline.variants import VariantCall
 from evals.harness.any_run import AnyRun, Emit, RunContext
 from evals.harness.plan import key_of, origin
 from evals.measures.arithmetic import is_out_of_memory
@@ -29,12 +29,12 @@ from evals.pretrained import contexts, heads, positions, retrieval
 from evals.pretrained.loading import Loaded, Source, load, outline, read_text
 from evals.pretrained.reading import Reader, only
 from evals.pretrained.substitution import Substitution, is_converted, substituted
-from evals.results.pretrained import BASELINE
+from evals.pretrained.training import Adapted, read_stored
 from evals.results.rows import PRETRAINED, Row
+from evals.results.store import UNSHARDED, Folder, Shard
 from evals.tasks.draws import GENERATOR
 
 MEASURES = ("loss", "retrieval", "sharpness", "dispersion")
-_PLANTED = ("retrieval", "dispersion")
 _VERSION = 2  # change it when the measures change
 _QUADRATIC = 4096  # tokens at which attention costs about as much as the rest of a small model
 ContextPoint = tuple[int, int]  # length, sample
@@ -44,6 +44,8 @@ ContextPoint = tuple[int, int]  # length, sample
 class PretrainedTask:
     """What all points of a command share.
 
+    text: the text of the contexts. training: the text to train on, if there is one. share: the part
+    at the end of the text that is held out of the training; 0 if the training text is another file.
     hashes: hashes of the texts, which must not change after the command is planned; see `planned`.
     """
 
@@ -53,66 +55,73 @@ class PretrainedTask:
     greedy: bool = False
     seed: int = 0
     batch: int = 1
+    training: Path | None = None
+    share: float = 0.0
     hashes: tuple[str, ...] = ()
 
     @property
     def data(self) -> str:
-        """The text and the version of the contexts. Only of a planned task."""
-        return f"{self.hashes[-1]} contexts-{contexts.VERSION} {GENERATOR}"
+        """The texts and the version of the contexts. Only of a planned task."""
+        trained = "" if self.training is None else f" trained-on-{self.hashes[0]}"
+        return f"{self.hashes[-1]} contexts-{contexts.VERSION} {GENERATOR}{trained}"
 
     @property
     def planted(self) -> bool:
         """Whether facts are planted in the contexts."""
-        return any(name in _PLANTED for name in self.measures)
+        return not {"retrieval", "dispersion"}.isdisjoint(self.measures)
 
     @property
     def text_name(self) -> str:
         """The text in words, for tables."""
-        return self.text.name
+        return f"last {100 * self.share:g} % of {self.text.name}" if self.share else self.text.name
 
     def planned(self) -> Self:
         """The task with the hashes of its texts, which are checked when they are read again."""
-        return replace(self, hashes=tuple(map(text_hash, self.texts())))
-
-    def read(self) -> str:
-        """The text from which contexts are drawn."""
-        return self.texts()[-1]
+        return replace(self, hashes=_hashes(self._read()))
 
     def texts(self) -> tuple[str, ...]:
-        """All texts that the command reads; that of the contexts is the last.
+        """The training text, if there is one, and the text of the contexts.
 
         Raises:
             UsageError: a text is not the one of the plan.
         """
         texts = self._read()
-        if self.hashes and self.hashes != tuple(map(text_hash, texts)):
+        if self.hashes and self.hashes != _hashes(texts):
             raise UsageError(f"{self.text_name} changed after the start; run the command again")
         return texts
 
     def _read(self) -> tuple[str, ...]:
-        return (read_text(self.text),)
+        """A text of which a part is held out is cut at the end of a line."""
+        if self.training is None:
+            return (read_text(self.text),)
+        if not self.share:
+            return read_text(self.training), read_text(self.text, "--eval-text")
+        text = read_text(self.text)
+        cut = text.find("\n", int(len(text) * (1 - self.share))) + 1
+        if cut == 0:
+            raise UsageError(
+                f"--text must have a line that ends in its last {100 * self.share:g} %, so that "
+                "this part can be held out"
+            )
+        return text[:cut], text[cut:]
 
-    def typical(self, drawn: contexts.Contexts) -> torch.Tensor:
-        """The tokens to calibrate variants on."""
-        return drawn.tokens
 
-
-@cache
-def opened(source: Source) -> Loaded:
-    """The model, loaded once in each process."""
-    return load(source)
-
-
-@cache
-def outlined(source: Source) -> Loaded:
-    """The model without its weights, made once in each process."""
-    return outline(source)
+def _hashes(texts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(hashlib.sha256(text.encode()).hexdigest()[:20] for text in texts)
 
 
 @cache
 def drawn_from(task: PretrainedTask) -> contexts.Contexts:
     """The contexts of a task, made once in each process."""
-    return contexts.Contexts(outlined(task.source), task.read(), task.planted, task.seed)
+    return contexts.Contexts(outline(task.source), task.texts()[-1], task.planted, task.seed)
+
+
+@cache
+def typical_tokens(task: PretrainedTask) -> Tensor:
+    """The tokens (N,) to train and to calibrate variants on."""
+    if task.training is None:
+        return drawn_from(task).tokens
+    return outline(task.source).tokens(task.texts()[0])
 
 
 @torch.inference_mode()
@@ -121,26 +130,24 @@ def measured(
 ) -> list[Outcome]:
     """Read contexts of equal length with a model and measure each of them."""
     began = time.process_time()
-    reader = Reader(model)
+    reader, converted = Reader(model), is_converted(model)
     ids = torch.stack([context.tokens for context in batch])
-    converted = is_converted(model)
-    records_weights = converted and "sharpness" in task.measures
-    with heads.Weights(model, heads.ROWS) if records_weights else nullcontext() as weights:
+    sharp = converted and "sharpness" in task.measures
+    with heads.recorded_weights(model, heads.ROWS) if sharp else nullcontext([]) as layers:
         hidden, cache = reader.read(ids)
-    results: list[tuple[dict[str, float], dict[str, list[float]]]] = [({}, {}) for _ in batch]
-    if "loss" in task.measures:
-        losses = reader.losses(hidden[:, :-1], ids[:, 1:])
-        for (metrics, curves), loss, context in zip(results, losses, batch, strict=True):
-            means, bins = positions.by_position(loss, context.is_text)
+    losses = reader.losses(hidden[:, :-1], ids[:, 1:]) if "loss" in task.measures else None
+    by_head = heads.sharpness(layers) if layers else {}
+    results: list[tuple[dict[str, float], dict[str, list[float]]]] = []
+    for index, context in enumerate(batch):
+        metrics: dict[str, float] = {}
+        curves: dict[str, list[float]] = {}
+        results.append((metrics, curves))
+        if losses is not None:
+            means, bins = positions.by_position(losses[index], context.is_text)
             metrics |= means
             curves |= bins
-    if weights is not None:
-        counts = [float(w.shape[1]) for w, _ in weights.layers]
-        for name, values in heads.sharpness(weights).items():
-            for (metrics, curves), head_values in zip(results, values, strict=True):
-                metrics[name] = float(head_values.mean())
-                curves |= {f"head_{name}": _short(head_values), "heads": counts}
-    for index, ((metrics, curves), context) in enumerate(zip(results, batch, strict=True)):
+        for name, values in by_head.items():
+            _add_heads(name, values[index], layers, metrics, curves)
         if not task.planted:
             continue
         context_cache = cache if len(batch) == 1 else only(cache, index)
@@ -148,34 +155,29 @@ def measured(
         if "retrieval" in task.measures:
             tokenizer = loaded.tokenizer if task.greedy else None
             metrics |= retrieval.scores(reader, context_cache, context.questions, tokenizer)
-        if "dispersion" in task.measures and converted:
-            _disperse(reader, context_cache, context, metrics, curves)
+        if "dispersion" in task.measures and converted:  # at the end of the needle's question
+            prompt = next(q.prompt for q in context.questions if q.task == contexts.NEEDLE)
+            with heads.recorded_weights(model, 1) as rows:
+                reader.read(prompt[None], context_cache)
+            total = len(context.tokens) + len(prompt)
+            for name, values in heads.dispersion(rows, context.needle, total).items():
+                _add_heads(name, values[0], rows, metrics, curves)
+            metrics["needle_weight_max"] = max(curves["head_needle_weight"])
     seconds = (time.process_time() - began) / len(batch)
     return [_outcome(metrics, curves, seconds) for metrics, curves in results]
 
 
-def _disperse(
-    reader: Reader,
-    cache: Any,
-    context: contexts.Context,
+def _add_heads(
+    name: str,
+    values: Tensor,
+    layers: Sequence[heads.LayerWeights],
     metrics: dict[str, float],
     curves: dict[str, list[float]],
 ) -> None:
-    """Add the dispersion at the needle, at the end of its question."""
-    prompt = next(q.prompt for q in context.questions if q.task == contexts.NEEDLE)
-    with heads.Weights(reader.model, 1) as weights:
-        reader.read(prompt[None], cache)
-    total = len(context.tokens) + len(prompt)
-    for name, values in heads.dispersion(weights, context.needle, total).items():
-        metrics[name] = float(values.mean())
-        curves[f"head_{name}"] = _short(values[0])
-    curves["heads"] = [float(w.shape[1]) for w, _ in weights.layers]
-    metrics["needle_weight_max"] = max(curves["head_needle_weight"])
-
-
-def _short(values: torch.Tensor) -> list[float]:
-    """Numbers with four digits, because a row has hundreds of them."""
-    return [float(f"{x:.4g}") for x in values.tolist()]
+    """Add a measure of each head, with four digits because there are hundreds, and its mean."""
+    metrics[name] = float(values.mean())
+    curves[f"head_{name}"] = [float(f"{x:.4g}") for x in values.tolist()]
+    curves["heads"] = [float(w.shape[1]) for w, _ in layers]
 
 
 def _outcome(metrics: dict[str, float], curves: dict[str, list[float]], seconds: float) -> Outcome:
@@ -193,19 +195,15 @@ class Reading(AnyRun):
     label: the name, which stays the same when only some points are left.
     """
 
-    substitution: Substitution | None
+    substitution: Substitution
     label: str
 
     def __str__(self) -> str:
         return self.label
 
     @property
-    def name(self) -> str:
-        return BASELINE if self.substitution is None else str(self.substitution)
-
-    @property
     def log_name(self) -> str:
-        return f"{self.task}/{self.name}"
+        return f"{self.task}/{self.substitution}"
 
     def point_text(self, point: ContextPoint) -> str:
         return f"n = {point[0]}, sample {point[1]}"
@@ -215,11 +213,11 @@ class Reading(AnyRun):
         task = replace(settings, source=replace(settings.source, device=context.device))
         points: list[ContextPoint] = list(self.tests)
         emit(("stage", points[0], 0.0))
-        loaded, text_contexts = opened(task.source), drawn_from(task)
-        total, done = sum(work(length) for length, _ in points), 0.0
-        with substituted(loaded.model, self.substitution, task.typical(text_contexts)) as model:
-            for batch in _batches(points, task.batch):
-                emit(("stage", batch[0], done / total))
+        loaded, text_contexts = load(task.source), drawn_from(task)
+        with substituted(loaded.model, self.substitution, typical_tokens(task)) as model:
+            for start in range(0, len(points), task.batch):
+                batch = points[start : start + task.batch]
+                emit(("stage", batch[0], start / len(points)))
                 batch_contexts = [text_contexts.draw(*point) for point in batch]
                 try:
                     outcomes = measured(task, loaded, model, batch_contexts)
@@ -229,12 +227,7 @@ class Reading(AnyRun):
                     outcomes = [Outcome("oom", str(error).split("\n")[0])] * len(batch)
                 for point, outcome in zip(batch, outcomes, strict=True):
                     emit(("rows", point, dict.fromkeys(self.tests[point], outcome), {}))
-                done += sum(work(length) for length, _ in batch)
         return "done"
-
-
-def text_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def work(length: int) -> float:
@@ -242,113 +235,100 @@ def work(length: int) -> float:
     return length * (1 + length / _QUADRATIC)
 
 
-def _batches(points: Sequence[ContextPoint], size: int) -> Iterator[list[ContextPoint]]:
-    """Points of equal length, at most ``size`` at a time."""
-    for _, group in groupby(points, key=lambda point: point[0]):
-        equal_length = list(group)
-        for start in range(0, len(equal_length), size):
-            yield equal_length[start : start + size]
-
-
-def points_of(samples: Mapping[int, int]) -> list[ContextPoint]:
-    """The points of one variant for these numbers of samples of each length."""
-    ordered = sorted(samples.items(), reverse=True)
-    return [(length, sample) for length, count in ordered for sample in range(count)]
-
-
 @dataclass(frozen=True)
 class PretrainedStudy:
     """A planned command.
 
-    specs: the substitutions; None is the model as loaded. samples: the number of samples of each
-    length. plugins: maps variants of the plugin to a hash of its file.
+    specs: the substitutions. samples: the number of samples of each length. plugins: maps variants
+    of the plugin to a hash of its file. fingerprint, limit: of the model. folder: of the rows.
     """
 
     task: PretrainedTask
-    specs: Sequence[Substitution | None]
+    specs: Sequence[Substitution]
     samples: Mapping[int, int]
     plugins: Mapping[str, str]
     fingerprint: str
     limit: int | None
+    folder: Folder
 
-    def points(self) -> list[ContextPoint]:
-        """All points of one variant, the longest first."""
-        return points_of(self.samples)
+    def shares(self) -> Iterator[list[ContextPoint]]:
+        """The points of one variant in lists of one length, the longest first. The work of a list
+        is at most that of the longest context."""
+        most = work(max(self.samples))
+        for length, count in sorted(self.samples.items(), reverse=True):
+            size = max(1, int(most / work(length)))
+            for start in range(0, count, size):
+                yield [(length, sample) for sample in range(start, min(start + size, count))]
 
-    def key(self, spec: Substitution | None, point: ContextPoint) -> str:
-        variant = None if spec is None else spec.identity()
-        plugin = None if spec is None else self._plugin(spec)
+    def key(self, spec: Substitution, point: ContextPoint) -> str:
         return key_of({
             "task": PRETRAINED, "version": _VERSION, "model": self.fingerprint,
-            "data": self.task.data, "device": self.task.source.device.split(":")[0],
-            "variant": variant, "plugin": plugin, "seed": self.task.seed,
+            "data": self.task.data, "device": self.device_kind, "variant": spec.identity(),
+            "plugin": self.plugins.get(spec.call.name), "seed": self.task.seed,
             "length": point[0], "sample": point[1], "measures": sorted(self.task.measures),
             "greedy": self.task.greedy,
         })  # fmt: skip
 
-    def _plugin(self, spec: Substitution) -> str | None:
-        return self.plugins.get(spec.call.name)
+    @property
+    def device_kind(self) -> str:
+        return self.task.source.device.split(":")[0]
 
     def runs(self) -> list[Reading]:
         """All runs, also of points that have results."""
-        runs: list[Reading] = []
-        for spec in self.specs:
-            call = VariantCall(BASELINE) if spec is None else spec.call
-            for points in _shares(self.points()):
-                tests = {point: {self.key(spec, point): None} for point in points}
-                label = f"{BASELINE if spec is None else spec}, {_range(points)}"
-                runs.append(
-                    Reading(PRETRAINED, call, self.task.seed, self.task, tests, spec, label)
-                )
-        return runs
+        return [
+            Reading(PRETRAINED, spec.call, self.task.seed, self.task,
+                    {point: {self.key(spec, point): None} for point in points}, spec,
+                    f"{spec}, n = {points[0][0]}, samples {points[0][1]} to {points[-1][1]}")
+            for spec in self.specs for points in self.shares()
+        ]  # fmt: skip
 
-    def row(self, run: Reading, key: str, point: ContextPoint, outcome: Outcome) -> Row:
-        """The result row of one point."""
-        layers = None if run.substitution is None else run.substitution.layers
-        return {
+    def missing(self, retry: bool, shard: Shard = UNSHARDED) -> list[Reading]:
+        """The runs of a shard with the points that have no result, or with retry a failed one."""
+        rows = self.folder.by_key.items()
+        done = {key for key, row in rows if not retry or row["status"] == "ok"}
+        runs = [
+            replace(run, tests={at: x for at, x in run.tests.items() if not x.keys() <= done})
+            for run in self.runs()[shard.index :: shard.count]
+        ]
+        return [run for run in runs if run.tests]
+
+    def loss(self, run: AnyRun, step: int, value: float) -> None:
+        raise AssertionError("no run trains")
+
+    def row(
+        self, run: Any, key: str, point: ContextPoint, outcome: Outcome, training: dict[str, Any]
+    ) -> None:
+        """Store the result of one point."""
+        task, spec = self.task, run.substitution
+        plugin = self.plugins.get(spec.call.name)
+        contexts_of = {"fingerprint": self.fingerprint, "dtype": task.source.dtype,
+                       "planted": task.planted, "data": task.data}  # fmt: skip
+        row: Row = {
             "key": key,
             "task": PRETRAINED,
-            "model": str(self.task.source),
-            "fingerprint": self.fingerprint,
+            "variant": str(spec),
+            "seed": point[1],
+            "x": point[0],
+            "series": {"layers": "all" if spec.layers is None else ",".join(map(str, spec.layers))},
+            "group": {**contexts_of, "seed": task.seed, "device": self.device_kind},
+            "version": f"plugin {plugin}" if plugin else "built in",
+            "settings": {},
+            "model": str(task.source),
             "limit": self.limit,
-            "dtype": self.task.source.dtype,
-            "text": self.task.text_name,
-            "variant": run.name,
-            "layers": "all" if layers is None else ",".join(map(str, layers)),
-            "plugin": None if run.substitution is None else self._plugin(run.substitution),
-            "length": point[0],
-            "sample": point[1],
-            "seed": self.task.seed,
-            "planted": self.task.planted,
+            "text": task.text_name,
+            **contexts_of,
+            "plugin": plugin,
             "status": outcome.status,
             "message": outcome.message,
             "metrics": outcome.metrics,
             "curves": outcome.curves,
             "cpu_seconds": round(outcome.cpu_seconds, 3),
-            "version": f"measures-{_VERSION}",
-            "data": self.task.data,
-            "device": self.task.source.device,
+            "device": task.source.device,
             **origin(),
         }
-
-
-def _range(points: Sequence[ContextPoint]) -> str:
-    """The points of a run in words.
-
-    >>> _range([(1024, 18), (1024, 19), (512, 0)])
-    'n = 1024 sample 18 to n = 512 sample 0'
-    """
-    ends = [f"n = {length} sample {sample}" for length, sample in (points[0], points[-1])]
-    return " to ".join(dict.fromkeys(ends))
-
-
-def _shares(points: Sequence[ContextPoint]) -> Iterator[list[ContextPoint]]:
-    """Points in order, in lists of about the work of the first point."""
-    share: list[ContextPoint] = []
-    for point in points:
-        if share and sum(work(n) for n, _ in [*share, point]) > work(points[0][0]):
-            yield share
-            share = []
-        share.append(point)
-    if share:
-        yield share
+        if isinstance(spec, Adapted) and spec.file is not None:
+            stored = read_stored(spec.file)
+            row["training"] = stored.fields
+            if outcome.status == "ok":
+                row["curves"] = {**outcome.curves, **stored.curves}
+        self.folder.append(row)

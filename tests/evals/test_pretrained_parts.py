@@ -1,25 +1,28 @@
-"""The parts of ``pretrained``: contexts, answers, losses by position, weights."""
+"""The parts of ``pretrained``: contexts, answers, losses by position, weights, substitution."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import attnzoo
 from commandline.errors import UsageError
 from evals.pretrained import heads, positions, retrieval
-from evals.pretrained.contexts import RESERVED, Context, Contexts
+from evals.pretrained.contexts import RESERVED, Contexts, check_no_facts
 from evals.pretrained.loading import Loaded, Source, load
 from evals.pretrained.reading import Reader, only
 from evals.pretrained.substitution import (
-    apply,
+    AS_LOADED,
+    is_converted,
     parse_substitution,
     substituted,
 )
-from evals.pretrained.words import check_no_facts
 from evals.results.pretrained import RETRIEVAL
 from helpers.hf_models import gemma2, gpt2, ids, large_llama, llama, mistral, quiet, qwen
 from helpers.small_lm import LENGTH, TEXT, byte_tokenizer, save_small_lm, word_tokenizer
@@ -95,14 +98,11 @@ def test_a_context_is_a_slice_of_the_text_with_lines_in_it(contexts: Contexts) -
 def test_a_context_is_a_pure_function_of_seed_length_and_sample(
     contexts: Contexts, loaded: Loaded
 ) -> None:
-    def same(one: Context, other: Context) -> bool:
-        return torch.equal(one.tokens, other.tokens)
-
-    again = Contexts(loaded, LICENSE, planted=True, seed=0)
-    assert same(contexts.draw(LENGTH, 3), again.draw(LENGTH, 3))
-    assert not same(contexts.draw(LENGTH, 3), contexts.draw(LENGTH, 4))
-    other = Contexts(loaded, LICENSE, planted=True, seed=1)
-    assert not same(contexts.draw(LENGTH, 3), other.draw(LENGTH, 3))
+    again, other = (Contexts(loaded, LICENSE, planted=True, seed=seed) for seed in (0, 1))
+    tokens = contexts.draw(LENGTH, 3).tokens
+    assert torch.equal(tokens, again.draw(LENGTH, 3).tokens)
+    assert not torch.equal(tokens, again.draw(LENGTH, 4).tokens)
+    assert not torch.equal(tokens, other.draw(LENGTH, 3).tokens)
 
 
 def test_without_facts_a_context_is_plain_text_of_the_full_length(loaded: Loaded) -> None:
@@ -114,25 +114,7 @@ def test_without_facts_a_context_is_plain_text_of_the_full_length(loaded: Loaded
     assert len(context.needle) == 0
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "The secret number is 7.",
-        "The number of keys is 3.",
-        "One price of tea is 3.",
-        "Let x = 1.",
-        "Words: a, b.",
-    ],
-)
-def test_a_text_with_a_sentence_of_a_planted_form_is_an_error(loaded: Loaded, line: str) -> None:
-    text = f"{LICENSE}\n{line}\n"
-    count = LICENSE.count("\n") + 2
-    with pytest.raises(UsageError, match=rf"--text must not have .* in line {count};"):
-        Contexts(loaded, text, planted=True, seed=0)
-    Contexts(loaded, text, planted=False, seed=0)
-
-
-def test_every_planted_line_has_a_form_that_texts_must_not_have(
+def test_a_text_with_a_sentence_of_a_planted_form_is_an_error(
     contexts: Contexts, loaded: Loaded
 ) -> None:
     context = contexts.draw(LENGTH, 0)
@@ -140,23 +122,22 @@ def test_every_planted_line_has_a_form_that_texts_must_not_have(
     lines = [line for line in planted.split("\n") if line]
     assert len(lines) == 14
     for line in lines:
-        with pytest.raises(UsageError, match="--text must not have"):
-            check_no_facts(line)
+        with pytest.raises(UsageError, match="--text must not have .* in line 2;"):
+            check_no_facts(f"\n{line}")
+    with pytest.raises(UsageError, match="--text must not have"):
+        Contexts(loaded, planted, planted=True, seed=0)
+    Contexts(loaded, planted, planted=False, seed=0)
 
 
-def test_points_inside_numbers_end_no_sentence(loaded: Loaded) -> None:
+@pytest.mark.parametrize("words", [False, True])
+def test_contexts_begin_at_sentences_and_lines(words: bool) -> None:
+    """Points inside numbers end no sentence. SentencePiece decodes "▁C" as "C" at the start of a
+    text and as " C" inside."""
     text = "A is 0.5 of B. C is not. D?\nE" + " and more words." * 20
+    loaded = Loaded(None, word_tokenizer(text) if words else byte_tokenizer())
     contexts = Contexts(loaded, text, planted=False, seed=0)
-    starts = [text[i : i + 2] for i in contexts.breaks[:5]]
-    assert starts == ["A ", " C", " D", "\nE", "E "]
-
-
-def test_sentences_end_in_texts_of_tokenizers_that_drop_the_first_space() -> None:
-    """SentencePiece decodes "▁C" as "C" at the start of a text and as " C" inside."""
-    text = "A is 0.5 of B. C is not. D?\nE" + " and more words." * 20
-    contexts = Contexts(Loaded(None, word_tokenizer(text)), text, planted=False, seed=0)
-    starts = [contexts.loaded.text_inside(int(contexts.tokens[i])) for i in contexts.breaks[:5]]
-    assert starts == [" A", " C", " D", "\nE", " and"]
+    starts = [loaded.text_inside(int(contexts.tokens[i])) for i in contexts.breaks[:5]]
+    assert starts == ([" A", " C", " D", "\nE", " and"] if words else ["A", " ", " ", "\n", "E"])
 
 
 def test_start_is_what_the_tokenizer_puts_before_a_text() -> None:
@@ -167,9 +148,13 @@ def test_start_is_what_the_tokenizer_puts_before_a_text() -> None:
 # ---- reading and answers ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("chunk", [512, 7])
 @pytest.mark.parametrize("make", [large_llama, gpt2, gemma2, mistral, qwen])
-def test_losses_are_those_of_the_whole_model(make: Callable[[], Any]) -> None:
+def test_losses_are_those_of_the_whole_model(
+    make: Callable[[], Any], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gemma 2 has a softcap of its logits, which the head must keep."""
+    monkeypatch.setattr("evals.pretrained.reading.CHUNK", chunk)
     model, tokens = make(), ids(40)
     reader = Reader(model)
     with torch.inference_mode():
@@ -191,16 +176,6 @@ def test_losses_of_a_large_vocabulary_keep_their_digits() -> None:
     torch.testing.assert_close(losses, expected, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("make", [large_llama, gemma2])
-def test_chunks_change_no_loss(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, tokens = Reader(make()), ids(40)
-    with torch.inference_mode():
-        hidden, _ = reader.read(tokens)
-        one_chunk = reader.losses(hidden[:, :-1], tokens[:, 1:])
-        monkeypatch.setattr("evals.pretrained.reading.CHUNK", 7)
-        torch.testing.assert_close(reader.losses(hidden[:, :-1], tokens[:, 1:]), one_chunk)
-
-
 @pytest.mark.parametrize("variant", [None, "ssmax(s=0.4)"])
 def test_answers_are_scored_as_by_one_pass_over_everything(
     contexts: Contexts, loaded: Loaded, variant: str | None
@@ -208,7 +183,7 @@ def test_answers_are_scored_as_by_one_pass_over_everything(
     """Scores from the cache of the context against one pass without a cache; and one cache serves
     several questions."""
     context = contexts.draw(LENGTH, 0)
-    substitution = None if variant is None else parse_substitution(variant)
+    substitution = AS_LOADED if variant is None else parse_substitution(variant)
     with substituted(loaded.model, substitution, contexts.tokens) as model, torch.inference_mode():
         reader = Reader(model)
         _, cache = reader.read(torch.stack([context.tokens.flip(0), context.tokens]))
@@ -281,31 +256,27 @@ def test_weights_are_those_of_a_full_pass(make: Callable[[], Any]) -> None:
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         expected = model(tokens, output_attentions=True).attentions
-        apply(model, parse_substitution("softmax"), tokens[0])
+        parse_substitution("softmax").onto(model, tokens[0])
         reader = Reader(model)
-        with heads.Weights(model, 3) as once:
+        with heads.recorded_weights(model, 3) as once:
             reader.read(tokens)
         _, cache = reader.read(tokens[:, :20])
-        with heads.Weights(model, 3) as continued:
+        with heads.recorded_weights(model, 3) as continued:
             reader.read(tokens[:, 20:], cache)
     for recorded in (once, continued):
-        for (w, keys), full in zip(recorded.layers, expected, strict=True):
+        for (w, keys), full in zip(recorded, expected, strict=True):
             # With a window the cache may hold only the last keys.
             assert torch.allclose(w, full[:, :, -3:, -w.shape[-1] :], atol=1e-5)
             assert keys.tolist() == (full[0, 0, -3:] > 0).sum(-1).tolist()
 
 
-def test_equal_scores_give_even_weights(contexts: Contexts, loaded: Loaded) -> None:
-    needle = torch.tensor([3, 4, 10])
-    with substituted(loaded.model, parse_substitution("softmax"), contexts.tokens) as model:
-        saved = [layer.self_attn.q_proj.weight.clone() for layer in model.model.layers]
-        with torch.no_grad():
-            for layer in model.model.layers:
-                layer.self_attn.q_proj.weight.zero_()
-            with heads.Weights(model, 1) as weights:
-                model(contexts.tokens[None, :20])
-            for layer, saved_weight in zip(model.model.layers, saved, strict=True):
-                layer.self_attn.q_proj.weight.copy_(saved_weight)
+def test_equal_scores_give_even_weights() -> None:
+    model, needle = parse_substitution("softmax").onto(llama(), ids()[0]), torch.tensor([3, 4, 10])
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.zero_()
+        with heads.recorded_weights(model, 1) as weights:
+            model(ids(20)[:1])
     dispersion = heads.dispersion(weights, needle, 20)
     assert dispersion["needle_weight"].tolist() == [pytest.approx([3 / 20] * 8)]
     assert dispersion["needle_entropy"].tolist() == [pytest.approx([1.0] * 8)]
@@ -313,3 +284,75 @@ def test_equal_scores_give_even_weights(contexts: Contexts, loaded: Loaded) -> N
     # A layer that keeps only its last keys puts no weight on a needle before them.
     shifted = heads.dispersion(weights, needle, 25)
     assert shifted["needle_weight"].tolist() == [pytest.approx([1 / 20] * 8)]
+
+
+# ---- substitution and fingerprints -------------------------------------------------------------
+
+
+def test_a_model_is_restored(loaded: Loaded, contexts: Contexts) -> None:
+    tokens = contexts.tokens[None, :50]
+    with torch.inference_mode():
+        expected = loaded.model(tokens).logits
+        with substituted(loaded.model, parse_substitution("ssmax(s=0.9)"), tokens[0]) as model:
+            assert not torch.allclose(model(tokens).logits, expected, atol=1e-3)
+        assert not is_converted(loaded.model)
+        assert torch.equal(loaded.model(tokens).logits, expected)
+
+
+def test_a_converted_model_keeps_what_it_learned(tmp_path: Path) -> None:
+    model, tokens = large_llama(), ids()[0]
+    parse_substitution("ssmax(s=0.7)").onto(model, tokens)
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits
+        with substituted(model, parse_substitution("softmax"), tokens) as other:
+            assert other is not model
+            assert not torch.allclose(other(tokens[None]).logits, expected, atol=1e-3)
+        assert torch.equal(model(tokens[None]).logits, expected)
+    # Such a model is measured as loaded, with its own weights.
+    save_small_lm(tmp_path, parse_substitution("ssmax(s=0.7)").onto(large_llama(), tokens))
+    again = load(Source(str(tmp_path)))
+    assert is_converted(again.model)
+
+
+def test_calibration_sets_the_mean_gain_to_one(loaded: Loaded, contexts: Contexts) -> None:
+    substitution = parse_substitution("ssmax(calibrate=100)")
+    with substituted(loaded.model, substitution, contexts.tokens) as model:
+        modules = [m for m in model.modules() if isinstance(m, attnzoo.nn.Attention)]
+        s = float(modules[0].s.detach()[0]) if modules[0].s.dim() else float(modules[0].s)
+    log_n = torch.arange(1, 101).double().log().mean()
+    assert s == pytest.approx(float(1 / log_n), rel=1e-5)
+
+
+def test_fingerprints_tell_models_apart(loaded: Loaded, tmp_path: Path) -> None:
+    """By weights, dtype, tokenizer and parameters of a converted model."""
+    assert loaded.fingerprint() == Loaded(loaded.model, byte_tokenizer(start=True)).fingerprint()
+    models: list[Loaded] = [loaded, Loaded(loaded.model, byte_tokenizer())]
+    for name, dtype, variant in (
+        ("plain", "float32", None), ("half", "bfloat16", None),
+        ("16", "float32", "log_n(train_length=16)"), ("64", "float32", "log_n(train_length=64)"),
+    ):  # fmt: skip
+        model = large_llama()
+        if variant is not None:
+            parse_substitution(variant).onto(model, ids()[0])
+        folder = save_small_lm(tmp_path / name, model, start=True)
+        models.append(load(Source(str(folder), dtype=dtype)))
+    assert len({model.fingerprint() for model in models}) == len(models)
+
+
+@pytest.mark.parametrize("change", [{"rope_theta": 500_000.0}, {"max_position_embeddings": 99}])
+def test_fingerprints_depend_on_the_config_but_not_on_the_folder(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    for name in ("one", "moved", "changed"):
+        save_small_lm(tmp_path / name)
+    file = tmp_path / "changed" / "config.json"
+    config = json.loads(file.read_text())
+    for part in (config, config.get("rope_parameters") or {}):
+        part |= {name: value for name, value in change.items() if name in part}
+    assert config != json.loads(file.read_text())
+    file.write_text(json.dumps(config))
+    one, moved, changed = (
+        load(Source(str(tmp_path / name))).fingerprint() for name in ("one", "moved", "changed")
+    )
+    assert one == moved
+    assert one != changed

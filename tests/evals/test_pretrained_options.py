@@ -1,0 +1,103 @@
+"""Wrong options of the commands that measure pretrained models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.hf_models import quiet
+from helpers.pretrained_runs import run
+from helpers.small_lm import ROOT, TEXT
+
+pytestmark = quiet
+KNOWN = "--variants must be among adaptive_temperature, "
+NO_FOLDER = f"must be a folder, got '{__file__}"
+NO_LAYERS = "--layers must be all, or numbers such as 0-9,20, got"
+WRONG = {
+    "pretrained": {
+        "--variants softmaxx": KNOWN,
+        "--variants softmax->ssmax": KNOWN,
+        "--variants ssmax(x=1)": "'ssmax' has no parameter 'x'",
+        "--variants entmax(start='identity')": "no parameters make 'entmax' equal",
+        "--variants entmax(calibrate=8)": "'entmax' cannot be calibrated",
+        "--variants ssmax(calibrate=1)": "calibrate must be an int >= 2, got 1",
+        "--variants ssmax(calibrate=99999)": "calibrate must be at most 11",
+        "--variants entmax(alpha=0.5)": "--variants entmax(alpha=0.5): entmax's alpha must be ",
+        "--variants softmax,softmax": "--variants must not repeat an entry",
+        "--layers 0,2": "layers must be from 0 to 1 for this model, got 2",
+        "--layers 1-0": f"{NO_LAYERS} '1-0'",
+        "--layers first": f"{NO_LAYERS} 'first'",
+        "--layers 0-1,1": "--layers must name each layer once",
+        "--measures los": "--measures must be among loss, retrieval, ",
+        "--measures loss,loss": "--measures must not repeat an entry",
+        "--measures loss --greedy": "--greedy needs the measure retrieval",
+        "--lengths 64": "--lengths must be at least ",
+        "--lengths 99999": "--text must have at least ",
+        "--lengths 2048,2048": "--lengths must not repeat an entry",
+        "--samples 1,2": "--samples must be one number or 1, one for each length, got 2",
+        f"--out {__file__}": f"--out {NO_FOLDER}'",
+        "--batch 0": "--batch must be an int >= 1, got '0'",
+        "--workers -1": "--workers must be an int >= 0, got '-1'",
+        "--shard 2/2": "--shard must be I/N",
+        "--text nowhere": "--text must be a file, got 'nowhere'",
+        "--gguf nowhere.gguf": "--gguf must be a file in ",
+    },
+    "adapt": {
+        "--variants softmax": "softmax learns no parameter by itself",
+        "--variants sink": "b has no gradient there, so training cannot move it",
+        "--variants ssmax(learn='x')": "learn",
+        "--variants ssmax(learn=1)": "learn must be names such as 'x y', got 1",
+        "--variants softmaxx": KNOWN,
+        "--variants ssmax,ssmax": "--variants must not repeat an entry",
+        "--train-length 9500 --held-out 0.9": "--text must have at least 9501 tokens to train on",
+        "--train-length 1": "--train-length must be an int >= 2, got '1'",
+        "--lengths 9999": "--text must have at least ",
+        "--held-out 1": "--held-out must be between 0 and 1, got 1.0",
+        f"--held-out 0.5 --eval-text {TEXT}": "--held-out must not be given with",
+        f"--eval-text {TEXT}": "--eval-text must be another text than --text",
+        "--eval-text nowhere": "--eval-text must be a file, got 'nowhere'",
+        "--text nowhere": "--text must be a file, got 'nowhere'",
+        "--steps 0": "--steps must be an int >= 1, got '0'",
+        "--learning-rate 0": "--learning-rate must be finite and > 0",
+        f"--save {__file__}": f"--save {NO_FOLDER}'",
+        f"--out {__file__}": f"--out {NO_FOLDER}'",
+        f"--save {__file__}/below": f"--save {NO_FOLDER}/below'",
+        "--seeds 0,1 --save there": "--save needs one variant and one seed",
+        "--seeds 1,1": "--seeds must not repeat an entry, got '1,1'",
+        "--lora-learning-rate 0.1": "--lora-learning-rate needs --lora",
+    },
+    "sharpness": {
+        "--variants softmaxx": KNOWN,
+        "--variants softmax->ssmax": KNOWN,
+        "--variants cosformer": "requires the parameter 'max_length'",
+        "--lengths 16,2048": "must be from 2 to 1024",
+        "--lengths 1": "must be from 2 to 1024",
+        "--lengths 16,16": "--lengths must not repeat an entry, got '16,16'",
+        "--variants softmax,softmax": "variant softmax is listed twice",
+        f"--out {__file__}": f"--out {NO_FOLDER}'",
+        "--samples 0": "--samples must be an int >= 1, got '0'",
+        "--text nowhere": "--text must be a file, got 'nowhere'",
+        f"--model {ROOT / 'docs'}": f"--model {ROOT / 'docs'}",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [(command, *row) for command, rows in WRONG.items() for row in rows.items()],
+)
+def test_wrong_options_are_errors_and_write_nothing(
+    command: str,
+    options: str,
+    message: str,
+    small_lm: Path,
+    without_weights: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All but one come before the weights are loaded, which takes long."""
+    folder = small_lm if "no gradient" in message else without_weights
+    assert run(command, folder, tmp_path / "out", *options.split()) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
