@@ -69,7 +69,7 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
     mask = None
     if "bool" in extras:
         mask = q.new_empty(1, 1, queries, keys, dtype=torch.uint8)
-    elif "mask" in extras:
+    elif "mask" in extras or spec.kernel == "dbias":
         dtype = torch.float32 if "fp32" in extras else q.dtype
         mask = q.new_empty(1, 1, queries, keys, dtype=dtype)
     elif "keys" in extras or "heads" in extras:
@@ -142,11 +142,12 @@ def describe_flash(spec: Specialization) -> Any:
     weight_sum = new_vector(q) if saves_weight_sum(rule, layout, vectors, terms, lse) else None
     differentiable = {**vectors._asdict(), **terms._asdict(), "relative_bias": layout.relative_bias}
     wanted = [name for name, x in differentiable.items() if x is not None]
+    bias = layout.mask if spec.kernel == "dbias" else None
     launches, _ = launch_backward.describe_backward(
         do, vector if lse else None, q, k, k, out, stat, weight_sum, layout, rule, vectors, terms,
-        solved, wanted, arch, PROCESSORS,
+        solved, bias, wanted, arch, PROCESSORS,
     )  # fmt: skip
-    name = "flash_dq" if spec.kernel == "dq" else "flash_dkdv"
+    name = f"flash_{spec.kernel}"
     return next(each for each in launches if each.kernel.__name__ == name)
 
 

@@ -14,7 +14,9 @@ from benchmarks.kernels.activations import kinds
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HEAD_DIMS = (48, 64, 96, 128, 192, 256)
 QUICK_DIMS = (64, 128)
-KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "segments", "linear", "decode", "rows")
+KERNELS = (
+    "forward", "dq", "dkdv", "dbias", "stats", "threshold", "segments", "linear", "decode", "rows",
+)  # fmt: skip
 ROW_KERNELS = ("three-pass", "online", "two-pass")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
@@ -118,6 +120,13 @@ GROUPS = (
     Group(("forward", "dkdv"), "sum", "fp16", (128,), (SPLIT,)),
     Group(("forward", "dkdv"), "online", "fp32", (128,), (SPLIT,)),
     Group(("forward merge",), "online shifted", "fp32", (128,), (SPLIT,)),
+    Group(("dbias",), "online none", "bf16", POWERS),
+    Group(("dbias",), "sum threshold", "fp16", POWERS),
+    Group(("dbias",), "online threshold", "fp32", POWERS),
+    Group(("dbias",), "online", "bf16", QUICK_DIMS, ("full no gain", "fp32 mask", "window")),
+    Group(("dbias",), "family", "bf16", QUICK_DIMS, ("all",)),
+    Group(("dbias",), "online threshold", "bf16", (128,), TERMS),
+    Group(("dbias",), "factor factor-masked shifted", "bf16", (128,)),
     # These extras and dtypes cover each possible number of rows in a tile; see `few_queries`.
     Group(("decode",), "online", "bf16 fp32", DECODE_DIMS, (*DECODE_EXTRAS, "all")),
     Group(("decode",), "none", "bf16 fp32", DECODE_DIMS),
