@@ -46,6 +46,7 @@ class Specialization(NamedTuple):
         the name of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has
         no head dimension and no activation.
     extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head);
+        "learned-keys" (a float mask of the keys with a gradient; "dbias" always has a dense one);
         "fp32 mask" (as under autocast); SPLIT; "peak" (of "stats", only the maximum); or "all" (all
         of EXTRAS, a sink and dlse).
     """
@@ -120,6 +121,7 @@ GROUPS = (
     Group(("forward", "dkdv"), "sum", "fp16", (128,), (SPLIT,)),
     Group(("forward", "dkdv"), "online", "fp32", (128,), (SPLIT,)),
     Group(("forward merge",), "online shifted", "fp32", (128,), (SPLIT,)),
+    Group(("dkdv",), "online none threshold", "bf16", POWERS, ("learned-keys",)),
     Group(("dbias",), "online none", "bf16", POWERS),
     Group(("dbias",), "sum threshold", "fp16", POWERS),
     Group(("dbias",), "online threshold", "fp32", POWERS),
