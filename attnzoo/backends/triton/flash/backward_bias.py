@@ -72,10 +72,12 @@ def flash_dbias(
         do_tile = load_block(do_matrix, begin, local_m, dv, tile.DV, True)  # [BM, DV]
         v_tile = load_block(v_matrix, start, local_n, dv, tile.DV, True)  # [BN, DV]
         q_side, k_side = (
-            Side(q_tile, q_matrix, begin, local_m), Side(k_tile, k_matrix, start, local_n)
+            Side(q_tile, q_matrix, begin, local_m),
+            Side(k_tile, k_matrix, start, local_n),
         )
         do_side, v_side = (
-            Side(do_tile, do_matrix, begin, local_m), Side(v_tile, v_matrix, start, local_n)
+            Side(do_tile, do_matrix, begin, local_m),
+            Side(v_tile, v_matrix, start, local_n),
         )
         product = times(q_side, k_side, tile.D, tile)  # [BM, BN]
         dp = times(do_side, v_side, tile.DV, tile)  # [BM, BN]
@@ -93,6 +95,4 @@ def flash_dbias(
         b += ends.to(tl.int64)
         h = tl.where(ends, low_head, h)
     inside = (i < queries - begin) & (j < keys - start)
-    tl.store(
-        dbias + i.to(tl.int64) * dbias_m + j, total.to(dbias.dtype.element_ty), mask=inside
-    )
+    tl.store(dbias + i.to(tl.int64) * dbias_m + j, total.to(dbias.dtype.element_ty), mask=inside)

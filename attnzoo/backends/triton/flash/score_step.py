@@ -107,9 +107,7 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
 
 
 @triton.jit
-def gradients_of_scores(
-    product, dp, i, j, member, begin, group, rule, tile, EDGE: tl.constexpr
-):
+def gradients_of_scores(product, dp, i, j, member, begin, group, rule, tile, EDGE: tl.constexpr):
     """Return the product after a softcap, the weights, dS, the gain and the decay.
 
     dS contains the gain, unless PLAIN_DELTA. It is shaped as in `score_step`.
