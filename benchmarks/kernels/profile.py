@@ -42,7 +42,7 @@ KERNELS = ("forward", "dq", "dkdv", "dbias", "threshold", "stats", "linear")
 CELLS = (
     Group(PASSES, "online", "bf16", POWERS, ("", *BARE, *EXTRAS, *PADDED)),
     Group(FLASH, "online none threshold family", "bf16", POWERS, ("", "full no gain")),
-    Group(("dbias",), "online none", "bf16", POWERS),
+    Group(("dbias",), "online", "bf16", POWERS, ("", "full no gain")),
 )
 COLUMNS = (
     "loop", "total", "fp32", "mufu", "conv", "mask", "max", "int", "uniform", "shared", "global",
