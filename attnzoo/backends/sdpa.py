@@ -62,7 +62,7 @@ def _unsupported_call(call: Call) -> str | None:
         if call.queries not in (1, call.keys):
             return "does not support is_causal unless Nq = Nk or Nq = 1: torch aligns top-left"
     if call.needs_grad and call.mask is not None and call.mask.requires_grad:
-        return "does not support a gradient for a float mask (tiled does)"
+        return "does not support a gradient for a float mask (tiled and flash do)"
     if call.dropout_p and call.device.type == "cpu":
         return "does not support dropout on a CPU (tiled does)"
     if call.value_dim != call.head_dim:

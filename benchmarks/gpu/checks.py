@@ -64,15 +64,18 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
 def results(
     leaves: list[Tensor], variant: str, backend: str, gradients: bool, **options: Any
 ) -> dict[str, Tensor]:
-    """The output, and the gradients of q, k and v."""
+    """The output, and the gradients of q, k, v and a learned mask."""
     q, k, v = leaves
+    bias = options.get("attn_mask")
+    if bias is not None and bias.requires_grad:
+        leaves = [*leaves, bias]
     with torch.set_grad_enabled(gradients):
         out = attnzoo.attention(q, k, v, variant, backend=backend, enable_gqa=True, **options)
     if not gradients:
         return {"out": out}
     ramp = torch.linspace(-1, 1, out.shape[-1], device=out.device).to(out.dtype)
     grads = torch.autograd.grad(out, leaves, torch.ones_like(out) * ramp)
-    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv", "dbias"), grads))}
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ class Agreement:
         qkv, options = self.inputs(device)
         actual = self.results(self.backend, qkv, options)
         if (mask := options.get("attn_mask")) is not None and mask.is_floating_point():
-            options["attn_mask"] = mask.double()
+            wide = mask.detach().double().requires_grad_(mask.requires_grad)
+            options["attn_mask"] = wide
         exact = self.results("eager", [x.double() for x in qkv], options)
         errors = {name: relative_error(x, exact[name]) for name, x in actual.items()}
         return all(error < self.limit for error in errors.values()), errors
@@ -149,6 +153,10 @@ def bool_mask(qkv: list[Tensor]) -> Tensor:
 
 def float_mask(qkv: list[Tensor]) -> Tensor:
     return seeded(1, qkv[0].shape[1], qkv[0].shape[2], qkv[1].shape[2]).to(qkv[0])
+
+
+def learned_mask(qkv: list[Tensor]) -> Tensor:
+    return float_mask(qkv).requires_grad_()
 
 
 def segments(qkv: list[Tensor]) -> Tensor:
@@ -265,6 +273,7 @@ CHECKS: dict[str, Check] = {
     "key-mask": agreement(attn_mask=key_mask),
     "bool-mask": agreement(attn_mask=bool_mask, is_causal=True),
     "float-mask": agreement(attn_mask=float_mask),
+    "learned-mask": agreement(attn_mask=learned_mask, is_causal=True),
     "segments": agreement(segment_ids=segments, is_causal=True),
     "window-alibi": agreement(window=77, alibi=slopes, is_causal=True),
     **{

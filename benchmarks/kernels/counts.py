@@ -18,7 +18,7 @@ from benchmarks.kernels.specializations import Specialization
 
 # Products of a tile with head_dim columns per score element, and conversions of a tile to 16 bits.
 # The kernels of linear forms compute no scores.
-PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "threshold": 1, "stats": 1}
+PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "dbias": 2, "threshold": 1, "stats": 1}
 CONVERTED = {"forward": 1, "dq": 1, "dkdv": 2}
 # An iteration of a linear form's loop takes as many tokens as a chunk has (block_m). Chunks differ
 # between kernels, so their instructions are also counted per this number of tokens.

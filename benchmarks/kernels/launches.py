@@ -69,9 +69,11 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
     mask = None
     if "bool" in extras:
         mask = q.new_empty(1, 1, queries, keys, dtype=torch.uint8)
-    elif "mask" in extras:
+    elif "mask" in extras or spec.kernel == "dbias":
         dtype = torch.float32 if "fp32" in extras else q.dtype
         mask = q.new_empty(1, 1, queries, keys, dtype=dtype)
+    elif "learned-keys" in extras:
+        mask = q.new_empty(1, 1, 1, keys)
     elif "keys" in extras or "heads" in extras:
         heads = q.shape[1] if "heads" in extras else 1
         mask = q.new_empty(1, heads, 1, keys, dtype=torch.uint8)
@@ -142,11 +144,14 @@ def describe_flash(spec: Specialization) -> Any:
     weight_sum = new_vector(q) if saves_weight_sum(rule, layout, vectors, terms, lse) else None
     differentiable = {**vectors._asdict(), **terms._asdict(), "relative_bias": layout.relative_bias}
     wanted = [name for name, x in differentiable.items() if x is not None]
+    if "learned-keys" in extras_of(spec):
+        wanted.append("key_bias")
+    bias = layout.mask if spec.kernel == "dbias" else None
     launches, _ = launch_backward.describe_backward(
         do, vector if lse else None, q, k, k, out, stat, weight_sum, layout, rule, vectors, terms,
-        solved, wanted, arch, PROCESSORS,
+        solved, bias, wanted, arch, PROCESSORS,
     )  # fmt: skip
-    name = "flash_dq" if spec.kernel == "dq" else "flash_dkdv"
+    name = f"flash_{spec.kernel}"
     return next(each for each in launches if each.kernel.__name__ == name)
 
 

@@ -37,11 +37,12 @@ from commandline.errors import UsageError
 from commandline.table import aligned
 
 # Decoding is left out: it takes as long as reading the keys, whatever the threads compute.
-KERNELS = ("forward", "dq", "dkdv", "threshold", "stats", "linear")
+KERNELS = ("forward", "dq", "dkdv", "dbias", "threshold", "stats", "linear")
 # Causality and gain change the loops of all activations alike: only softmax has all four pairs.
 CELLS = (
     Group(PASSES, "online", "bf16", POWERS, ("", *BARE, *EXTRAS, *PADDED)),
     Group(FLASH, "online none threshold family", "bf16", POWERS, ("", "full no gain")),
+    Group(("dbias",), "online", "bf16", POWERS, ("", "full no gain")),
 )
 COLUMNS = (
     "loop", "total", "fp32", "mufu", "conv", "mask", "max", "int", "uniform", "shared", "global",

@@ -14,7 +14,9 @@ from benchmarks.kernels.activations import kinds
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HEAD_DIMS = (48, 64, 96, 128, 192, 256)
 QUICK_DIMS = (64, 128)
-KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "segments", "linear", "decode", "rows")
+KERNELS = (
+    "forward", "dq", "dkdv", "dbias", "stats", "threshold", "segments", "linear", "decode", "rows",
+)  # fmt: skip
 ROW_KERNELS = ("three-pass", "online", "two-pass")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
@@ -44,6 +46,7 @@ class Specialization(NamedTuple):
         the name of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has
         no head dimension and no activation.
     extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head);
+        "learned-keys" (a float mask of the keys with a gradient; "dbias" always has a dense one);
         "fp32 mask" (as under autocast); SPLIT; "peak" (of "stats", only the maximum); or "all" (all
         of EXTRAS, a sink and dlse).
     """
@@ -118,6 +121,14 @@ GROUPS = (
     Group(("forward", "dkdv"), "sum", "fp16", (128,), (SPLIT,)),
     Group(("forward", "dkdv"), "online", "fp32", (128,), (SPLIT,)),
     Group(("forward merge",), "online shifted", "fp32", (128,), (SPLIT,)),
+    Group(("dkdv",), "online none threshold", "bf16", POWERS, ("learned-keys",)),
+    Group(("dbias",), "online", "bf16", POWERS),
+    Group(("dbias",), "none sum threshold", "fp16", POWERS),
+    Group(("dbias",), "online threshold", "fp32", POWERS),
+    Group(("dbias",), "online", "bf16", QUICK_DIMS, ("fp32 mask", "window")),
+    Group(("dbias",), "family", "bf16", QUICK_DIMS, ("all",)),
+    Group(("dbias",), "online threshold", "fp16", (128,), TERMS),
+    Group(("dbias",), "factor factor-masked shifted", "fp16", (128,)),
     # These extras and dtypes cover each possible number of rows in a tile; see `few_queries`.
     Group(("decode",), "online", "bf16 fp32", DECODE_DIMS, (*DECODE_EXTRAS, "all")),
     Group(("decode",), "none", "bf16 fp32", DECODE_DIMS),

@@ -29,7 +29,7 @@ FACTORS = {
     "batch": (1, 2),
     "dtype": (torch.float32, torch.float16, torch.bfloat16),
     "mask": ("none", "bool", "keys", "float", "float keys"),
-    "mask_gradient": (False,),
+    "mask_gradient": (True,),
     "span": ("full", "causal", "window", "pair"),
     "heads": ("2 heads", "gqa", "3 of 1"),
     "params": ("default",),

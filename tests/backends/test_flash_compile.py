@@ -68,3 +68,22 @@ def test_exports_a_dense_mask_of_any_length(dim: int) -> None:
     for length in (9, 16, 40):
         want = attnzoo.attention(*inputs(length)[:3], attn_mask=inputs(length)[3], backend="eager")
         assert torch.allclose(program(*inputs(length)), want, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [None, 1])
+def test_a_learned_mask_has_a_gradient_at_every_length(rows: int | None) -> None:
+    torch.compiler.reset()
+
+    def attend(q: Tensor, mask: Tensor) -> Tensor:
+        return attnzoo.attention(q, q, q, attn_mask=mask, is_causal=True, backend="flash")
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for n in (9, 12, 40):
+        q, mask = rand(1, 2, n, 8).float(), rand(2, rows or n, n, seed=1).float().requires_grad_()
+        have, want = (
+            torch.autograd.grad(function(q, mask).square().sum(), mask)[0]
+            for function in (compiled, attend)
+        )
+        assert torch.equal(have, want)

@@ -162,6 +162,17 @@ MASKS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
 }
 
 
+@pytest.mark.parametrize("case", MASKS)
+def test_a_view_of_a_mask_gets_its_gradient(case: str) -> None:
+    mask = torch.where(rand(2, 2, 40, 45, seed=3) > 0, 0.5, float("-inf")).requires_grad_()
+    q, k, v = (rand(2, 2, n, 16, seed=n).float() for n in (40, 45, 45))
+    gradients = []
+    for backend in ("flash", "eager"):
+        out = attnzoo.attention(q, k, v, attn_mask=MASKS[case][0](mask), backend=backend)
+        gradients += torch.autograd.grad(out.square().sum(), mask)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
 @pytest.mark.parametrize("case", MASKS)
 def test_rows_of_a_dense_mask_are_read_16_bytes_at_a_time(
@@ -283,7 +294,7 @@ def test_blocks_divide_the_tiles_of_the_block_map(
     assert solved.blocks.shape[1:] == (256 // tile[0], 256 // tile[1])
     (forward,), (out, stat, _, _) = describe_forward(q, q, q, *call, solved, False, arch, 132)
     backward, _ = describe_backward(
-        out, None, q, q, q, out, stat, None, *call, solved, [], arch, 132
+        out, None, q, q, q, out, stat, None, *call, solved, None, [], arch, 132
     )
     dq, dkdv = backward[0], backward[-1]
     for launched in (forward, dq):

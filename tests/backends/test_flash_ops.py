@@ -37,6 +37,8 @@ NOTHING = Layout(0.3, None, 0, None, None, None, None)
 ALL = Layout(0.3, 4, 2, MASK, IDS, IDS, VECTOR)
 OFFSET = VECTOR.clone()
 KEY_BIAS = Terms(key_bias=VECTOR)
+BIASED = NOTHING._replace(mask=rand(1, 1, 9, 9, seed=7).float())
+BIASED_KEYS = NOTHING._replace(mask=rand(1, 2, 1, 9, seed=7).float())
 ENTMAX = Rule(activations.ENTMAX15, "threshold")
 FORMS: dict[str, tuple[Vectors, Terms, Layout, Rule]] = {
     "online": (
@@ -47,8 +49,11 @@ FORMS: dict[str, tuple[Vectors, Terms, Layout, Rule]] = {
     ),
     "sum": (Vectors(), Terms(), NOTHING, Rule(activations.TAYLOR[2], "sum")),
     "threshold": (Vectors(VECTOR, OFFSET), KEY_BIAS, ALL, ENTMAX),
+    "bias": (Vectors(), Terms(), BIASED, Rule(activations.EXP, "sum")),
+    "bias per key": (Vectors(), Terms(), BIASED_KEYS, Rule(activations.SIGMOID, "none")),
 }  # fmt: skip
-CHECKED = [pytest.param(x, marks=[pytest.mark.slow] * (x in ("none", "sum"))) for x in FORMS]
+SLOW = ("none", "sum", "bias per key")
+CHECKED = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in FORMS]
 
 
 def operands(form: str, gradient: bool) -> dict[str, Any]:
@@ -65,6 +70,9 @@ def operands(form: str, gradient: bool) -> dict[str, Any]:
         type(group)(*(x if x is None else x.clone().requires_grad_(gradient) for x in group))
         for group in (vectors, terms)
     )
+    if "bias" in form:
+        assert layout.mask is not None
+        layout = layout._replace(mask=layout.mask.clone().requires_grad_(gradient))
     return {
         "q": q, "k": k, "v": v, "vectors": vectors, "terms": terms, "solved": solved,
         "layout": layout, "rule": rule, "want_lse": form == "online",
@@ -99,7 +107,8 @@ def test_opcheck_backward(form: str) -> None:
     dlse = torch.ones_like(results.lse) if arguments.pop("want_lse") else None
     groups = (arguments["vectors"], arguments["terms"])
     vectors = (n for group in groups for n, x in group._asdict().items() if x is not None)
-    wanted = ["q", "k", "v", *vectors, *(["relative_bias"] if arguments["layout"] is ALL else [])]
+    wanted = ["q", "k", "v", *(["mask"] if "bias" in form else []), *vectors]
+    wanted += ["relative_bias"] if arguments["layout"] is ALL else []
     opcheck(
         flash_ops.flash_backward, **arguments, **results._asdict(),
         dout=torch.ones_like(results.out), dlse=dlse, wanted=wanted,
@@ -130,12 +139,20 @@ def test_double_backward_raises(variant: str) -> None:
         torch.autograd.grad(dq.square().sum(), k)
 
 
+@pytest.mark.parametrize("shape", [(9, 9), (2, 1, 9)])
+def test_a_double_backward_of_a_learned_mask_raises(shape: tuple[int, ...]) -> None:
+    q, k, v = qkv()
+    mask = rand(*shape, seed=3).float().requires_grad_()
+    out = attnzoo.attention(q, k, v, attn_mask=mask, enable_gqa=True, backend="flash")
+    (gradient,) = torch.autograd.grad(out.square().sum(), mask, create_graph=True)
+    with pytest.raises(RuntimeError, match="eager"):
+        torch.autograd.grad(gradient.square().sum(), mask)
+
+
 def test_a_learned_mask_runs_without_gradients() -> None:
     """Under no_grad, requires_grad of a parameter is still True, but no gradient is needed."""
     q, k, v = qkv()
     options = {"attn_mask": torch.nn.Parameter(rand(9, 9, seed=3).float())}
-    with pytest.raises(ValueError, match="does not support a gradient"):
-        attnzoo.attention(q, k, v, "entmax", enable_gqa=True, backend="flash", **options)
     with torch.no_grad():
         outs = [
             attnzoo.attention(q, k, v, "entmax", enable_gqa=True, backend=backend, **options)

@@ -1,7 +1,8 @@
 """`flash` and `decode` with each term of a pairwise form, against the form written out in fp64.
 
-The terms are the softcap, the key bias, the offset, the gain and the bias by distance, and the
-factor. The allowed error of each element is that of `error_budget`.
+The terms are the softcap, the key bias, the offset, the gain and the bias by distance, the factor,
+and a float mask, which has a gradient too. The allowed error of each element is that of
+`error_budget`.
 """
 
 from __future__ import annotations
@@ -125,6 +126,10 @@ CALLS: dict[str, dict[str, Any]] = {
                                                     torch.arange(KEYS)[None] // 11)},
     "float mask, alibi": {"attn_mask": rand(1, HEADS, QUERIES, KEYS, seed=8).float(),
                           "alibi": torch.linspace(0.1, 0.5, HEADS)},
+    "float mask, causal, softcap": {"attn_mask": rand(1, 1, QUERIES, KEYS, seed=8).float(),
+                                    "is_causal": True, "softcap": 1.5},
+    "float key mask, causal": {"attn_mask": rand(1, HEADS, 1, KEYS, seed=8).float(),
+                               "is_causal": True},
 }  # fmt: skip
 
 
@@ -189,18 +194,21 @@ def disagreements(
     activation, normalize, _ = FORMS[form]
     leaves = {**inputs(dtype, batch, queries), **vectors_of(form, batch, queries)}
     grad = backend != "decode"
+    mask = options.get("attn_mask")
+    if mask is not None and mask.is_floating_point():
+        leaves["attn_mask"] = mask.clone()
     leaves = {name: x.requires_grad_(grad) for name, x in leaves.items()}
     do = rand(batch, HEADS, queries, DIM, seed=31).to(dtype)
 
     def of(leaves: dict[str, Tensor]) -> tuple[Call, list[Tensor], dict[str, Tensor]]:
         tensors = [leaves[name] for name in "qkv"]
-        vectors = {name: x for name, x in leaves.items() if name not in "qkv"}
-        arguments, mask = dict(options), options.get("attn_mask")
+        others = {name: x for name, x in leaves.items() if name not in "qkv"}
+        arguments = dict(options)
+        if "attn_mask" in others:
+            arguments["attn_mask"] = others.pop("attn_mask")
         if "segment_ids" in arguments:
             arguments["segment_ids"] = tuple(x.expand(batch, -1) for x in arguments["segment_ids"])
-        if mask is not None and mask.is_floating_point() and tensors[0].dtype == torch.float64:
-            arguments["attn_mask"] = mask.double()
-        return check_call(*tensors, enable_gqa=True, **arguments), tensors, vectors
+        return check_call(*tensors, enable_gqa=True, **arguments), tensors, others
 
     call, tensors, vectors = of(leaves)
     made = attnzoo.Pairwise(activation, normalize, **vectors, **fixed_of(form))
@@ -226,6 +234,9 @@ def disagreements(
         bounds = analyse(
             problem, attnzoo.Pairwise(activation, normalize, **fixed, **fixed_of(form))
         )
+    if "attn_mask" in leaves:
+        shared = [n for n, size in enumerate(doubled["attn_mask"].shape) if size == 1]
+        bounds["dattn_mask"] = bounds["dscore"].sum(*shared, keepdim=True)
     allowed = {
         name: x.error[..., 0] if x.error.dim() > want[name].dim() else x.error
         for name, x in bounds.items()

@@ -248,7 +248,7 @@ def test_cells_are_few_and_hold_every_mask_of_a_softmax() -> None:
     for (kernel, activation, _), masks in extras.items():
         softmax = activation == "exp" and kernel in passes
         assert masks == {"", "full no gain"} | ({*BARE, *EXTRAS, *PADDED} if softmax else set())
-    assert {kernel for kernel, *_ in extras} == {*passes, "stats", "threshold"}
+    assert {kernel for kernel, *_ in extras} == {*passes, "dbias", "stats", "threshold"}
     assert len(cells) <= 180
 
 

@@ -197,7 +197,7 @@ def first_able(
     return next(c.backend for c in considered if c.reason is None)
 
 
-def test_masks_and_segments_run_on_sdpa_or_flash_and_learned_masks_on_tiled() -> None:
+def test_masks_and_segments_run_on_sdpa_or_flash_and_learned_masks_on_flash() -> None:
     ids = torch.zeros(2, 256, dtype=torch.long, device="meta")
     keys = torch.ones(2, 1, 1, 256, dtype=torch.bool, device="meta")
     learned = torch.zeros(256, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -206,7 +206,7 @@ def test_masks_and_segments_run_on_sdpa_or_flash_and_learned_masks_on_tiled() ->
     assert first_able("softmax", kv_heads=2, enable_gqa=True, attn_mask=keys) == "flash"
     assert first_able("softmax", segment_ids=ids) == "flash"
     assert first_able("sparsemax", attn_mask=keys) == "flash"
-    assert first_able("softmax", attn_mask=learned) == "tiled"
+    assert first_able("softmax", attn_mask=learned) == "flash"
 
 
 def test_calls_for_which_torch_stores_all_scores_or_raises_run_on_flash() -> None:

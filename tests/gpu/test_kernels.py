@@ -34,7 +34,7 @@ pytestmark = pytest.mark.gpu
 
 PLAIN = {
     "shape": (600, 600), "dtype": torch.bfloat16, "span": "causal", "mask": "none",
-    "mask_gradient": False, "heads": "gqa", "params": "default", "dims": (128, 128),
+    "mask_gradient": True, "heads": "gqa", "params": "default", "dims": (128, 128),
     "bias": None, "segments": False, "dropout": False, "lse": False, "batch": 2,
 }  # fmt: skip
 SETTINGS = {

@@ -111,7 +111,7 @@ _FEATURES: dict[str, dict[str, str | None]] = {
     "float mask, fp32 for bf16": {"sdpa": RUNS, "flash": RUNS, "linear": "must be bool"},
     "float mask with gradient": {
         "sdpa": CONSTANT_MASK,
-        "flash": CONSTANT_MASK,
+        "flash": RUNS,
         "linear": "must be bool",
     },
     "window": {"sdpa": NO_WINDOW, "flash": RUNS, "linear": FORGET},
@@ -145,8 +145,13 @@ _FEATURES: dict[str, dict[str, str | None]] = {
 # `flash_linear` supports what `linear` does, except fp64.
 NO_KERNEL = {"fp64": "does not support torch.float64"}
 # `decode` supports what `flash` does, without gradients.
+NO_GRADIENT = {"float mask with gradient": "does not support gradients"}
 FEATURE_BACKENDS = {
-    name: {**row, "flash_linear": NO_KERNEL.get(name, row["linear"]), "decode": row["flash"]}
+    name: {
+        **row,
+        "flash_linear": NO_KERNEL.get(name, row["linear"]),
+        "decode": NO_GRADIENT.get(name, row["flash"]),
+    }
     for name, row in _FEATURES.items()
 }
 

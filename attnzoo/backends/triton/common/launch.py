@@ -247,7 +247,7 @@ def is_safe(
     """Whether a kernel may need many registers, and so has the tile of the table SAFE.
 
     A window needs few registers. dK/dV accumulates two gradients, and has registers for no other
-    term.
+    term. The gradient of a mask has registers for the mask, and for no other term.
     """
     added = layout.relative_bias, layout.k_segments, layout.mask, layout.softcap, terms.key_bias
     number = sum(x is not None for x in added)
@@ -262,6 +262,6 @@ def is_safe(
     normalizer = rule is not None and rule.activation.normalizer is not None
     many_results = normalizer or (rule is not None and is_peaked(rule, v))
     # Entries with an address each
-    dense = layout.mask is not None and layout.mask.shape[2] > 1
+    dense = layout.mask is not None and layout.mask.shape[2] > 1 and kernel != "dbias"
     dense = dense or (layout.relative_bias is not None and layout.relative_bias.dim() == 2)
     return number > 1 or dense or terms.decay is not None or varies or many_results

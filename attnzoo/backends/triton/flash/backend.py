@@ -86,8 +86,6 @@ def _unsupported_call(call: Call) -> str | None:
             f"does not support a softcap above {MOST_SOFTCAP:g} for {call.input_dtype}, got "
             f"{call.softcap:g} (tiled does)"
         )
-    if call.needs_grad and call.mask is not None and call.mask.requires_grad:
-        return "does not support a gradient for a float mask (tiled does)"
     return unsupported_here(call, "tiled")
 
 

@@ -17,13 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnzoo.backends.triton.common.groups import (
-    Head,
-    MaskStrides,
-    Matrix,
-    Side,
-    Size,
-)
+from attnzoo.backends.triton.common.groups import MaskStrides, Matrix, Side, Size
 from attnzoo.backends.triton.common.tile import (
     SMALLEST,
     dot,
@@ -35,7 +29,7 @@ from attnzoo.backends.triton.common.tile import (
 )
 from attnzoo.backends.triton.flash.backward_q import RUNTIME
 from attnzoo.backends.triton.flash.query_lists import TILES, full_blocks
-from attnzoo.backends.triton.flash.score_step import Group, score_step
+from attnzoo.backends.triton.flash.score_step import Group, first_head, score_step
 from attnzoo.backends.triton.flash.segments import narrowed
 
 
@@ -113,7 +107,7 @@ def flash_dkdv(
     if gradients.key_bias is not None:
         dkey_bias += bias_at
     size = Size(queries, keys, left, right)
-    head = _first_head(b, h, heads, start, bias_at, terms, visible, strides, size)
+    head = first_head(b, h, heads, start, bias_at, terms, visible, strides, size)
     members = Group(
         b, h, (b * heads + h) * queries, head, Size(queries, keys - start, left, right), keys,
         vectors, terms, visible, strides, normalizers, dkey_bias,
@@ -170,17 +164,6 @@ def flash_dkdv(
 
 
 @triton.jit
-def _first_head(b, h, heads, start, bias_at, terms, visible, strides, size):
-    """Return the `Head` of h for the keys from ``start`` on, without segment and decay."""
-    mask = b * 0 if strides.head is None else h * 0
-    if visible.mask is not None:
-        mask += b * strides.batch * strides.align + h * strides.head * strides.align
-        mask += start.to(tl.int64) * (1 if strides.key is None else strides.key)
-    table = h if terms.table is None else h * (2 * terms.radius + 1)
-    return Head(mask, b * size.keys + start, bias_at, table, b * heads + h, start)
-
-
-@triton.jit
 def _no_sums(tile):
     TRANSPOSED: tl.constexpr = tile.TRANSPOSED
     acc_k = tl.zeros(
@@ -202,7 +185,7 @@ def _sum_over_queries(
 
     ``blocks``: a list of tiles of PARTS blocks (see `list_queries`), or None: those of ``span``.
     Blocks of the same head follow each other. After the last of them, Σ_i dS_ij is stored in
-    dkey_bias. Then ``delta`` is δ/Z, otherwise gain · δ/Z.
+    dkey_bias.
     """
     b, queries = group.batch, group.size.queries
     acc_k, acc_v, peak_ds, peak_p = sums.k, sums.v, sums.peak_ds, sums.peak_p

@@ -6,15 +6,17 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import launch
-from attnzoo.backends.triton.common.groups import Gradients, Maps, Normalizers
+from attnzoo.backends.triton.common.groups import Gradients, Maps, Normalizers, Tile
 from attnzoo.backends.triton.common.kernel_operands import Solved, like, new_vector, unit_of
 from attnzoo.backends.triton.common.launch import Launch, descriptors, strides
 from attnzoo.backends.triton.common.tiles import Config
 from attnzoo.backends.triton.flash import launch as flash
+from attnzoo.backends.triton.flash.backward_bias import flash_dbias
 from attnzoo.backends.triton.flash.backward_kv import flash_dkdv
 from attnzoo.backends.triton.flash.backward_q import flash_dq
 from attnzoo.backends.triton.flash.parts import parts_of_group, programs_of
@@ -25,15 +27,20 @@ from attnzoo.backends.triton.flash.segments import ranges_of
 def describe_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     stat: Tensor | None, weight_sum: Tensor | None, layout: Layout, rule: Rule, vectors: Vectors,
-    terms: Terms, solved: Solved, wanted: Collection[str], arch: int, processors: int,
+    terms: Terms, solved: Solved, bias: Tensor | None, wanted: Collection[str], arch: int,
+    processors: int,
 ) -> tuple[list[Launch], dict[str, Tensor]]:  # fmt: skip
     """Return the launches, and the gradients of q, k, v and the wanted vectors by name.
 
     The gradients of k and v are sums over the query heads of a group. If the groups are split (see
     `parts`), they are in fp32 with one head per part, and the caller adds the parts.
+    ``bias``: the dense float mask if its gradient is wanted, else None. Its expanded dimensions may
+    have size 1 in the mask of the layout.
     """
     grads = {name: like(x, x.shape[3]) for name, x in zip("qkv", (q, k, v))}
     grads |= {name: new_vector(q) for name in wanted if name not in grads}
+    if bias is not None:
+        grads["mask"] = like(bias, bias.shape[3])
     if "key_bias" in wanted:
         b, h, n = q.shape[0], q.shape[1], k.shape[2]
         grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
@@ -58,11 +65,11 @@ def describe_backward(
     )  # fmt: skip
     vector_gradients = {n: grads.get(n) for n in "gain offset shape sink factor decay".split()}
     gradients = Gradients(**vector_gradients, slopes=slopes, table=table)
+    plain = bias is not None or "key_bias" in grads
     rule_of_dq = launch.constants_of(
-        rule, v, **_slopes(rule, grads), MEAN=_mean_source(rule, q),
-        PLAIN_DELTA="key_bias" in grads,
-    )  # fmt: skip
-    rule_of_dkdv = launch.constants_of(rule, v)
+        rule, v, **_slopes(rule, grads), MEAN=_mean_source(rule, q), PLAIN_DELTA=plain
+    )
+    rule_of_dkdv = launch.constants_of(rule, v, PLAIN_DELTA=plain)
     ranges, before_dq = (None, []) if size else ranges_of(layout, of_dq.block_m, arch)
     args = {
         **launch.arguments_of(q, k, layout, rule_of_dq, vectors, terms, ranges, solved),
@@ -101,11 +108,33 @@ def describe_backward(
         ),
         "parts": parts if parts > 1 else None,
     }  # fmt: skip
+    of_bias = []
+    if bias is not None:
+        config = flash.config_of("dbias", arch, q, v, layout, rule, vectors, terms, None)
+        tile = flash.tile_constants(config, q, v, layout, TRANSPOSED=True)
+        of_bias = [_describe_dbias(args, grads["mask"], arch, config, tile)]
     args["group"] //= parts
     args["maps"], lists = _describe_lists(solved.live, args)
     zeroed = (grads["key_bias"],) if "key_bias" in grads else ()
     dkdv = Launch(flash_dkdv, programs_of(k, of_dkdv.block_n) * parts, args, of_dkdv, zeroed)
-    return [*before_dq, dq, *before_dkdv, *lists, dkdv], grads
+    return [*before_dq, dq, *of_bias, *before_dkdv, *lists, dkdv], grads
+
+
+def _describe_dbias(
+    dkdv: dict[str, Any], dbias: Tensor, arch: int, config: Config, tile: Tile
+) -> Launch:
+    """The launch that fills dbias. ``dkdv``: the arguments of `flash_dkdv`."""
+    q, k, v, do = (dkdv[name] for name in ("q", "k", "v", "do"))
+    b, h, queries, keys = dbias.shape
+    args = {name: dkdv[name] for name in flash_dbias.arg_names if name in dkdv} | {
+        **descriptors(config, arch, config.block_m, q=q, do=do),
+        **descriptors(config, arch, config.block_n, k=k, v=v),
+        **dict(zip(("dbias_b", "dbias_h", "dbias_m"), dbias.stride())),
+        "dbias": dbias, "visible": dkdv["visible"]._replace(ranges=None), "tile": tile,
+        "batches": q.shape[0] if b == 1 else 1, "sharing": q.shape[1] if h == 1 else 1,
+    }  # fmt: skip
+    programs = b * h * triton.cdiv(queries, config.block_m) * triton.cdiv(keys, config.block_n)
+    return Launch(flash_dbias, programs, args, config)
 
 
 def _with_addresses(config: Config, mapped: bool) -> Config:

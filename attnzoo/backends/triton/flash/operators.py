@@ -135,7 +135,7 @@ def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> int:
 
 
 @flash_forward.backward(
-    "q", "k", "v", "gain", "offset", "shape", "sink", "relative_bias", "key_bias", "factor",
+    "q", "k", "v", "mask", "gain", "offset", "shape", "sink", "relative_bias", "key_bias", "factor",
     "decay", like=lambda x: like(x, x.shape[3]) if x.dim() == 4 else x.new_empty(x.shape),
 )  # fmt: skip
 def flash_backward(
@@ -149,14 +149,23 @@ def flash_backward(
         # For a query without keys lse is the constant −∞, so its dlse has no effect. The kernels
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
+    mask = layout.mask if "mask" in wanted else None
+    # What all queries share is a key bias to the kernels.
+    of_keys = mask is not None and mask.shape[2] == 1
+    computed = [n for n in wanted if n != "mask" or not of_keys]
+    if of_keys and "key_bias" not in wanted:
+        computed.append("key_bias")
     grads = prepared.launch(
         launch_backward.describe_backward, dout, dlse, q, k, v, out, stat, weight_sum,
-        aligned_layout(layout), rule, vectors, terms, solved, wanted,
+        aligned_layout(layout), rule, vectors, terms, solved, None if of_keys else mask, computed,
         launch.architecture(q.device), launch.processors(q.device),
     )  # fmt: skip
     grads |= {name: _joined(grads[name], x) for name, x in (("k", k), ("v", v))}
-    if "key_bias" in wanted:
+    if "key_bias" in computed:
         grads["key_bias"] = grads["key_bias"].sum(0)
+    if mask is not None and of_keys:
+        total = grads["key_bias"][:, :, None].sum_to_size(mask.shape)
+        grads["mask"] = like(mask, mask.shape[3]).copy_(total)
     if "relative_bias" in wanted and grads["relative_bias"].dim() == 4:
         grads["relative_bias"] = grads["relative_bias"].sum((0, 2))  # of a table, [H, W]
     if "decay" in wanted:

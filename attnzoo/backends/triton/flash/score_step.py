@@ -1,4 +1,4 @@
-"""The weights and dS of a block of queries and a block of keys, for `backward_kv`."""
+"""The weights and dS of a block of queries and a block of keys, for dK/dV and a mask's gradient."""
 
 from typing import Any, NamedTuple
 
@@ -41,6 +41,17 @@ class Group(NamedTuple):
 
 
 @triton.jit
+def first_head(b, h, heads, start, bias_at, terms, visible, strides, size):
+    """Return the `Head` of h for the keys from ``start`` on, without segment and decay."""
+    mask = b * 0 if strides.head is None else h * 0
+    if visible.mask is not None:
+        mask += b * strides.batch * strides.align + h * strides.head * strides.align
+        mask += start.to(tl.int64) * (1 if strides.key is None else strides.key)
+    table = h if terms.table is None else h * (2 * terms.radius + 1)
+    return Head(mask, b * size.keys + start, bias_at, table, b * heads + h, start)
+
+
+@triton.jit
 def _limited(seen, i, j, offset, left, right, TRANSPOSED: tl.constexpr):
     """Return the keys in ``seen`` that causality and window allow.
 
@@ -76,9 +87,30 @@ def _head_now(group, member, begin, i, count):
 
 @triton.jit
 def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE: tl.constexpr):
-    """Return the weights, dS times the gain, and ``total`` [BN], to which Σ_i dS_ij is added.
+    """Return the weights, the gradient of q·k, and ``total`` [BN], to which Σ_i dS_ij is added.
 
-    dS is [BN, BM], or [BM, BN] with TRANSPOSED, as the ``product`` q·k and ``dp`` dO·v.
+    The gradient of q·k is dS times the gain, [BN, BM], or [BM, BN] with TRANSPOSED, as the
+    ``product`` q·k and ``dp`` dO·v.
+    """
+    product, p, ds, gain, decay = gradients_of_scores(
+        product, dp, i, j, member, begin, group, rule, tile, EDGE
+    )
+    if group.dkey_bias is not None:
+        total += tl.sum(ds, 0 if tile.TRANSPOSED else 1)
+    if rule.PLAIN_DELTA:
+        ds *= gain
+    if rule.DISTANCE is not None:
+        size = Size(group.size.queries - begin, group.size.keys, None, None)
+        a, _ = by_distance(rule.DISTANCE, i, j, size, decay)
+        ds *= a
+    return p, cap_slope(ds, product, group.terms.inner), total
+
+
+@triton.jit
+def gradients_of_scores(product, dp, i, j, member, begin, group, rule, tile, EDGE: tl.constexpr):
+    """Return the product after a softcap, the weights, dS, the gain and the decay.
+
+    dS contains the gain, unless PLAIN_DELTA. It is shaped as in `score_step`.
     """
     visible, terms, normalizers, size = group.visible, group.terms, group.normalizers, group.size
     MASKED: tl.constexpr = visible.mask is not None or visible.k_segments is not None
@@ -103,8 +135,8 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
         if rule.VANISHES and (not rule.PLAIN or rule.PEAKED or WINDOW):
             s = tl.where(seen, s, float("-inf"))
     p, slope, _, mu_slope = activate(s - loaded.tau, loaded.shape, seen, rule, HIDES)
-    # δ includes 1/Z and, except with a gradient of the key bias, the gain. So must dP.
-    dp_factor = tl.full(i.shape, 1.0, tl.float32) if group.dkey_bias is not None else loaded.gain
+    # δ includes 1/Z and, unless PLAIN_DELTA, the gain. So must dP.
+    dp_factor = tl.full(i.shape, 1.0, tl.float32) if rule.PLAIN_DELTA else loaded.gain
     if normalizers.per_z is not None:
         per_z = load_vector(normalizers.per_z, row, i, count, 1.0, EDGE)
         p *= per_z
@@ -113,10 +145,4 @@ def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE:
     if normalizers.delta is not None:
         delta = load_vector(normalizers.delta, row, i, count, 0.0, EDGE)
     ds = score_gradients(dp * dp_factor, delta, slope, mu_slope, rule)
-    if group.dkey_bias is not None:
-        total += tl.sum(ds, 0 if tile.TRANSPOSED else 1)
-        ds *= loaded.gain
-    if rule.DISTANCE is not None:
-        a, _ = by_distance(rule.DISTANCE, i, j, size_now, head.decay)
-        ds *= a
-    return p, cap_slope(ds, product, terms.inner), total
+    return product, p, ds, loaded.gain, head.decay
