@@ -16,12 +16,10 @@ from commandline.arguments import add_plugin, numbers, seed
 from commandline.errors import UsageError
 from commandline.files import NotWritten, check_folder, check_writable
 from commandline.variants import VariantCall, split_list
-from evals.harness.plan import check_device, check_unique, key_of
-from evals.harness.plugins import load_plugins
-from evals.harness.progress import Progress, clock, counted
-from evals.harness.training import NotFinite
 from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
 from evals.measures.metrics import Outcome
+from evals.options import check_device, check_unique
+from evals.plugins import load_plugins
 from evals.pretrained import command, lora
 from evals.pretrained.adapting import (
     Adapted,
@@ -54,8 +52,10 @@ from evals.pretrained.substitution import (
     parse_layers,
     substituted,
 )
-from evals.results.rows import Row
+from evals.progress import Progress, clock, counted
+from evals.results.rows import Row, key_of
 from evals.results.store import UNSHARDED, Folder
+from evals.run import NotFinite
 from evals.task import Schedule
 
 NAME = "adapt"

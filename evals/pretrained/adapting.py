@@ -23,12 +23,12 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.errors import UsageError
 from commandline.files import write_whole
-from evals.harness.training import fit
 from evals.pretrained import contexts, lora
 from evals.pretrained.loading import Loaded, read_text
 from evals.pretrained.reading import surprisal
 from evals.pretrained.study import PretrainedTask, outlined
 from evals.pretrained.substitution import Substitution, apply
+from evals.run import fit
 from evals.task import Schedule
 from evals.tasks import draws
 
@@ -274,7 +274,7 @@ def train(
     report: called with the finished fraction after each step.
 
     Raises:
-        evals.harness.training.NotFinite: the training gave a NaN or an infinity.
+        evals.run.NotFinite: the training gave a NaN or an infinity.
     """
     recipe, sequences = spec.settings, Sequences(loaded, tokens, spec.settings)
     began, cpu = time.perf_counter(), time.process_time()

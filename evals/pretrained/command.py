@@ -17,13 +17,11 @@ from commandline.arguments import add_plugin, either, numbers, seed
 from commandline.errors import UsageError
 from commandline.files import check_folder, check_writable
 from commandline.variants import complete, split_list
-from evals.harness.any_run import AnyRun, RunContext
-from evals.harness.options import Options
-from evals.harness.plan import check_device, check_unique
-from evals.harness.plugins import hash_in, load_plugins
-from evals.harness.pool import Failure, Pool, default_workers, execute_here, worker_devices
-from evals.harness.progress import Progress, clock, counted
+from evals.launch import Failure, default_workers
+from evals.launch import execute as execute_runs
 from evals.measures.metrics import Outcome
+from evals.options import Options, check_device, check_unique
+from evals.plugins import hash_in, load_plugins
 from evals.pretrained.loading import DTYPES, Source
 from evals.pretrained.study import (
     MEASURES,
@@ -43,10 +41,12 @@ from evals.pretrained.substitution import (
     parse_substitution,
     substituted,
 )
+from evals.progress import Progress, clock, counted
 from evals.reporting.pretrained import NAME, print_tables, write_report
 from evals.results.pretrained import BASELINE
 from evals.results.rows import Row, first_error
 from evals.results.store import Folder, Shard
+from evals.run import AnyRun, RunContext
 
 ABOUT = (
     "Measure a pretrained causal language model with its attention replaced at inference: the "
@@ -193,12 +193,9 @@ def execute(
     context = RunContext(args.device, args.plugin, args.out, hash_in(study.plugins))
     listener = _RowListener(study, folder)
     try:
-        if workers == 0:
-            return execute_here(runs, context, listener, progress)
-        _free_memory()  # each worker loads the model itself
-        devices = worker_devices(args.device, min(workers, len(runs)))
-        contexts = [replace(context, device=device) for device in devices]
-        return Pool(contexts, listener, progress).execute(runs)
+        if workers > 0:
+            _free_memory()  # each worker loads the model itself
+        return execute_runs(runs, context, listener, progress, workers)
     finally:
         progress.close()
 

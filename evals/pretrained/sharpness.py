@@ -30,8 +30,8 @@ from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
 from commandline.files import check_folder, write_whole
 from commandline.variants import parse_specs, split_list
-from evals.harness.plan import check_registered, check_unique
 from evals.measures.sparsity import sparsity
+from evals.options import check_registered, check_unique
 from evals.pretrained.loading import check_tokenizer, read_text
 from evals.pretrained.substitution import Substitution, check_substitution, is_converted
 from evals.reporting.plots import png

@@ -18,10 +18,10 @@ from commandline.errors import UsageError
 from commandline.files import check_writable, write_whole
 from commandline.table import tables_csv
 from commandline.variants import VariantCall, complete, parse_specs, split_list
-from evals.harness.plan import check_registered
-from evals.harness.training import NotFinite
 from evals.measures.arithmetic import lean_arithmetic
+from evals.options import check_registered
 from evals.reporting.plots import GRID, length_axis, looks_of, png
+from evals.run import NotFinite
 from evals.theory.in_context import (
     HEADS,
     LENGTHS,

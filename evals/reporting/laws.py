@@ -15,9 +15,9 @@ from commandline.errors import UsageError
 from commandline.files import check_writable, write_whole
 from commandline.table import Table
 from commandline.variants import VariantCall, load_plugin
-from evals.harness.plan import check_unique
 from evals.measures.arithmetic import lean_arithmetic
 from evals.measures.heads import jacobian_norm
+from evals.options import check_unique
 from evals.reporting.plots import GRID, length_axis, looks_of, png
 from evals.theory.closed_forms import LAWS, Law
 from evals.theory.laws import (

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from commandline.errors import UsageError
 from commandline.files import NotWritten
+from evals.results.old_rows import converted, with_old_fields
 from evals.results.rows import Row, problem
 
 
@@ -44,6 +45,7 @@ class RowFile:
         except (ValueError, RecursionError):
             self.damaged += 1
             return
+        row = converted(row)
         if (wrong := problem(row)) is not None:
             raise UsageError(f"{self.path}, line {number}: {wrong}; correct or remove this line")
         self.by_key[row["key"]] = row
@@ -150,4 +152,4 @@ def read_rows(folders: Sequence[Path]) -> list[Row]:
         if not folder_rows:
             raise UsageError(f"no results in {folder}: it has no rows*.jsonl with rows")
         _merge(rows, folder_rows)
-    return list(rows.values())
+    return list(map(with_old_fields, rows.values()))

@@ -9,11 +9,11 @@ import pytest
 
 from commandline.variants import parse_specs
 from evals.__main__ import main
-from evals.harness.command import Studies
-from evals.harness.study import Study
+from evals.command import Studies
 from evals.measures.metrics import Outcome
 from evals.results.store import Row
 from evals.results.summary import groups
+from evals.study import Study
 from evals.tasks import TASKS
 
 TASK = TASKS["copy"]

@@ -11,9 +11,9 @@ import torch
 
 from attnzoo.nn import parameter_groups
 from commandline.variants import VariantCall, parse_spec
-from evals.harness import training
-from evals.harness.training import NotFinite, evaluate, fit, one_cycle, train
+from evals import run as training
 from evals.measures.metrics import Tally, weight_metrics
+from evals.run import NotFinite, evaluate, fit, one_cycle, train
 from evals.task import BatchResult
 from evals.tasks import TASKS, max_retrieval, needle
 from evals.tasks.draws import lengths

@@ -19,11 +19,12 @@ from torch import nn
 from benchmarks.__main__ import main as benchmarks
 from benchmarks.harness import report
 from commandline.files import NotWritten, write_whole
+from evals import launch as pool
+from evals import run as runs
 from evals.__main__ import main
-from evals.harness import pool, runs
-from evals.harness.pool import Failure, Pool
-from evals.harness.training import NotFinite, fit
+from evals.launch import Failure, Pool
 from evals.results.store import RowFile
+from evals.run import NotFinite, fit
 from evals.task import Settings
 from helpers.evals_rows import row
 

@@ -9,8 +9,8 @@ import pytest
 
 from commandline.errors import UsageError
 from evals.__main__ import main, parser
-from evals.harness.options import Options, gather
-from evals.harness.planning import plan_study
+from evals.options import Options, gather
+from evals.plan import plan_study
 from evals.tasks import TASKS
 
 CONFIG = """

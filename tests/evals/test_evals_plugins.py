@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from evals import RetrievalTask, SequenceTask, register_task
+from evals import run as runs
 from evals.__main__ import main
-from evals.harness import runs
 from evals.tasks import TASKS
 
 DOCS = Path(__file__).parents[2] / "docs" / "evals.md"

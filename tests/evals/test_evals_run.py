@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from attnzoo import list_variants
+from evals import run as runs
 from evals.__main__ import main
-from evals.harness import runs
-from evals.harness.training import NotFinite
+from evals.run import NotFinite
 from evals.tasks.families.retrieval import METRICS
 
 ROOT = Path(__file__).parents[2]

@@ -17,13 +17,12 @@ from commandline.errors import UsageError
 from commandline.files import write_whole
 from commandline.variants import complete, every_variant, parse_spec, parse_specs, split_list
 from evals.__main__ import main
-from evals.harness import costs
-from evals.harness.options import Options
-from evals.harness.planning import plan_study
-from evals.harness.progress import Progress, clock
-from evals.harness.study import RowSpec, Study
+from evals.options import Options
+from evals.plan import plan_study
+from evals.progress import Progress, clock
 from evals.reporting.plots import length_axis, name_lines
 from evals.results.store import Folder, RowFile, Shard
+from evals.study import RowSpec, Study
 from evals.tasks import TASKS
 from evals.tasks.families.retrieval import RetrievalSettings
 from helpers.evals_rows import row

@@ -12,14 +12,15 @@ from typing import Any, cast
 import pytest
 
 from commandline.errors import UsageError
+from evals import run as runs
+from evals import sweeps
 from evals.__main__ import main
-from evals.harness import runs, sweeps
-from evals.harness.options import Options
-from evals.harness.planning import plan_study
-from evals.harness.sweeps import SWEEP_SEEDS, Choice, Sweep, choose
+from evals.options import Options
+from evals.plan import plan_study
 from evals.reporting.tables import legend, settings_table
 from evals.results.store import Row, Shard
 from evals.results.summary import Series, groups
+from evals.sweeps import SWEEP_SEEDS, Choice, Sweep, choose
 from evals.tasks import TASKS
 from helpers.evals_rows import SETTINGS, row
 
@@ -240,7 +241,7 @@ def test_a_recorded_choice_is_used_in_place_of_a_sweep(
 def test_record_writes_the_choices_of_preset_quick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("evals.harness.sweeps.RECORD", tmp_path / "tuned.json")
+    monkeypatch.setattr("evals.sweeps.RECORD", tmp_path / "tuned.json")
     preset = TASKS[TASK].presets["quick"]
     small = replace(preset.settings, steps=2, test_items=640, test_least=4)
     presets = cast("dict[str, Any]", TASKS[TASK].presets)

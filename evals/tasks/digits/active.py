@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from commandline.variants import VariantCall
-from evals.experiment import ExperimentPreset, FitFunction, Result
-from evals.task import Metric
+from evals.experiment import FitFunction, Result
+from evals.task import Metric, Preset
 from evals.tasks.digits.data import TRAIN, Images, batches, order, split
 from evals.tasks.digits.experiment import DigitsExperiment
 from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
@@ -151,13 +151,14 @@ class ActiveLearning(DigitsExperiment):
         Metric("mean_accuracy", "Accuracy, mean over the numbers of labels, %", 100, 1),
         Metric("accuracy", "Accuracy with all labels, %", 100, 1),
     )
-    presets: Mapping[str, ExperimentPreset] = {
-        "smoke": ExperimentPreset(
+    presets: Mapping[str, Preset] = {
+        "smoke": Preset(
+            (),
             ActiveSettings(steps=5, width=16, rounds=2, passes=2),
             ("softmax", "entmax"),
-            ("random", "margin", "mc-dropout-trimmed"),
+            conditions=("random", "margin", "mc-dropout-trimmed"),
         ),
-        "quick": ExperimentPreset(ActiveSettings(), ("softmax", "entmax", "sink"), seeds=5),
+        "quick": Preset((), ActiveSettings(), ("softmax", "entmax", "sink"), seeds=5),
     }
 
     def train_and_measure(
