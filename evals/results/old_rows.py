@@ -42,10 +42,10 @@ def with_old_fields(row: Row) -> Row:
     """For reports that still read the older fields."""
     if "x" not in row or is_pretrained(row):
         return row
-    own = {
+    differing = {
         name: row["group"].get(name)
         for name, value in row["settings"].items()
         if row["group"].get(name) != value
     }
     place = {"length": row["x"]} if isinstance(row["x"], int) else {"condition": row["x"]}
-    return {**row, **place, **row["series"], "shared": own}
+    return {**row, **place, **row["series"], "shared": differing}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import attnzoo
 from commandline.checkout import commit
@@ -94,6 +94,12 @@ class Tuned(BaseModel):
         return self
 
 
+def _checked_x(x: Any) -> Any:
+    if not (isinstance(x, str) or (type(x) is int and x >= 1)):
+        raise ValueError(f"must be a length >= 1 or a condition, got {x!r}")
+    return x
+
+
 class TrainedFields(RowFields):
     """The fields of a result row of a task or an experiment.
 
@@ -103,7 +109,7 @@ class TrainedFields(RowFields):
     in a row of a sweep; tuned has the choice of a sweep.
     """
 
-    x: Positive | str
+    x: Annotated[Any, AfterValidator(_checked_x)]
     series: dict[str, str]
     group: dict[str, Any]
     settings: RowSettings
@@ -152,6 +158,10 @@ def problem(row: object) -> str | None:
         fields = (PretrainedFields if is_pretrained(row) else TrainedFields).model_validate(row)
     except ValidationError as error:
         return first_error(error)
+    if isinstance(fields, TrainedFields) and isinstance(fields.x, int):
+        for name in ("train_shortest", "train_longest"):
+            if getattr(fields.settings, name) is None:
+                return f"settings.{name} is missing"
     if fields.status == "ok" and fields.task in EVALS:
         score = EVALS[fields.task].score.name
         if score not in fields.metrics:

@@ -267,7 +267,7 @@ def changed_row(**changes: object) -> dict:
         (changed_row(status="fine"), "status must be 'ok', 'nan' or 'oom', got 'fine'"),
         (changed_row(settings={"steps": 3}), "settings.train_shortest is missing"),
         (changed_row(task=["x"]), "task must be text, got ['x']"),
-        (changed_row(length=0), "length must be >= 1, got 0"),
+        (changed_row(length=0), "x must be a length >= 1 or a condition, got 0"),
         (
             changed_row(tuned={"values": {"warmup": 0.1}, "tried": [{"values": {}, "scores": []}]}),
             "tuned must have warmup in every candidate, got {}",
