@@ -278,7 +278,9 @@ def gather(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]
 def _valid(values: Mapping[str, Any], where: str, context: str | None = None) -> dict[str, Any]:
     """The checked values of some options; raises UsageError for the first invalid one."""
     try:
-        options = Options.model_validate(values, strict=context is None, context=context)
+        options = Options.model_validate(
+            values, strict=None if context is None else False, context=context
+        )
     except ValidationError as error:
         word = flag if context == LINE else str
         raise UsageError(f"{where}{first_error(error, word)}") from error
