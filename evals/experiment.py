@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -19,6 +19,17 @@ from evals.task import Eval
 
 # A function (model, loss_at) that minimizes loss_at(step) over the steps of the schedule.
 FitFunction = Callable[[nn.Module, Callable[[int], Tensor]], None]
+
+
+class Trial(NamedTuple):
+    """What `Experiment.train_and_measure` trains."""
+
+    variant: VariantCall
+    condition: str
+    seed: int
+    settings: Any
+    device: str
+    fit: FitFunction
 
 
 @dataclass(frozen=True)
@@ -63,13 +74,5 @@ class Experiment(Eval):
         """The reason why this output layer cannot be trained under this condition, or None."""
 
     @abstractmethod
-    def train_and_measure(
-        self,
-        variant: VariantCall,
-        condition: str,
-        seed: int,
-        settings: Any,
-        device: str,
-        fit: FitFunction,
-    ) -> Result:
-        """Train and measure an output layer; a pure function of the arguments."""
+    def train_and_measure(self, trial: Trial) -> Result:
+        """Train and measure an output layer; a pure function of the fields of the trial."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.files import write_whole
 from commandline.variants import VariantCall
-from evals.experiment import Experiment, Result
+from evals.experiment import Experiment, Result, Trial
 from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.heads import learned
 from evals.measures.metrics import Outcome, Tally
@@ -346,9 +346,8 @@ def _train_for_each(run: Run, context: RunContext, emit: Emit) -> str:
         emit(("stage", condition, number / len(run.tests)))
         began = time.process_time()
         try:
-            result = experiment.train_and_measure(
-                run.variant, condition, run.seed, run.settings, context.device, training
-            )
+            trial = Trial(run.variant, condition, run.seed, run.settings, context.device, training)
+            result = experiment.train_and_measure(trial)
             outcome = _outcome(experiment, result, time.process_time() - began)
         except (NotFinite, MemoryError, RuntimeError) as error:
             outcome = _failure(error)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commandline.variants import VariantCall
-from evals.experiment import FitFunction, Result
+from evals.experiment import Result, Trial
 from evals.task import EVERY_VARIANT, Metric, Preset
 from evals.tasks.digits.data import Images, batches, long_tailed, noisy, split
 from evals.tasks.digits.experiment import DigitsExperiment
@@ -69,15 +68,8 @@ class Classification(DigitsExperiment):
         "quick": Preset((), NoiseSettings(), EVERY_VARIANT, seeds=5),
     }
 
-    def train_and_measure(
-        self,
-        variant: VariantCall,
-        condition: str,
-        seed: int,
-        settings: NoiseSettings,
-        device: str,
-        fit: FitFunction,
-    ) -> Result:
+    def train_and_measure(self, trial: Trial) -> Result:
+        variant, condition, seed, settings, device, fit = trial
         clean, test = split(seed)
         images = training_images(condition, clean, seed, settings).to(device)
         index = batches(seed, settings.steps, settings.batch, len(images.labels)).to(device)

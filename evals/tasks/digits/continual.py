@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from commandline.variants import VariantCall
-from evals.experiment import FitFunction, Result
+from evals.experiment import Result, Trial
 from evals.task import Metric, Preset
 from evals.tasks.digits import layers
 from evals.tasks.digits.data import CLASSES, Images, batches, order, split
@@ -147,15 +147,8 @@ class Continual(DigitsExperiment):
             return "a constant logit outside the task is for softmax"
         return reason
 
-    def train_and_measure(
-        self,
-        variant: VariantCall,
-        condition: str,
-        seed: int,
-        settings: ContinualSettings,
-        device: str,
-        fit: FitFunction,
-    ) -> Result:
+    def train_and_measure(self, trial: Trial) -> Result:
+        variant, condition, seed, settings, device, fit = trial
         training, test = (part.to(device) for part in split(seed))
         groups = classes_of_tasks(seed).to(device)
         torch.manual_seed(seed)  # the same initial weights for each condition
