@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
@@ -14,14 +13,13 @@ MOST = 2**31  # larger numbers are rejected as typos
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with short errors, mostly of the form "NAME must be X, got Y".
+    """A parser with short errors. Subcommands made with ``add_subparsers`` are of this class too.
 
-    Subcommands made with ``add_subparsers`` are of this class too. The error for an unknown
-    option or command suggests the closest known one.
+    The error for an unknown option or command suggests the closest known one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, exit_on_error=False, **kwargs)
         self.commands: Mapping[str, argparse.ArgumentParser] = {}
         self.command_hint = ""  # printed below the error for an unknown command
 
@@ -36,26 +34,27 @@ class Parser(argparse.ArgumentParser):
     ) -> Any:
         """Parse the arguments into a namespace; exit with an error if one is unknown."""
         words = list(sys.argv[1:] if args is None else args)
+        if self.commands and words and words[0][:1] != "-" and words[0] not in self.commands:
+            hint = f"{did_you_mean(words[0], self.commands)}\n{self.command_hint}".rstrip()
+            self.error(f"COMMAND must be {either(self.commands)}, got {words[0]!r}{hint}")
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
-            parser = next((self.commands[x] for x in words if x in self.commands), self)
-            known = re.findall(r"--[a-z][\w-]*", parser.format_usage())
-            parser.error(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+            parser = self.commands.get(words[0], self)
+            hint = did_you_mean(unknown[0], parser._option_string_actions)
+            parser.error(f"unknown argument {unknown[0]!r}{hint}")
         return parsed
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        try:
+            return super().parse_known_args(args, namespace)
+        except argparse.ArgumentError as error:
+            colon = "" if error.message.startswith("must ") else ":"
+            self.error(f"{error.argument_name}{colon} {error.message}")
 
     def error(self, message: str) -> NoReturn:
         """Print the message and the command that shows the help, and exit with status 2."""
-        message = re.sub(r"^argument ([^:]+): (?=must )", r"\1 ", message)
-        message = re.sub(r"^argument ([^:]+): ", r"\1: ", message)
-        match = re.match(r"(.*): invalid choice: '?(.*?)'? \(choose from (.*)\)$", message)
-        if match is not None:
-            choices = match[3].replace("'", "").split(", ")
-            message = f"{match[1]} must be {either(choices)}, got {match[2]!r}"
-            message += did_you_mean(match[2], choices)
-            if self.command_hint and match[1].endswith("COMMAND"):
-                message += f"\n{self.command_hint}"
-        message = message.replace(": expected one argument", " needs a value")
-        message = re.sub(r": invalid (\w+) value: (.*)", r" must be of type \1, got \2", message)
         self.exit(2, f"error: {message}\nFor help: {self.prog} --help\n")
 
 

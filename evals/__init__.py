@@ -9,7 +9,16 @@ Each of these imports only those above it:
     measures    measurements on attention weights, heads and predictions
     tasks       one file per task, families that share a model, experiments on digits
     results     result rows, their files, and statistics over seeds
-    harness     options, plugins, studies, runs, workers, training, cost estimates
+    plugins     files that register variants or tasks
+    progress    how many runs are finished
+    run         a run: one training and its evaluations
+    options     the options of the command line and of files
+    sweeps      tuned settings
+    study       which runs are missing, their keys, and their rows
+    plan        makes a study from options
+    launch      worker processes
+    loggers     TensorBoard and Weights & Biases
+    command     runs studies and shows their results
     theory      closed forms, laws fitted to trained heads, ranks, in-context
     reporting   tables, figures, the report, and commands that show results
     pretrained  the attention of pretrained models

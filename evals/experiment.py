@@ -1,39 +1,35 @@
 """The interface of an experiment: output layers, conditions and a fixed classification problem.
 
-A `Task` compares attention variants at several lengths: one training, many evaluations. An
-experiment has no lengths. It compares output layers under conditions such as "label-noise", and
-every condition has trainings of its own. Options, workers, result files and statistics over seeds
-are the same for both.
+A task compares attention variants at several lengths: one training, many evaluations. An experiment
+compares output layers under conditions such as "label-noise", and every condition has trainings of
+its own.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from commandline.variants import VariantCall
-from evals.task import Metric
+from evals.task import Eval
 
 # A function (model, loss_at) that minimizes loss_at(step) over the steps of the schedule.
 FitFunction = Callable[[nn.Module, Callable[[int], Tensor]], None]
 
 
-@dataclass(frozen=True)
-class ExperimentPreset:
-    """The default settings of an experiment. Options of the command line override them.
+class Trial(NamedTuple):
+    """What `Experiment.train_and_measure` trains."""
 
-    variants: output layers; `EVERY_VARIANT` for all that the experiment knows. conditions: names of
-    the experiment's conditions; None for all.
-    """
-
+    variant: VariantCall
+    condition: str
+    seed: int
     settings: Any
-    variants: tuple[str, ...]
-    conditions: tuple[str, ...] | None = None
-    seeds: int = 1
+    device: str
+    fit: FitFunction
 
 
 @dataclass(frozen=True)
@@ -48,38 +44,22 @@ class Result:
     curve: Mapping[int, float] = field(default_factory=dict)
 
 
-class Experiment(ABC):
+class Experiment(Eval):
     """An experiment: an instance of a subclass.
 
-    Attributes:
-        name: its name on the command line.
-        about: one paragraph that explains it.
-        presets: `ExperimentPreset` by name.
-        conditions: an explanation of each condition, by name.
-        versus: maps a condition to the one with which its score is compared.
-        metrics: the metrics; the first one is the score.
-        curve: what the curve shows, such as "Accuracy by number of labels"; None if there is none.
+    ``conditions`` has an explanation of each condition, by name. In a preset, the variants are
+    output layers; `EVERY_VARIANT` stands for all that the experiment knows.
     """
 
-    name: str
-    about: str
-    presets: Mapping[str, ExperimentPreset]
+    axis = "condition"
+    refused: Mapping[str, str] = {
+        "positions": "it has no attention",
+        "lengths": "it has conditions instead of lengths",
+        "output": "--variants are its output layers",
+        "sweep": "its settings are not tuned",
+        "record": "its settings are not tuned",
+    }
     conditions: Mapping[str, str]
-    metrics: tuple[Metric, ...]
-    versus: Mapping[str, str] = {}
-    curve: str | None = None
-
-    @property
-    def score(self) -> Metric:
-        return self.metrics[0]
-
-    @abstractmethod
-    def data_version(self) -> str:
-        """The version of the data and the model. Results of two versions are never mixed."""
-
-    @abstractmethod
-    def chance(self) -> float:
-        """The score of random guessing."""
 
     @abstractmethod
     def every_variant(self) -> tuple[str, ...]:
@@ -94,17 +74,5 @@ class Experiment(ABC):
         """The reason why this output layer cannot be trained under this condition, or None."""
 
     @abstractmethod
-    def identity(self, variant: VariantCall) -> dict[str, object]:
-        """The output layer with all its parameters, for the keys under which results are stored."""
-
-    @abstractmethod
-    def train_and_measure(
-        self,
-        variant: VariantCall,
-        condition: str,
-        seed: int,
-        settings: Any,
-        device: str,
-        fit: FitFunction,
-    ) -> Result:
-        """Train and measure an output layer; a pure function of the arguments."""
+    def train_and_measure(self, trial: Trial) -> Result:
+        """Train and measure an output layer; a pure function of the fields of the trial."""

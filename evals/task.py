@@ -1,7 +1,7 @@
 """The interface of a task: settings, presets, data, a model and metrics.
 
-Training, workers, results and reports are in `evals.harness` and `evals.reporting`; they are the
-same for every task.
+`Eval` is what a task shares with an experiment (`evals.experiment`), which has conditions in place
+of lengths. Training, workers, results and reports are the same for all of them.
 """
 
 from __future__ import annotations
@@ -63,9 +63,12 @@ class Schedule:
             raise ValueError(f"{name} must be in {bound}, got {value}")
 
     @property
-    def schedule(self) -> str:
-        """The training schedule in words."""
-        return self.schedule_text()
+    def output_layer(self) -> VariantCall | None:
+        """The variant of the model's output layer.
+
+        None if the variant is softmax, or if the task has no setting for the output layer.
+        """
+        return None
 
     def schedule_text(self, tuned: Collection[str] = ()) -> str:
         """The training schedule in words, without the values of the ``tuned`` settings."""
@@ -126,14 +129,6 @@ class Settings(Schedule):
                 f"train_stride must divide train_longest - train_shortest = {room}, "
                 f"got {self.train_stride}"
             )
-
-    @property
-    def output_layer(self) -> VariantCall | None:
-        """The variant of the model's output layer.
-
-        None if the variant is softmax, or if the task has no setting for the output layer.
-        """
-        return None
 
     def schedule_text(self, tuned: Collection[str] = ()) -> str:
         """The training schedule in words, without the values of the ``tuned`` settings."""
@@ -199,6 +194,7 @@ class Preset:
             `RECORDED`; or {} for no sweep.
         variant_settings: settings that only some variants have, by the variant's name, because its
             paper requires them.
+        conditions: the conditions of an experiment, which has no lengths; () for all.
     """
 
     lengths: tuple[int, ...]
@@ -208,6 +204,7 @@ class Preset:
     positions: tuple[str, ...] = ("none",)
     sweep: Mapping[str, Sequence[float]] | str = field(default_factory=dict)
     variant_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    conditions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -274,18 +271,19 @@ class HeadSample(NamedTuple):
 Measure = Callable[[VariantCall | None], BatchResult]
 
 
-class Task(ABC):
-    """A task: an instance of a subclass, which defines the model; see `evals.tasks.families`.
+class Eval(ABC):
+    """A task or an experiment: trained models, and their scores at points x.
 
     Attributes:
         name: its name on the command line.
         about: one paragraph that explains it.
         presets: `Preset` by name: "quick" (the default of the command line), "smoke", "paper".
-        positions: the position encodings that its model supports.
         metrics: the metrics; the first one is the score.
-        splits: the data splits to evaluate. The key is the prefix of the names of the split's
-            metrics, such as "sparse_" for the split "sparse".
-        head_sequences: the number of sequences per length on which heads are measured.
+        axis: what x is: "n", a length, or "condition".
+        refused: the options that it does not have, with the reasons.
+        versus: maps a condition to the one with which its score is compared.
+        curve: the title of the curve that each result has, such as "Accuracy by number of labels";
+            None if there is none.
         trained_score: a run with a lower score at the train length counts as not trained. None:
             every run counts as trained.
         published: a published table for comparison.
@@ -294,12 +292,13 @@ class Task(ABC):
     name: str
     about: str
     presets: Mapping[str, Preset]
-    positions: tuple[str, ...]
     metrics: tuple[Metric, ...]
-    splits: Mapping[str, str]
-    head_sequences: int
-    trained_score: float | None
-    published: Published | None
+    axis: str = "n"
+    refused: Mapping[str, str] = {}
+    versus: Mapping[str, str] = {}
+    curve: str | None = None
+    trained_score: float | None = None
+    published: Published | None = None
 
     @property
     def score(self) -> Metric:
@@ -309,6 +308,10 @@ class Task(ABC):
         """Remarks for readers of scores. ``settings`` are the settings in a result row."""
         return []
 
+    def identity(self, variant: VariantCall) -> dict[str, object]:
+        """The variant with all its parameters, for the keys under which results are stored."""
+        return variant.identity()
+
     @abstractmethod
     def data_version(self) -> str:
         """The version of the data and the model. Results of two versions are never mixed."""
@@ -316,6 +319,22 @@ class Task(ABC):
     @abstractmethod
     def chance(self, settings: Any) -> float:
         """The score of random guessing."""
+
+
+class Task(Eval):
+    """A task: an instance of a subclass, which defines the model; see `evals.tasks.families`.
+
+    Attributes, besides those of `Eval`:
+        positions: the position encodings that its model supports.
+        splits: the data splits to evaluate. The key is the prefix of the names of the split's
+            metrics, such as "sparse_" for the split "sparse".
+        head_sequences: the number of sequences per length on which heads are measured.
+    """
+
+    refused: Mapping[str, str] = {"conditions": "it has lengths instead"}
+    positions: tuple[str, ...]
+    splits: Mapping[str, str]
+    head_sequences: int
 
     @abstractmethod
     def tokens(self, length: int) -> int:

@@ -82,8 +82,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Subpackages and modules of evals and benchmarks. Each may import itself and those before it.
 ORDER = {
     "evals": [
-        *"task experiment measures tasks results".split(),
-        *"harness theory reporting pretrained __main__".split(),
+        *"task experiment measures tasks results plugins progress run options sweeps".split(),
+        *"study plan launch loggers command theory reporting pretrained __main__".split(),
     ],
     "benchmarks": "harness suites kernels gpu __main__".split(),
 }
@@ -240,7 +240,7 @@ def test_eval_tasks_import_only_the_core_dependencies() -> None:
         "evals",
         *sys.stdlib_module_names,
     }
-    for path in [*(ROOT / "evals" / "tasks").glob("*.py"), ROOT / "evals" / "harness" / "runs.py"]:
+    for path in [*(ROOT / "evals" / "tasks").glob("*.py"), ROOT / "evals" / "run.py"]:
         assert {name.split(".")[0] for name in at_import(path)} <= known, path
 
 

@@ -19,13 +19,11 @@ from commandline.arguments import either
 from commandline.errors import UsageError
 from commandline.files import check_folder, check_writable
 from commandline.variants import complete, split_list
-from evals.harness.any_run import RunContext
-from evals.harness.plan import check_device, check_unique, key_of
-from evals.harness.plugins import hash_in, load_plugins
-from evals.harness.pool import Failure, Pool, default_workers, execute_here, worker_devices
-from evals.harness.progress import Progress, clock, counted
-from evals.harness.training import NotFinite
+from evals.launch import Failure, default_workers
+from evals.launch import execute as execute_runs
 from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
+from evals.options import check_device, check_unique
+from evals.plugins import hash_in, load_plugins
 from evals.pretrained import training
 from evals.pretrained.loading import Source, load, outline
 from evals.pretrained.options import ADAPT, HELD_OUT, LORA_RATE, VARIANTS, samples_of
@@ -47,8 +45,11 @@ from evals.pretrained.substitution import (
     substituted,
 )
 from evals.pretrained.training import Adapted, Recipe, Sequences, is_trained
+from evals.progress import Progress, clock, counted
 from evals.reporting.pretrained import print_tables, write_report
+from evals.results.rows import key_of
 from evals.results.store import Folder
+from evals.run import NotFinite, RunContext
 
 FOLDER = "trained"  # of the trained parameters, in --out
 
@@ -110,16 +111,13 @@ def execute(
     progress = Progress(len(runs), verbose=args.verbose)
     context = RunContext(args.device, args.plugin, args.out, hash_in(study.plugins))
     try:
-        if workers == 0:
-            return execute_here(runs, context, study, progress)
-        for cached in (load, drawn_from, outline, typical_tokens):  # each worker has its own
-            cached.cache_clear()
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        devices = worker_devices(args.device, min(workers, len(runs)))
-        contexts = [replace(context, device=device) for device in devices]
-        return Pool(contexts, study, progress).execute(runs)
+        if workers > 0:
+            for cached in (load, drawn_from, outline, typical_tokens):  # each worker has its own
+                cached.cache_clear()
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+        return execute_runs(runs, context, study, progress, workers)
     finally:
         progress.close()
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from commandline.arguments import add_plugin, integer, numbers, seed
 from commandline.errors import UsageError
 from commandline.variants import split_list
-from evals.harness.options import Options
+from evals.options import Options
 from evals.pretrained.loading import DTYPES
 from evals.pretrained.study import MEASURES
 from evals.results.rows import PRETRAINED, first_error

@@ -27,7 +27,7 @@ from commandline.errors import UsageError
 from commandline.files import check_folder, write_whole
 from commandline.table import Table
 from commandline.variants import VariantCall, parse_specs, split_list
-from evals.harness.plan import check_registered
+from evals.options import check_registered
 from evals.pretrained import heads
 from evals.pretrained.loading import Source, from_source, read_text
 from evals.pretrained.options import MODEL, adder, unique

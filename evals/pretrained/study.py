@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 from commandline.errors import UsageError
-from evals.harness.any_run import AnyRun, Emit, RunContext
-from evals.harness.plan import key_of, origin
 from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.metrics import Outcome
 from evals.pretrained import contexts, heads, positions, retrieval
@@ -30,8 +28,9 @@ from evals.pretrained.loading import Loaded, Source, load, outline, read_text
 from evals.pretrained.reading import Reader, only
 from evals.pretrained.substitution import Substitution, is_converted, substituted
 from evals.pretrained.training import Adapted, read_stored
-from evals.results.rows import PRETRAINED, Row
+from evals.results.rows import PRETRAINED, Row, key_of, origin
 from evals.results.store import UNSHARDED, Folder, Shard
+from evals.run import AnyRun, Emit, RunContext
 from evals.tasks.draws import GENERATOR
 
 MEASURES = ("loss", "retrieval", "sharpness", "dispersion")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, parse_spec
-from evals.harness.plan import check_registered
+from evals.options import check_registered
 from evals.results.pretrained import BASELINE
 
 _KEYWORDS = ("start", "calibrate")

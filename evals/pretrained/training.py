@@ -25,10 +25,10 @@ import attnzoo
 from commandline.errors import UsageError
 from commandline.files import write_whole
 from commandline.variants import VariantCall, parse_spec
-from evals.harness.training import fit
 from evals.pretrained.loading import Loaded
 from evals.pretrained.reading import surprisal
 from evals.pretrained.substitution import Substitution, parse_substitution
+from evals.run import fit
 from evals.task import Schedule
 from evals.tasks import draws
 
@@ -308,7 +308,7 @@ def train(spec: Adapted, model: Any, sequences: Sequences, report: Callable[[flo
     report: called with the finished fraction after each step.
 
     Raises:
-        evals.harness.training.NotFinite: the training gave a NaN or an infinity.
+        evals.run.NotFinite: the training gave a NaN or an infinity.
     """
     assert spec.file is not None
     recipe, losses = spec.recipe, list[Tensor]()

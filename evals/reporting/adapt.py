@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from commandline.table import Table
-from evals.harness.progress import clock
+from evals.progress import clock
 from evals.reporting.plots import GRID
 from evals.results.pretrained import PretrainedGroup, series_of
 from evals.results.rows import Row

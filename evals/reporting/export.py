@@ -17,7 +17,7 @@ from typing import Any
 from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
 from commandline.files import write_whole
-from evals.harness.plan import check_unique
+from evals.options import check_unique
 from evals.reporting import plots
 from evals.reporting.latex import latex_table
 from evals.reporting.pictures import figures

@@ -16,11 +16,11 @@ from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 from commandline.files import check_writable
 from commandline.variants import VariantCall, complete, parse_specs, split_list
-from evals.harness.plan import check_registered
-from evals.harness.training import NotFinite
 from evals.measures.arithmetic import lean_arithmetic
+from evals.options import check_registered
 from evals.reporting.plots import length_axis, looks_of, png
 from evals.reporting.theory_plots import log_axis
+from evals.run import NotFinite
 from evals.theory.in_context import (
     HEADS,
     LENGTHS,

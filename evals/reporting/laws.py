@@ -12,8 +12,8 @@ import attnzoo
 from commandline.errors import UsageError
 from commandline.files import check_writable
 from commandline.variants import load_plugin
-from evals.harness.plan import check_unique
 from evals.measures.arithmetic import lean_arithmetic
+from evals.options import check_unique
 from evals.reporting.plots import GRID, length_axis, looks_of, png
 from evals.theory.closed_forms import LAWS, Law
 from evals.theory.laws import KAPPA, measure, measured_table, stated, tables, without_law

@@ -59,7 +59,7 @@ def _crossed(
 
 def metric_tables(task: Experiment, lines: Sequence[SummaryLine]) -> list[Table]:
     """A table for each metric, and of the gain over the condition to compare with."""
-    score, chance = task.score, f"; chance {chance_text(task.score, task.chance())}"
+    score, chance = task.score, f"; chance {chance_text(task.score, task.chance({}))}"
     tables = [
         _crossed(f"{metric.title}{chance * (metric is score)}", lines, metric.name, metric)
         for metric in task.metrics

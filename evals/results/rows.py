@@ -1,13 +1,19 @@
-"""The fields of a result row, and error messages for invalid rows and options."""
+"""The fields of a result row, keys, and error messages for invalid rows and options."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+import attnzoo
+from commandline.checkout import commit
 from evals.task import VALIDATION
-from evals.tasks import EXPERIMENTS, TASKS
+from evals.tasks import EVALS, EXPERIMENTS
 
 PRETRAINED = "pretrained"  # the task of rows of pretrained models
 Row = dict[str, Any]
@@ -17,32 +23,54 @@ Numbers = dict[str, float]
 Lists = dict[str, list[float]]
 
 
+def key_of(identity: Mapping[str, object]) -> str:
+    """A key for a dict: the first twenty hex digits of the SHA-256 of its JSON."""
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def origin() -> dict[str, str]:
+    """The versions and the CPU's arithmetic, which every result row names."""
+    return {
+        "arithmetic": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "attnzoo": attnzoo.__version__,
+        "commit": commit() or "unknown",
+    }
+
+
 class RowSettings(BaseModel):
     """The settings in a row that tables and figures need. Other settings are allowed."""
 
     model_config = ConfigDict(strict=True)
 
     steps: NotNegative
-    train_shortest: NotNegative
-    train_longest: Positive
+    train_shortest: NotNegative | None = None
+    train_longest: Positive | None = None
 
 
-class TrialRowSettings(BaseModel):
-    """The settings in a row of an experiment that tables need. Other settings are allowed."""
-
-    model_config = ConfigDict(strict=True)
-
-    steps: NotNegative
+def _checked_x(x: Any) -> Any:
+    if not (isinstance(x, str) or (type(x) is int and x >= 1)):
+        raise ValueError(f"must be a length >= 1 or a condition, got {x!r}")
+    return x
 
 
 class RowFields(BaseModel):
-    """The required fields of every result row. Other fields are allowed."""
+    """The fields of every result row. Other fields are allowed.
+
+    x: the eval length or the condition. series: what besides the variant names a line of a table,
+    such as the position encoding. group: what all rows of a table share. seed: of a pretrained
+    model, the number of the sample. version: what all rows of a variant and series share.
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     key: str
     task: str
     variant: str
+    x: Annotated[Any, AfterValidator(_checked_x)]
+    series: dict[str, str]
+    group: dict[str, Any]
     seed: NotNegative
     status: Literal["ok", "nan", "oom"]
     message: str
@@ -56,13 +84,6 @@ class RowFields(BaseModel):
     attnzoo: str
     commit: str
     arithmetic: str = ""  # the CPU's vector instructions, which decide how sums are rounded
-
-
-class TrainedFields(RowFields):
-    """The required fields of a result row with a trained model."""
-
-    chance: float
-    schedule: str
 
 
 class Tried(BaseModel):
@@ -87,30 +108,22 @@ class Tuned(BaseModel):
         return self
 
 
-class TaskFields(TrainedFields):
-    """The fields of a result row of a task, the optional ones last.
+class TrainedFields(RowFields):
+    """The fields of a result row of a task or an experiment.
 
-    split: "validation" in a row of a sweep. shared: for each setting that differs between the
-    variants of a table, what the table's settings say in place of its value.
+    The last fields are of tasks only: split is "validation" in a row of a sweep; tuned has the
+    choice of a sweep.
     """
 
-    positions: str
-    length: Positive
-    sequences: NotNegative
-    learned: Lists
-    train_cpu_seconds: float
     settings: RowSettings
-    training: str
+    chance: float
+    schedule: str
+    sequences: NotNegative = 0
+    learned: Lists = {}
+    train_cpu_seconds: float = 0.0
+    training: str = ""
     split: Literal["validation"] | None = None
-    shared: dict[str, Any] = {}
     tuned: Tuned | None = None
-
-
-class TrialFields(TrainedFields):
-    """The required fields of a result row of an experiment."""
-
-    condition: str
-    settings: TrialRowSettings
 
 
 class PretrainedFields(RowFields):
@@ -121,9 +134,6 @@ class PretrainedFields(RowFields):
     limit: int | None
     dtype: str
     text: str
-    layers: str
-    length: Positive
-    sample: NotNegative
     planted: bool
 
 
@@ -144,16 +154,17 @@ def is_validation(row: Row) -> bool:
 
 def problem(row: object) -> str | None:
     """The error message for a row that was read from a file, or None if it is valid."""
-    fields = TrialFields if is_trial(row) else TaskFields
-    fields = PretrainedFields if is_pretrained(row) else fields
     try:
-        valid_row = fields.model_validate(row)
+        fields = (PretrainedFields if is_pretrained(row) else TrainedFields).model_validate(row)
     except ValidationError as error:
         return first_error(error)
-    known = TASKS | EXPERIMENTS
-    if valid_row.status == "ok" and valid_row.task in known:
-        score = known[valid_row.task].score.name
-        if score not in valid_row.metrics:
+    if isinstance(fields, TrainedFields) and isinstance(fields.x, int):
+        for name in ("train_shortest", "train_longest"):
+            if getattr(fields.settings, name) is None:
+                return f"settings.{name} is missing"
+    if fields.status == "ok" and fields.task in EVALS:
+        score = EVALS[fields.task].score.name
+        if score not in fields.metrics:
             return f"metrics must have {score!r} where status is 'ok'"
     return None
 
@@ -165,6 +176,7 @@ _ALLOWED = {
     "finite_number": "a finite number",
     "float_type": "a number",
     "greater_than_equal": ">= {ge}",
+    "int_parsing": "an int",
     "int_type": "an int",
     "is_instance_of": "a list",  # pydantic's error for the type Sequence
     "less_than_equal": "<= {le}",
@@ -177,11 +189,11 @@ _ALLOWED = {
 }
 
 
-def first_error(error: ValidationError) -> str:
-    """The first error of a validation, as "NAME must be X, got Y"."""
+def first_error(error: ValidationError, word: Callable[[str], str] = str) -> str:
+    """The first error of a validation, as "NAME must be X, got Y"; ``word`` changes the name."""
     details = error.errors()[0]
     names = [part for part in details["loc"] if isinstance(part, str)]
-    where = ".".join(names) or "the row"
+    where = word(".".join(names)) if names else "the row"
     if details["type"] == "missing":
         return f"{where} is missing"
     if details["type"] not in _ALLOWED:  # for example an error from a validator of Options

@@ -16,11 +16,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from commandline.errors import UsageError
 from commandline.files import NotWritten
-from evals.results.rows import Row, is_pretrained, problem
+from evals.results.old_rows import converted
+from evals.results.rows import Row, problem
 
 
 class RowFile:
@@ -45,7 +45,7 @@ class RowFile:
         except (ValueError, RecursionError):
             self.damaged += 1
             return
-        row = with_old_fields(row)
+        row = converted(row)
         if (wrong := problem(row)) is not None:
             raise UsageError(f"{self.path}, line {number}: {wrong}; correct or remove this line")
         self.by_key[row["key"]] = row
@@ -58,7 +58,7 @@ class RowFile:
             UsageError: the row is invalid, for example because a task of a plugin lacks its score.
             ValueError: the row has a value that JSON cannot hold, such as NaN.
         """
-        if (wrong := problem(with_old_fields(row))) is not None:
+        if (wrong := problem(row)) is not None:
             raise UsageError(f"invalid result of {row['task']}, {row['variant']}: {wrong}")
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         if self._lacks_newline:
@@ -69,15 +69,7 @@ class RowFile:
         except OSError as error:
             raise NotWritten(self.path, error) from error
         self._lacks_newline = False
-        self.by_key[row["key"]] = with_old_fields(row)
-
-
-def with_old_fields(row: Any) -> Any:
-    """A row of a pretrained model with the fields that reports read."""
-    if not is_pretrained(row) or "x" not in row:
-        return row
-    fields = {"length": row["x"], "sample": row["seed"], "seed": row["group"]["seed"]}
-    return {**row, **fields, **row["series"]}
+        self.by_key[row["key"]] = row
 
 
 def _append(path: Path, line: bytes) -> None:

@@ -168,7 +168,7 @@ def summary_lines(group: TrialGroup) -> Iterator[SummaryLine]:
             line |= _cells(f"{name}_gain", group.paired(point, other))
             line["curve"] = _curve([row["curves"] for row in valid.values()])
             line |= {
-                "chance": f"{task.chance():.6g}",
+                "chance": f"{task.chance(group.settings):.6g}",
                 "schedule": _schedule(group),
                 "settings": group.distinction,
             }

@@ -1,7 +1,7 @@
 """The tasks and experiments by name. A new built-in one is a file here and an entry in a list."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections import ChainMap
+from typing import Any, cast
 
 from evals.experiment import Experiment
 from evals.task import Task
@@ -43,9 +43,8 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 
 
-def presets_of(name: str) -> Mapping[str, Any]:
-    """The presets of a task or an experiment, by name."""
-    return EXPERIMENTS[name].presets if name in EXPERIMENTS else TASKS[name].presets
+# Tasks and experiments by name; a view of both dicts.
+EVALS = ChainMap[str, Any](cast("Any", EXPERIMENTS), cast("Any", TASKS))
 
 
 def register_task(task: Task) -> Task:
@@ -63,7 +62,7 @@ def register_task(task: Task) -> Task:
     """
     if not isinstance(task, Task):
         raise ValueError(f"register_task needs a task, got {task!r}")
-    if task.name in TASKS or task.name in EXPERIMENTS:
+    if task.name in EVALS:
         raise ValueError(f"task name {task.name!r} is taken")
     if not task.name.isascii() or not task.name.replace("-", "").isalnum() or task.name[0] == "-":
         raise ValueError(

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.table import Table
 from commandline.variants import VariantCall
-from evals.harness.training import REPORT_EVERY, fit
+from evals.run import REPORT_EVERY, fit
 from evals.task import Settings
 
 if TYPE_CHECKING:

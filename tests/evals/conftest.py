@@ -1,4 +1,4 @@
-"""Fixtures of the tests of pretrained models."""
+"""Fixtures of the tests of the evals."""
 
 from __future__ import annotations
 
@@ -29,3 +29,9 @@ def no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.node.get_closest_marker("slow") is None:
         for name in ("pretrained", "adapt"):
             monkeypatch.setattr(f"evals.reporting.{name}.figures", lambda group: iter(()))
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Studies write empty pictures, because drawing takes two seconds per study."""
+    monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")

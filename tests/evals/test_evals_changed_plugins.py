@@ -9,11 +9,12 @@ import pytest
 
 from commandline.variants import parse_specs
 from evals.__main__ import main
-from evals.harness.command import Studies
-from evals.harness.study import Study
+from evals.command import Studies
 from evals.measures.metrics import Outcome
+from evals.results.old_rows import with_old_fields
 from evals.results.store import Row
 from evals.results.summary import groups
+from evals.study import Study
 from evals.tasks import TASKS
 
 TASK = TASKS["copy"]
@@ -24,7 +25,7 @@ def scored(study: Study, score: float) -> list[Row]:
     outcome = Outcome("ok", "", {TASK.score.name: score})
     training = {"learned": {}, "train_cpu_seconds": 0.0}
     return [
-        study.row(run, key, length, outcome, training)
+        with_old_fields(study.row(run, key, length, outcome, training))
         for run in study.runs({})
         for length, tests in run.tests.items()
         for key in tests

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from commandline.variants import VariantCall, parse_spec
-from evals.harness import training
-from evals.harness.training import NotFinite, evaluate, fit, one_cycle, train
+from evals import run as training
 from evals.measures.metrics import Tally, weight_metrics
+from evals.run import NotFinite, evaluate, fit, one_cycle, train
 from evals.task import BatchResult, Task
 from evals.tasks import TASKS, max_retrieval, needle
 from evals.tasks.draws import lengths

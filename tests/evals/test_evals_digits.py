@@ -340,11 +340,3 @@ def test_commands_for_tasks_leave_out_experiments(
     assert "report needs results of tasks, got only those of classification" in (
         capsys.readouterr().err
     )
-
-
-def test_dry_run_estimates_the_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    run = [*SMALL, "--variants", "softmax", "--dry-run", "--out", str(tmp_path)]
-    assert main(run) == 0
-    shown = capsys.readouterr().out
-    assert "runs with a twentieth and a tenth of the training steps were timed" in shown
-    assert not (tmp_path / "classification").exists()

@@ -19,13 +19,21 @@ from torch import nn
 from benchmarks.__main__ import main as benchmarks
 from benchmarks.harness import report
 from commandline.files import NotWritten, write_whole
+from evals import launch as pool
+from evals import run as runs
 from evals.__main__ import main
-from evals.harness import pool, runs
-from evals.harness.pool import Failure, Pool
-from evals.harness.training import NotFinite, fit
+from evals.launch import Failure, Pool
+from evals.results.old_rows import converted
+from evals.results.rows import Row
 from evals.results.store import RowFile
+from evals.run import NotFinite, fit
 from evals.task import Settings
-from helpers.evals_rows import row
+from helpers.evals_rows import row as old_row
+
+
+def row(*args: Any, **fields: Any) -> Row:
+    return converted(old_row(*args, **fields))
+
 
 SMALL = ["max-retrieval", "--preset", "smoke", "--seeds", "1", "--steps", "2", "--lengths", "16"]
 TASK = "max-retrieval"
@@ -176,11 +184,6 @@ def test_the_run_of_a_worker_that_died_idle_gets_a_new_worker(
     pool_runs: Any = [SimpleNamespace(tests={16: {}}, number=number) for number in range(3)]
     assert Pool([listener], listener, progress).execute(pool_runs) == []
     assert finished == [(str(run), "done") for run in pool_runs]
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
 
 
 # ---- divergence -------------------------------------------------------------------------------

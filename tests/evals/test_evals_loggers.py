@@ -14,13 +14,9 @@ import pytest
 
 from evals.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 RUN = ["max-retrieval", "--preset", "smoke", "--variants", "softmax,ssmax(s=0.5)", "--steps", "30"]
 RUN += ["--workers", "0", "--set", "test_sequences=20", "--lengths", "16"]
-
-
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
 
 
 @pytest.mark.slow

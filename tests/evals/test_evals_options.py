@@ -9,8 +9,8 @@ import pytest
 
 from commandline.errors import UsageError
 from evals.__main__ import main, parser
-from evals.harness.options import Options, gather
-from evals.harness.planning import plan_study
+from evals.options import Options, gather
+from evals.plan import plan_study
 from evals.tasks import TASKS
 
 CONFIG = """
@@ -138,7 +138,8 @@ def test_a_shard_comes_from_the_command_line_or_the_launcher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def shard(text: str) -> tuple[int, int]:
-        parsed = parser().parse_args(["copy", "--shard", text]).shard
+        line = parser().parse_args(["copy", "--shard", text])
+        parsed = gather(line, ["copy"])["copy"].shard
         return parsed.index, parsed.count
 
     for name in (
@@ -151,7 +152,7 @@ def test_a_shard_comes_from_the_command_line_or_the_launcher(
         monkeypatch.delenv(name, raising=False)
     assert shard("1/3") == (1, 3)
     for wrong in ("3/3", "1", "-1/2", "a/b", "env"):
-        with pytest.raises(SystemExit):
+        with pytest.raises((UsageError, SystemExit)):
             shard(wrong)
     for name, value in (("ID", "9"), ("COUNT", "4"), ("MIN", "3"), ("STEP", "2")):
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)

@@ -12,9 +12,9 @@ import torch
 import attnzoo
 from commandline.variants import VariantCall
 from evals.__main__ import main
-from evals.harness.options import Options
-from evals.harness.planning import plan_study
 from evals.measures.heads import learned
+from evals.options import Options
+from evals.plan import plan_study
 from evals.reporting.scores import of_group
 from evals.reporting.tables import legend, more_tables
 from evals.results.store import read_rows

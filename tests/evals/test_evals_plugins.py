@@ -14,17 +14,13 @@ import pytest
 import torch
 
 from evals import RetrievalTask, SequenceTask, register_task
+from evals import run as runs
 from evals.__main__ import main
-from evals.harness import runs
 from evals.tasks import TASKS
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 DOCS = Path(__file__).parents[2] / "docs" / "evals.md"
 SMALL = ["--variants", "softmax,ssmax", "--steps", "2", "--lengths", "16,24", "--workers", "1"]
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
 
 
 RECALL = '''# recall.py

@@ -14,6 +14,7 @@ from commandline.table import Table
 from evals.__main__ import main
 from evals.reporting.readme_tables import scores as scores_table
 from evals.reporting.tables import cost_table, learned_table, legend, score_tables
+from evals.results.old_rows import converted
 from evals.results.store import Folder, Shard, read_rows
 from evals.results.summary import (
     Series,
@@ -109,7 +110,7 @@ def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
 
 def test_a_repeated_run_of_another_shard_replaces_a_failure(tmp_path: Path) -> None:
     for shard, score in ((Shard(0, 2), 0.5), (Shard(0, 1), None)):
-        Folder(tmp_path, shard).append(row("softmax", score, key="same"))
+        Folder(tmp_path, shard).append(converted(row("softmax", score, key="same")))
     (read_row,) = read_rows([tmp_path])
     assert read_row["metrics"] == {"accuracy": 0.5}
 
@@ -267,7 +268,7 @@ def changed_row(**changes: object) -> dict:
         (changed_row(status="fine"), "status must be 'ok', 'nan' or 'oom', got 'fine'"),
         (changed_row(settings={"steps": 3}), "settings.train_shortest is missing"),
         (changed_row(task=["x"]), "task must be text, got ['x']"),
-        (changed_row(length=0), "length must be >= 1, got 0"),
+        (changed_row(length=0), "x must be a length >= 1 or a condition, got 0"),
         (
             changed_row(tuned={"values": {"warmup": 0.1}, "tried": [{"values": {}, "scores": []}]}),
             "tuned must have warmup in every candidate, got {}",

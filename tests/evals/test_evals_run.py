@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from attnzoo import list_variants
+from evals import run as runs
 from evals.__main__ import main
-from evals.harness import runs
-from evals.harness.training import NotFinite
+from evals.run import NotFinite
 from evals.tasks.families.retrieval import METRICS
+from helpers.evals_rows import stored
 
 ROOT = Path(__file__).parents[2]
 SPECS = "softmax,softmax->log_n(train_length=16),ssmax"
@@ -28,8 +29,7 @@ TASK = "max-retrieval"
 ROWS = 3 * 2 * 3
 
 
-def lines(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / TASK / "rows.jsonl").read_text().splitlines()]
+lines = stored
 
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:
@@ -40,12 +40,6 @@ def start(arguments: list[str]) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Studies write empty pictures, because drawing takes two seconds per study."""
-    monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +85,7 @@ def test_a_study_writes_rows_summary_and_report(undisturbed: Path) -> None:
         assert len(row["curves"]["best_keys"]) == 16
         assert len(row["curves"]["head_peak"]) == 1
         assert ("s" in row["learned"]) == (row["variant"] == "ssmax")
-    assert {(row["variant"], row["seed"], row["length"]) for row in rows} == {
+    assert {(row["variant"], row["seed"], row["x"]) for row in rows} == {
         (variant, seed, length)
         for variant in SPECS.split(",")
         for seed in (0, 1)
@@ -102,9 +96,7 @@ def test_a_study_writes_rows_summary_and_report(undisturbed: Path) -> None:
     with (undisturbed / TASK / "summary.csv").open() as file:
         summary = list(csv.DictReader(file))
     assert len(summary) == ROWS / 2
-    accuracies = [
-        r["metrics"]["accuracy"] for r in rows if (r["variant"], r["length"]) == ("ssmax", 32)
-    ]
+    accuracies = [r["metrics"]["accuracy"] for r in rows if (r["variant"], r["x"]) == ("ssmax", 32)]
     mean = sum(accuracies) / 2
     line = next(s for s in summary if (s["variant"], s["length"]) == ("ssmax", "32"))
     assert float(line["accuracy"]) == pytest.approx(mean, rel=1e-5)
@@ -118,6 +110,27 @@ def test_a_study_writes_rows_summary_and_report(undisturbed: Path) -> None:
     for name in ("accuracy.png", "max_weight.png", "best_keys.png"):
         assert (undisturbed / TASK / name).exists()
     assert "one-cycle cosine, 20 steps" in (undisturbed / TASK / "report.html").read_text()
+
+
+def test_a_dry_run_estimates_from_stored_results_and_writes_nothing(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry = [*SMALL, "--seeds", "3", "--dry-run", "--verbose", "--workers", "2"]
+    assert main([*dry, "--out", str(tmp_path / "new")]) == 0
+    text = capsys.readouterr().out
+    # softmax->log_n uses the models of softmax, so 3 variants × 3 seeds need 6 training runs.
+    assert re.search(r"max-retrieval: 3 variants, 3 seeds, .*: 6 runs to do\n", text)
+    assert "6 trainings and 27 of 27 results" in text
+    assert "max-retrieval: 6 runs, no estimate; 6 runs without stored results" in text
+    assert not (tmp_path / "new").exists()
+    assert main([*dry, "--out", str(undisturbed)]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"  max-retrieval ssmax seed 2: 3 results, about \d+ s\n", text)
+    assert re.search(
+        r"max-retrieval: 2 runs, about [\d:]+ of computing time\n"
+        r"Total: 2 runs, about [\d:]+ \(h:mm:ss or m:ss\) on 2 workers, from the medians",
+        text,
+    )
 
 
 @pytest.mark.slow
@@ -356,7 +369,7 @@ def test_killed_workers_nan_and_plugin_errors_do_not_stop_other_runs(tmp_path: P
     run = ["max-retrieval", "--plugin", str(plugin), "--variants", variants, "--seeds", "1"]
     process = start([*run, *sizes])
     text, errors = process.communicate(timeout=900)
-    by_point = {(row["variant"], row["length"]): row for row in lines(out)}
+    by_point = {(row["variant"], row["x"]): row for row in lines(out)}
     assert {key: row["status"] for key, row in by_point.items()} == {
         ("my_relu", 16): "ok",
         ("my_relu", 32): "ok",

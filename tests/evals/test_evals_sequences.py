@@ -15,8 +15,8 @@ from torch import Tensor
 
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, parse_spec
-from evals.harness.training import evaluate, train
 from evals.measures.heads import learned, substituted
+from evals.run import evaluate, train
 from evals.tasks import TASKS
 from evals.tasks.draws import different, words
 from evals.tasks.families.sequence import SequenceBatch, SequenceSettings, SequenceTask

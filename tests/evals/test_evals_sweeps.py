@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +11,22 @@ from typing import Any, cast
 import pytest
 
 from commandline.errors import UsageError
+from evals import run as runs
+from evals import sweeps
 from evals.__main__ import main
-from evals.harness import runs, sweeps
-from evals.harness.options import Options
-from evals.harness.planning import plan_study
-from evals.harness.sweeps import SWEEP_SEEDS, Choice, Sweep, choose
+from evals.measures.metrics import Outcome
+from evals.options import Options
+from evals.plan import plan_study
 from evals.reporting.tables import legend, settings_table
+from evals.results.old_rows import with_old_fields
 from evals.results.store import Row, Shard
 from evals.results.summary import Series, groups
+from evals.run import NOT_TRAINED
+from evals.sweeps import SWEEP_SEEDS, Choice, Sweep, choose
 from evals.tasks import TASKS
-from helpers.evals_rows import SETTINGS, row
+from helpers.evals_rows import SETTINGS, row, stored
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 TASK = "max-retrieval"
 RATES = {"learning_rate": [3e-3, 1e-3]}
 SMALL = [TASK, "--preset", "smoke", "--variants", "softmax,ssmax,softmax->log_n(train_length=16)"]
@@ -30,19 +34,9 @@ SMALL += ["--steps", "4", "--lengths", "16,32", "--workers", "0", "--set", "test
 SMALL += ["--set", "test_least=4", "--sweep", "learning_rate=3e-3,1e-3"]
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
-
-
 def plan(preset: str = "quick", **more: object):
     options = {"preset": preset, "variants": ["softmax", "ssmax"], "lengths": [16], **more}
     return plan_study(TASKS[TASK], Options(**options), {})  # type: ignore[arg-type]
-
-
-def stored(out: Path) -> list[Row]:
-    files = (out / TASK).glob("rows*.jsonl")
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def scored(*scores: float | None) -> list[Row]:
@@ -164,7 +158,9 @@ def test_reported_rows_have_the_choice_and_the_validation_scores(undisturbed: Pa
         )
         assert result["tuned"]["values"] == chosen
         assert result["settings"]["learning_rate"] == chosen["learning_rate"]
-    (group,) = groups(rows)  # one table, although the learning rates may differ
+    (group,) = groups(
+        map(with_old_fields, rows)
+    )  # one table, although the learning rates may differ
     assert group.settings["learning_rate"] == "tuned"
     with (undisturbed / TASK / "summary.csv").open() as file:
         summary = list(csv.DictReader(file))
@@ -214,7 +210,7 @@ def test_a_dry_run_counts_and_estimates_the_sweep(
     text = capsys.readouterr().out
     assert "10 runs to do, with a sweep of learning_rate" in text
     assert "sweep: 8 runs to do with learning_rate 0.001; learning_rate 0.003" in text
-    assert "max-retrieval ssmax learning_rate 0.003 seed 1001: 1 results, about" in text
+    assert "max-retrieval ssmax learning_rate 0.003 seed 1001: 1 result, no estimate" in text
     assert not (tmp_path / "out").exists()
 
 
@@ -240,7 +236,7 @@ def test_a_recorded_choice_is_used_in_place_of_a_sweep(
 def test_record_writes_the_choices_of_preset_quick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("evals.harness.sweeps.RECORD", tmp_path / "tuned.json")
+    monkeypatch.setattr("evals.sweeps.RECORD", tmp_path / "tuned.json")
     preset = TASKS[TASK].presets["quick"]
     small = replace(preset.settings, steps=2, test_items=640, test_least=4)
     presets = cast("dict[str, Any]", TASKS[TASK].presets)
@@ -271,7 +267,10 @@ def test_record_writes_the_choices_of_preset_quick(
         (["learning_rate=1"], "--sweep must give learning_rate two or more different numbers, got"),
         (["learning_rate=1,1"], "must give learning_rate two or more different numbers"),
         (["learning_rate=0,1"], "learning_rate must be finite and > 0"),
-        (["learning_rate=1,2", "learning_rate=3,4"], "must name a setting once, got learning_rate"),
+        (
+            ["learning_rate=1,2", "learning_rate=3,4"],
+            "--sweep must name a setting once",
+        ),
         (["none", "learning_rate=1,2"], "none must be the only --sweep"),
     ],
 )
@@ -338,12 +337,17 @@ def test_settings_that_papers_require_are_the_variants_own() -> None:
     }
     study = plan_study(TASKS["flip-flop"], Options(preset="paper", seeds=1, **options), {})  # type: ignore[arg-type]
     by_variant = {run.variant.name: run for run in study.runs({})}
+    outcome = Outcome("nan")
+    groups_of = {
+        name: study.row(run, next(iter(run.tests[512])), 512, outcome, NOT_TRAINED)["group"]
+        for name, run in by_variant.items()
+    }
     assert "qk_norm" not in by_variant["softmax"].settings.identity()
-    assert "qk_dim" not in by_variant["softmax"].fields.get("shared", {})
+    assert groups_of["softmax"] == groups_of["taylor"]
+    assert "qk_dim" not in groups_of["taylor"]
     assert by_variant["sigmoid"].settings.identity()["qk_norm"] is True
     assert by_variant["sigmoid"].settings.layer_scale == 1e-4
     assert by_variant["taylor"].settings.qk_dim == 16
-    assert by_variant["taylor"].fields["shared"]["qk_dim"] is None
     off = Options(preset="paper", settings={"qk_dim": 0, "layer_scale": 0.0}, **options)  # type: ignore[arg-type]
     assert plan_study(TASKS["flip-flop"], off, {}).variant_settings == {
         "sigmoid": {"qk_norm": True}

@@ -10,6 +10,7 @@ import pytest
 
 from commandline.errors import UsageError
 from evals.reporting.trials import documented, failures, report_html, tables
+from evals.results.old_rows import converted
 from evals.results.rows import problem
 from evals.results.store import read_rows
 from evals.results.trials import of_tasks, summary_lines, trial_groups, trials_csv
@@ -143,14 +144,14 @@ def test_texts_in_the_report_are_escaped() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"condition": 3}, "condition must be text, got 3"),
+        ({"condition": 3.5}, "x must be a length >= 1 or a condition, got 3.5"),
         ({"settings": {}}, "settings.steps is missing"),
         ({"metrics": {}}, "metrics must have 'accuracy' where status is 'ok'"),
         ({}, None),
     ],
 )
 def test_rows_are_checked(changes: dict[str, Any], message: str | None) -> None:
-    assert problem(row("softmax", "clean", 0) | changes) == message
+    assert problem(converted(row("softmax", "clean", 0) | changes)) == message
 
 
 def test_commands_for_tasks_get_only_rows_of_tasks(

@@ -45,3 +45,9 @@ def written(folder: Path, rows: list[Row]) -> Path:
         with file.open("a") as out:
             out.write(json.dumps(one) + "\n")
     return folder
+
+
+def stored(out: Path, task: str = "max-retrieval") -> list[Row]:
+    """The rows of all files of a task in an output folder."""
+    files = sorted((out / task).glob("rows*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from commandline.variants import VariantCall
-from evals.experiment import ExperimentPreset, FitFunction, Result
-from evals.task import Metric
+from evals.experiment import Result, Trial
+from evals.task import Metric, Preset
 from evals.tasks.digits.data import TRAIN, Images, batches, order, split
 from evals.tasks.digits.experiment import DigitsExperiment
 from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
@@ -134,6 +134,10 @@ def next_images(
     return by_chance[chosen(uncertainty[by_chance], settings.add, trim)]
 
 
+def _loss(model: Classifier, images: Images, index: Tensor, step: int) -> Tensor:
+    return model.loss(images.at(index[step]))
+
+
 class ActiveLearning(DigitsExperiment):
     name = "active-learning"
     about = (
@@ -151,24 +155,18 @@ class ActiveLearning(DigitsExperiment):
         Metric("mean_accuracy", "Accuracy, mean over the numbers of labels, %", 100, 1),
         Metric("accuracy", "Accuracy with all labels, %", 100, 1),
     )
-    presets: Mapping[str, ExperimentPreset] = {
-        "smoke": ExperimentPreset(
+    presets: Mapping[str, Preset] = {
+        "smoke": Preset(
+            (),
             ActiveSettings(steps=5, width=16, rounds=2, passes=2),
             ("softmax", "entmax"),
-            ("random", "margin", "mc-dropout-trimmed"),
+            conditions=("random", "margin", "mc-dropout-trimmed"),
         ),
-        "quick": ExperimentPreset(ActiveSettings(), ("softmax", "entmax", "sink"), seeds=5),
+        "quick": Preset((), ActiveSettings(), ("softmax", "entmax", "sink"), seeds=5),
     }
 
-    def train_and_measure(
-        self,
-        variant: VariantCall,
-        condition: str,
-        seed: int,
-        settings: ActiveSettings,
-        device: str,
-        fit: FitFunction,
-    ) -> Result:
+    def train_and_measure(self, trial: Trial) -> Result:
+        variant, condition, seed, settings, device, fit = trial
         images, test = (part.to(device) for part in split(seed))
         count = len(images.labels)
         drawn = order(seed, "pool", count).to(device)
@@ -177,7 +175,11 @@ class ActiveLearning(DigitsExperiment):
         for number in range(settings.rounds + 1):
             # The weights of a round do not depend on the condition.
             torch.manual_seed(seed * (settings.rounds + 1) + number)
-            model = self._trained(images.at(labelled), variant, seed, settings, device, fit)
+            known = images.at(labelled)
+            index = batches(seed, settings.steps, settings.batch, len(labelled)).to(device)
+            model = Classifier(variant, settings).to(device)
+            fit(model, partial(_loss, model, known, index))
+            model.eval()
             curve[len(labelled)] = accuracy(model, test)
             if number < settings.rounds:
                 unlabelled = torch.ones(count, dtype=torch.bool, device=device)
@@ -190,20 +192,6 @@ class ActiveLearning(DigitsExperiment):
         values = [*curve.values()]
         mean = sum(values) / len(values)
         return Result({"mean_accuracy": mean, "accuracy": values[-1]}, curve)
-
-    def _trained(
-        self,
-        images: Images,
-        variant: VariantCall,
-        seed: int,
-        settings: ActiveSettings,
-        device: str,
-        fit: FitFunction,
-    ) -> Classifier:
-        model = Classifier(variant, settings).to(device)
-        index = batches(seed, settings.steps, settings.batch, len(images.labels)).to(device)
-        fit(model, lambda step: model.loss(images.at(index[step])))
-        return model.eval()
 
 
 ACTIVE_LEARNING = ActiveLearning()

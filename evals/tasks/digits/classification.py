@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from commandline.variants import VariantCall
-from evals.experiment import ExperimentPreset, FitFunction, Result
-from evals.task import EVERY_VARIANT, Metric
+from evals.experiment import Result, Trial
+from evals.task import EVERY_VARIANT, Metric, Preset
 from evals.tasks.digits.data import Images, batches, long_tailed, noisy, split
 from evals.tasks.digits.experiment import DigitsExperiment
 from evals.tasks.digits.model import Classifier, ClassifierSettings, measures
@@ -64,20 +63,13 @@ class Classification(DigitsExperiment):
         Metric("support", "Number of classes with probability above 0", digits=2, optional=True),
     )  # fmt: skip
 
-    presets: Mapping[str, ExperimentPreset] = {
-        "smoke": ExperimentPreset(NoiseSettings(steps=20, width=16), EVERY_VARIANT),
-        "quick": ExperimentPreset(NoiseSettings(), EVERY_VARIANT, seeds=5),
+    presets: Mapping[str, Preset] = {
+        "smoke": Preset((), NoiseSettings(steps=20, width=16), EVERY_VARIANT),
+        "quick": Preset((), NoiseSettings(), EVERY_VARIANT, seeds=5),
     }
 
-    def train_and_measure(
-        self,
-        variant: VariantCall,
-        condition: str,
-        seed: int,
-        settings: NoiseSettings,
-        device: str,
-        fit: FitFunction,
-    ) -> Result:
+    def train_and_measure(self, trial: Trial) -> Result:
+        variant, condition, seed, settings, device, fit = trial
         clean, test = split(seed)
         images = training_images(condition, clean, seed, settings).to(device)
         index = batches(seed, settings.steps, settings.batch, len(images.labels)).to(device)

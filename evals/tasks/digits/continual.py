@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from commandline.variants import VariantCall
-from evals.experiment import ExperimentPreset, FitFunction, Result
-from evals.task import Metric
+from evals.experiment import Result, Trial
+from evals.task import Metric, Preset
 from evals.tasks.digits import layers
 from evals.tasks.digits.data import CLASSES, Images, batches, order, split
 from evals.tasks.digits.experiment import DigitsExperiment
@@ -132,10 +132,10 @@ class Continual(DigitsExperiment):
         Metric("learned", "Accuracy on a task right after it, mean over the tasks, %", 100, 1),
     )  # fmt: skip
     curve = "Forgetting of each task, %"
-    presets: Mapping[str, ExperimentPreset] = {
-        "smoke": ExperimentPreset(ContinualSettings(steps=5, width=16), ("softmax", "entmax")),
-        "quick": ExperimentPreset(
-            ContinualSettings(), ("softmax", "entmax", "sigmoid", "sink", "taylor"), seeds=5
+    presets: Mapping[str, Preset] = {
+        "smoke": Preset((), ContinualSettings(steps=5, width=16), ("softmax", "entmax")),
+        "quick": Preset(
+            (), ContinualSettings(), ("softmax", "entmax", "sigmoid", "sink", "taylor"), seeds=5
         ),
     }
 
@@ -147,15 +147,8 @@ class Continual(DigitsExperiment):
             return "a constant logit outside the task is for softmax"
         return reason
 
-    def train_and_measure(
-        self,
-        variant: VariantCall,
-        condition: str,
-        seed: int,
-        settings: ContinualSettings,
-        device: str,
-        fit: FitFunction,
-    ) -> Result:
+    def train_and_measure(self, trial: Trial) -> Result:
+        variant, condition, seed, settings, device, fit = trial
         training, test = (part.to(device) for part in split(seed))
         groups = classes_of_tasks(seed).to(device)
         torch.manual_seed(seed)  # the same initial weights for each condition

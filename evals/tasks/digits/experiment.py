@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from commandline.variants import VariantCall
 from evals.experiment import Experiment
 from evals.tasks.digits import layers
@@ -14,7 +16,7 @@ class DigitsExperiment(Experiment):
     def data_version(self) -> str:
         return version()
 
-    def chance(self) -> float:
+    def chance(self, settings: Any) -> float:
         return 1 / CLASSES
 
     def every_variant(self) -> tuple[str, ...]:

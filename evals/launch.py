@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -25,12 +25,11 @@ import torch
 from commandline.errors import UsageError
 from commandline.files import NotWritten
 from commandline.variants import load_plugin
-from evals.harness.any_run import AnyRun, Message, RunContext
-from evals.harness.plugins import check_unchanged
-from evals.harness.progress import Progress
-from evals.harness.runs import NOT_TRAINED
 from evals.measures.arithmetic import lean_arithmetic
 from evals.measures.metrics import Outcome
+from evals.plugins import check_unchanged
+from evals.progress import Progress
+from evals.run import NOT_TRAINED, AnyRun, Message, RunContext
 
 
 class Failure(NamedTuple):
@@ -89,7 +88,7 @@ class Listener(Protocol):
         self, run: Any, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
     ) -> None: ...
 
-    def loss(self, run: AnyRun, step: int, value: float) -> None: ...
+    def loss(self, run: Any, step: int, value: float) -> None: ...
 
 
 def _forward(listener: Listener, progress: Progress, run: AnyRun, message: Message) -> None:
@@ -230,6 +229,27 @@ class Pool:
         return [replace(run, tests=tests)]
 
 
+def execute(
+    runs: Sequence[AnyRun],
+    context: RunContext,
+    listener: Listener,
+    progress: Progress,
+    workers: int,
+) -> list[Failure]:
+    """Execute all runs, in this process if ``workers`` is 0, and return the failures."""
+    if not runs:
+        return []
+    if workers == 0:
+        return execute_here(runs, context, listener, progress)
+    count = min(workers, len(runs))
+    gpus = max(1, torch.cuda.device_count())
+    # For "cuda" without an index, workers take the GPUs in rotation.
+    all_gpus = context.device == "cuda"
+    devices = [f"cuda:{i % gpus}" if all_gpus else context.device for i in range(count)]
+    contexts = [replace(context, device=device) for device in devices]
+    return Pool(contexts, listener, progress).execute(runs)
+
+
 def execute_here(
     runs: Iterable[AnyRun], context: RunContext, listener: Listener, progress: Progress
 ) -> list[Failure]:
@@ -254,10 +274,3 @@ def default_workers(device: str) -> int:
     if device.startswith("cuda"):
         return 1 if ":" in device else max(1, torch.cuda.device_count())
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def worker_devices(device: str, workers: int) -> list[str]:
-    """The device of each worker; for "cuda" without an index, workers take the GPUs in rotation."""
-    if device != "cuda":
-        return [device] * workers
-    return [f"cuda:{i % max(1, torch.cuda.device_count())}" for i in range(workers)]

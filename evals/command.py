@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from commandline.errors import UsageError
 from commandline.files import check_folder, check_writable
 from evals.experiment import Experiment
-from evals.harness import costs
-from evals.harness.any_run import AnyRun, RunContext
-from evals.harness.loggers import Logger, open_loggers
-from evals.harness.options import Options
-from evals.harness.planning import plan_study
-from evals.harness.plugins import hash_in, load_plugins
-from evals.harness.pool import Failure, Pool, default_workers, execute_here, worker_devices
-from evals.harness.progress import Progress, counted
-from evals.harness.study import Study
-from evals.harness.sweeps import RECORD, record
-from evals.harness.trials import TrialStudy, plan_trials
+from evals.launch import Failure, default_workers, execute
+from evals.loggers import Logger, open_loggers
 from evals.measures.metrics import Outcome
-from evals.results.rows import is_validation
-from evals.results.store import Folder, Row
-from evals.task import NOTES, Task
+from evals.options import Options
+from evals.plan import plan_study
+from evals.plugins import hash_in, load_plugins
+from evals.progress import Progress, clock, counted
+from evals.results.old_rows import with_old_fields
+from evals.results.rows import Row, is_validation
+from evals.results.store import Folder
+from evals.run import Run, RunContext
+from evals.study import Study
+from evals.sweeps import RECORD, record
+from evals.task import NOTES, TUNABLE, Task
 
 # Writes and prints results, given (rows, results folder, note, verbose).
 Show = Callable[[list[Row], Path, str, bool], None]
@@ -39,34 +38,30 @@ class Studies:
     """
 
     def __init__(
-        self,
-        studies: Sequence[Study | TrialStudy],
-        options: Options,
-        out: Path,
-        plugin_hash: str | None,
+        self, studies: Sequence[Study], options: Options, out: Path, plugin_hash: str | None
     ) -> None:
         self.options, self.out, self.plugin_hash = options, out, plugin_hash
-        self.studies: dict[str, Any] = {study.task.name: study for study in studies}
+        self.studies = {study.task.name: study for study in studies}
         self.folders = {name: Folder(out / name, options.shard) for name in self.studies}
         # The runs to do. Those that wait for a sweep have the settings of its first candidate.
-        self.runs: list[AnyRun] = [*self._sweep_runs(), *self._reported_runs(undecided=True)]
+        self.runs = [*self._sweep_runs(), *self._reported_runs(undecided=True)]
         self.loggers: list[Logger] = []
 
-    def _sweep_runs(self) -> list[AnyRun]:
+    def _sweep_runs(self) -> list[Run]:
         shard, retry = self.options.shard, self.options.retry_failed
-        runs: list[AnyRun] = []
-        for name, study in self.studies.items():
-            if isinstance(study, Study):
-                runs += study.sweep_runs(self.folders[name].by_key, shard, retry)
-        return runs
+        return [
+            run
+            for name, study in self.studies.items()
+            for run in study.sweep_runs(self.folders[name].by_key, shard, retry)
+        ]
 
-    def _reported_runs(self, undecided: bool = False) -> list[AnyRun]:
+    def _reported_runs(self, undecided: bool = False) -> list[Run]:
         shard, retry = self.options.shard, self.options.retry_failed
-        runs: list[AnyRun] = []
-        for name, study in self.studies.items():
-            options = {"undecided": undecided} if isinstance(study, Study) else {}
-            runs += study.runs(self.folders[name].by_key, shard, retry, **options)
-        return runs
+        return [
+            run
+            for name, study in self.studies.items()
+            for run in study.runs(self.folders[name].by_key, shard, retry, undecided)
+        ]
 
     @property
     def workers(self) -> int:
@@ -74,72 +69,88 @@ class Studies:
         return default_workers(self.options.device) if workers is None else workers
 
     def row(
-        self, run: AnyRun, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
+        self, run: Run, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
     ) -> None:
         """Store and log one result row of a run."""
         study = self.studies[run.task]
         row = study.row(run, key, point, outcome, training)
         self.folders[run.task].append(row)
+        at, step = study.log_at(run, row)
         for logger in self.loggers:
             for name, value in outcome.metrics.items():
-                at, step = study.log_at(run, row)
                 logger.scalar(at, f"test/{name}", value, step)
 
-    def loss(self, run: AnyRun, step: int, value: float) -> None:
+    def loss(self, run: Run, step: int, value: float) -> None:
         """Log a training loss of a run."""
+        name = run.log_name(str(run.variant), run.positions)
         for logger in self.loggers:
-            logger.scalar(run.log_name, "train/loss", value, step)
+            logger.scalar(name, "train/loss", value, step)
 
     def show_plan(self) -> None:
         """Print the runs to execute and the combinations left out."""
-        shard, verbose = self.options.shard, self.options.verbose
+        shard = self.options.shard
         part = f" in shard {shard.index} of {shard.count}" if shard.count > 1 else ""
         for name, study in self.studies.items():
+            folder = self.out / name
             stored = len(study.rows(self.folders[name].by_key))
             runs = [run for run in self.runs if run.task == name]
             print(f"{study.headline(len(runs))}{part}")
             if stored:
                 total = sum(1 for _ in study.row_specs())
-                print(f"  {stored} of {total} results are already in {self.out / name}")
-            if verbose:
-                place = (
-                    f"on {counted(self.workers, 'worker')}" if self.workers else "in this process"
-                )
+                print(f"  {stored} of {total} results are already in {folder}")
+            if self.options.verbose:
+                workers = self.workers
+                place = f"on {counted(workers, 'worker')}" if workers else "in this process"
                 lines = study.details(runs, self.out)
-                print("\n".join(lines), f"{place}; results in {self.out / name}")
+                print("\n".join(lines), f"{place}; results in {folder}")
             for line in study.left_out_lines():
                 print(line)
             if damaged := self.folders[name].damaged:
-                print(f"  warning: skipped {damaged} unreadable line(s) in {self.out / name}")
+                print(f"  warning: skipped {damaged} unreadable line(s) in {folder}")
         sys.stdout.flush()
+
+    def show_estimates(self) -> None:
+        """Print the number of runs and, from the medians of stored results, their time."""
+        total = 0.0
+        for name in self.studies:
+            runs = [run for run in self.runs if run.task == name]
+            rows = list(self.folders[name].by_key.values())
+            estimates = [_seconds(run, rows) for run in runs]
+            known = [seconds for seconds in estimates if seconds is not None]
+            for run, seconds in zip(runs, estimates, strict=True):
+                if self.options.verbose:
+                    text = "no estimate" if seconds is None else f"about {seconds:.0f} s"
+                    print(
+                        f"  {run}: {counted(sum(map(len, run.tests.values())), 'result')}, {text}"
+                    )
+            time = f"about {clock(sum(known))} of computing time" if known else "no estimate"
+            if missing := len(runs) - len(known):
+                time += f"; {counted(missing, 'run')} without stored results of the same kind"
+            print(f"{name}: {counted(len(runs), 'run')}, {time}")
+            total += sum(known)
+        workers = max(1, min(self.workers, len(self.runs)))
+        print(
+            f"Total: {counted(len(self.runs), 'run')}, about {clock(total / workers)} (h:mm:ss or "
+            f"m:ss) on {counted(workers, 'worker')}, from the medians of stored results."
+        )
 
     def execute(self) -> list[Failure]:
         """Execute the runs and return the failures."""
         if not self.runs:
             return []
-        context = RunContext(self.options.device, self.options.plugin, self.out, self.plugin_hash)
         # If results cannot be written, the error comes before the training.
         for name in self.studies:
             check_writable("--out", self.out / name)
+        context = RunContext(self.options.device, self.options.plugin, self.out, self.plugin_hash)
         progress = Progress(len(self.runs), verbose=self.options.verbose)
         try:
-            failures = self._execute(self._sweep_runs(), context, progress)
-            return failures + self._execute(self._reported_runs(), context, progress)
+            failures = execute(self._sweep_runs(), context, self, progress, self.workers)
+            # Only now the settings that the sweep chose are known.
+            return failures + execute(self._reported_runs(), context, self, progress, self.workers)
         finally:
             progress.close()
             for logger in self.loggers:
                 logger.close()
-
-    def _execute(
-        self, runs: Sequence[AnyRun], context: RunContext, progress: Progress
-    ) -> list[Failure]:
-        if not runs:
-            return []
-        if self.workers == 0:
-            return execute_here(runs, context, self, progress)
-        devices = worker_devices(self.options.device, min(self.workers, len(runs)))
-        contexts = [replace(context, device=device) for device in devices]
-        return Pool(contexts, self, progress).execute(runs)
 
     def record(self) -> None:
         """Record the choices of the sweeps."""
@@ -180,19 +191,33 @@ class Studies:
         ]
 
 
-def _planned(
-    task: Task | Experiment, options: Options, plugins: Mapping[str, str]
-) -> Study | TrialStudy:
-    if isinstance(task, Experiment):
-        return plan_trials(task, options, plugins)
-    return plan_study(task, options, plugins)
+def _seconds(run: Run, rows: Sequence[Row]) -> float | None:
+    """The time of a run, from the medians of stored rows with the same settings, if there are any.
+
+    Rows of other variants count where the variant has none.
+    """
+    alike = [row for row in rows if _kind(row["settings"]) == _kind(run.settings.identity())]
+    same = [row for row in alike if row["variant"].split("->")[0] == str(run.variant)] or alike
+    training = [row.get("train_cpu_seconds", 0.0) for row in same]
+    seconds = statistics.median(training) if training else 0.0
+    for x, tests in run.tests.items():
+        times = [[row["cpu_seconds"] for row in part if row["x"] == x] for part in (same, alike)]
+        if not times[1]:
+            return None
+        seconds += len(tests) * statistics.median(times[0] or times[1])
+    return seconds
+
+
+def _kind(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide how long a run takes."""
+    return {name: value for name, value in settings.items() if name not in TUNABLE}
 
 
 def _check_record(studies: Studies, options: Options) -> None:
     if options.preset != "quick":
         raise UsageError(f"--record needs --preset quick, got {options.preset!r}")
     for name, study in studies.studies.items():
-        if not isinstance(study, Study) or not study.sweep.grid:
+        if not study.sweep.grid:
             raise UsageError(f"--record needs a sweep, and {name} has none here")
         preset = study.task.presets["quick"].settings
         changed = [x for x, value in vars(study.settings).items() if value != vars(preset)[x]]
@@ -210,7 +235,7 @@ def run_tasks(
     shared = next(iter(options.values()))
     check_folder("--out", out)
     plugins = load_plugins(shared.plugin)
-    planned = [_planned(task, options[task.name], plugins) for task in tasks]
+    planned = [plan_study(task, options[task.name], plugins) for task in tasks]
     if not any(list(study.row_specs()) for study in planned):
         raise UsageError(f"nothing to run: {', '.join(task.name for task in tasks)} has no variant")
     studies = Studies(planned, shared, out, hash_in(plugins))
@@ -220,7 +245,7 @@ def run_tasks(
         studies.loggers = open_loggers(shared.log, out)
     studies.show_plan()
     if shared.dry_run:
-        costs.show(studies.runs, shared.device, studies.workers, shared.verbose)
+        studies.show_estimates()
         return 0
     failures = studies.execute()
     for failure in failures:
@@ -244,6 +269,6 @@ def run_tasks(
             note += f" The folder also has {len(others)} results made with other options."
         # If rows have different versions of a variant, the version in the last of them is shown.
         # The rows of this command are therefore last.
-        show([*others, *rows], out, note, shared.verbose)
+        show(list(map(with_old_fields, [*others, *rows])), out, note, shared.verbose)
     nothing = all(row["status"] != "ok" for row in rows)
     return 1 if failures or nothing else 0

@@ -21,7 +21,7 @@ from typing import Any
 
 from commandline.errors import UsageError
 from commandline.files import write_whole
-from evals.harness.options import Options
+from evals.options import Options
 from evals.results.store import Row
 from evals.results.tuned import TUNED
 from evals.task import RECORDED, Preset
@@ -30,7 +30,7 @@ SWEEP_SEEDS = (1000, 1001)
 # Mean scores that differ from the best by at most this share of it count as equal. Two seeds cannot
 # tell them apart, and smaller learning rates are less often unstable.
 TIE = 0.005
-RECORD = Path(__file__).parents[1] / "tasks" / "tuned.json"
+RECORD = Path(__file__).parent / "tasks" / "tuned.json"
 
 Values = dict[str, float]
 

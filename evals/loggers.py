@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from commandline.errors import UsageError
-from evals.harness.options import LoggerName
+from evals.options import LoggerName
 
 
 class Logger(Protocol):

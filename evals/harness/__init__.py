@@ -1,1 +1,0 @@
-"""Runs of tasks: options, plugins, studies, runs, workers, training, cost estimates."""

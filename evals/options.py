@@ -1,0 +1,404 @@
+"""The options of an eval, from a TOML file and the command line; the command line wins.
+
+`Options` is the only list of options. The arguments of the command line are made from it, and both
+sources are checked with it: values of the command line are texts, those of a file have types.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import torch
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+)
+
+import attnzoo
+from commandline.arguments import add_plugin, did_you_mean
+from commandline.errors import UsageError
+from commandline.variants import Spec, split_list
+from evals.results.rows import first_error
+from evals.results.store import UNSHARDED, Shard
+from evals.task import MAX_LENGTH, MAX_SETTING, RECORDED, Eval
+from evals.tasks import EVALS
+from evals.tasks.checks import checked_candidates
+
+PresetName = Literal["smoke", "quick", "paper"]
+LoggerName = Literal["tensorboard", "wandb"]
+NO_SWEEP = "none"
+LINE = "command line"  # the context of pydantic where values are texts
+
+
+# ------------------------------------------------------------------------------ texts and values
+
+
+def _split(value: object, info: ValidationInfo) -> object:
+    """The entries of a list on the command line."""
+    return split_list(value) if info.context == LINE and isinstance(value, str) else value
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict of pairs; raises ValueError for a repeated name."""
+    names = [name for name, _ in pairs]
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ValueError(f"must name a setting once, got {twice[0]} twice")
+    return dict(pairs)
+
+
+def _settings(value: object, info: ValidationInfo) -> object:
+    """Read a list of NAME=VALUE. VALUE is read as TOML; if it is not valid TOML, it is text."""
+    return (
+        value
+        if info.context != LINE or not isinstance(value, list)
+        else _unique([_setting(text) for text in value])
+    )
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f"must be NAME=VALUE, got {text!r}")
+    try:
+        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name.strip(), value.strip()
+
+
+def _sweep(value: Any, info: ValidationInfo) -> Mapping[str, Sequence[float]] | str | None:
+    """A valid sweep, from a list of NAME=V,V,…, from a table, or from a word; "none" is {}."""
+    words = (NO_SWEEP, RECORDED)
+    if info.context == LINE and isinstance(value, list):
+        if len(value) > 1 and (word := {*words} & {*value}):
+            raise ValueError(f"{word.pop()} must be the only --sweep")
+        value = value[0] if value[0] in words else _unique([_candidates(text) for text in value])
+    if value is None or value == RECORDED:
+        return value
+    if value == NO_SWEEP:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"must be a table NAME = [V, V, …], {NO_SWEEP!r} or {RECORDED!r}, got {value!r}"
+        )
+    return {name: checked_candidates(name, values) for name, values in value.items()}
+
+
+def _candidates(text: str) -> tuple[str, list[float]]:
+    name, _, values = text.partition("=")
+    try:
+        return name.strip(), [float(value) for value in values.split(",")]
+    except ValueError:
+        raise ValueError(f"must be NAME=V,V,…, {NO_SWEEP} or {RECORDED}, got {text!r}") from None
+
+
+def _shard(value: object) -> Shard:
+    """Read I/N. "env" reads both numbers from the environment of torchrun or a SLURM array."""
+    if isinstance(value, Shard):
+        return value
+    text, local_rank = str(value), None
+    if text == "env":
+        text, local_rank = _shard_from_environment(), os.environ.get("LOCAL_RANK")
+    index, _, count = text.partition("/")
+    decimal = all(part.isascii() and part.isdecimal() for part in (index, count))
+    if not decimal or not int(index) < int(count):
+        raise ValueError(f"must be I/N with 0 <= I < N, or env, got {text!r}")
+    return Shard(int(index), int(count), None if local_rank is None else int(local_rank))
+
+
+def _shard_from_environment() -> str:
+    """Read I/N from torchrun or SLURM. SLURM indices may start above 0 and have a step."""
+    env, array = os.environ, "SLURM_ARRAY_TASK_"
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return f"{env['RANK']}/{env['WORLD_SIZE']}"
+    if f"{array}ID" in env and f"{array}COUNT" in env:
+        first, step = int(env.get(f"{array}MIN", 0)), int(env.get(f"{array}STEP", 1))
+        return f"{(int(env[f'{array}ID']) - first) // step}/{env[f'{array}COUNT']}"
+    raise ValueError(
+        f"must be I/N: env needs RANK and WORLD_SIZE, or {array}ID and {array}COUNT, to be set"
+    )
+
+
+# ------------------------------------------------------------------------------------ the options
+
+Count = Annotated[int | None, Field(ge=1, le=MAX_SETTING)]
+Names = Annotated[Sequence[str] | None, Field(min_length=1), BeforeValidator(_split)]
+Length = Annotated[int, Field(ge=2, le=MAX_LENGTH)]
+
+
+class Options(BaseModel):
+    """The options of an eval. None stands for a default, such as the preset's value.
+
+    ``settings`` overrides fields of the task's Settings. The title of a field below is its
+    placeholder in the command line's help, such as N, and the description is its help text.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    preset: PresetName = Field(
+        "quick", title="{smoke,quick,paper}",
+        description="Choose variants, lengths and model size (default: quick)",
+    )  # fmt: skip
+    variants: Names = Field(
+        None, title="a,b(x=1),a->b",
+        description="Train and evaluate these; a->b trains a and substitutes b at inference",
+    )  # fmt: skip
+    positions: Names = Field(
+        None, title="none,rope,…", description="Combine each variant with these position encodings"
+    )
+    seeds: Count = Field(None, title="N", description="Train with the seeds 0 to N - 1")
+    lengths: Annotated[Sequence[Length] | None, BeforeValidator(_split)] = Field(
+        None, title="N,N,…", min_length=1,
+        description="Evaluate at these lengths and at the train length",
+    )  # fmt: skip
+    conditions: Names = Field(
+        None, title="NAME,…", description="Train under these conditions (default: all)"
+    )
+    steps: Count = Field(None, title="N", description="Train for N steps")
+    output: str | None = Field(
+        None, title="LAYER",
+        description="Train with this output layer: a variant, mixture(components=K) or adaptive "
+        "(default: softmax)",
+    )  # fmt: skip
+    settings: Annotated[Mapping[str, Any], BeforeValidator(_settings)] = Field(
+        {}, title="NAME=VALUE",
+        description="Change a setting of the task (repeatable); an unknown NAME lists all settings",
+    )  # fmt: skip
+    sweep: Annotated[Any, BeforeValidator(_sweep)] = Field(
+        None, title="NAME=V,V,…",
+        description="Train each variant with the best of these values of a setting (repeatable); "
+        "recorded: the values that a recorded sweep chose; none: no sweep",
+    )  # fmt: skip
+    record: bool = Field(
+        False, description="Record the choices of the sweep in evals/tasks/tuned.json"
+    )
+    plugin: Path | None = Field(None, strict=False)  # described by `add_plugin`
+    workers: int | None = Field(
+        None, title="N", ge=0,
+        description="Use N worker processes (default: one per core or GPU); 0: no worker process",
+    )  # fmt: skip
+    shard: Annotated[Shard, BeforeValidator(_shard)] = Field(
+        UNSHARDED, title="I/N",
+        description="Run part I of N (I from 0); env reads I and N from torchrun or a SLURM array",
+    )  # fmt: skip
+    out: Path | None = Field(
+        None, title="DIR", strict=False,
+        description="Write results to DIR, or continue those in it (default: results/PRESET)",
+    )  # fmt: skip
+    device: str = Field(
+        "cpu", title="NAME", description="Run on cpu, cuda or cuda:N (default: cpu)"
+    )
+    log: Annotated[Sequence[LoggerName], BeforeValidator(_split)] = Field(
+        (), title="NAME,…",
+        description=f"Also log losses and metrics to {', '.join(get_args(LoggerName))}",
+    )  # fmt: skip
+    retry_failed: bool = Field(False, description="Repeat runs that ended in NaN or out of memory")
+    verbose: bool = Field(
+        False,
+        description="Also print schedule, more tables, all failures, tracebacks and status lines",
+    )
+    dry_run: bool = Field(
+        False, description="Print the runs and, from stored results, their time; run nothing"
+    )
+
+
+# The options that are allowed in a task's table of the TOML file.
+OF_TABLE = (
+    "variants", "positions", "seeds", "lengths", "conditions", "steps", "output", "settings",
+    "sweep",
+)  # fmt: skip
+
+
+def flag(name: str) -> str:
+    """The argument of an option.
+
+    >>> flag("retry_failed"), flag("settings")
+    ('--retry-failed', '--set')
+    """
+    return "--set" if name == "settings" else f"--{name.replace('_', '-')}"
+
+
+def add_arguments(parser: argparse.ArgumentParser, task: Eval) -> None:
+    """Add the options of a task to a parser. The parsed namespace has only those in the line."""
+    parser.argument_default = argparse.SUPPRESS
+    text = "Read options from a TOML file; options of the command line replace them"
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help=text)
+    add_plugin(parser, " or tasks")
+    for name, field in Options.model_fields.items():
+        if name in task.refused or not field.description:
+            continue
+        title, text = field.title, field.description
+        if name == "variants" and task.axis == "condition":
+            title, text = "a,b(x=1)", "Train and evaluate these output layers"
+        if field.annotation is bool:
+            parser.add_argument(flag(name), action="store_true", help=text)
+        else:
+            action = "append" if name in ("settings", "sweep") else "store"
+            parser.add_argument(flag(name), dest=name, metavar=title, action=action, help=text)
+
+
+def gather(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]:
+    """The options of each named task, from the file and the command line; the command line wins.
+
+    In the file, a table named after a task has options for that task only. With several tasks, a
+    setting applies only to tasks that have it, and ``positions`` only to tasks with encodings.
+
+    Raises:
+        UsageError: the file cannot be read, or an option is unknown or out of bounds.
+    """
+    known = Options.model_fields
+    line = _valid({name: x for name, x in vars(args).items() if name in known}, "", LINE)
+    file = _read(args.config) if "config" in args else {}
+    shared = {name: value for name, value in file.items() if name not in EVALS}
+    several = len(names) > 1
+    for layer in (shared, line):
+        for name in layer.get("settings", {}):
+            if several and not any(name in settings_of(task) for task in names):
+                every = set().union(*map(settings_of, names))
+                raise UsageError(f"no task has a setting {name!r}{did_you_mean(name, every)}")
+    options = {}
+    for task in names:
+        general = (_supported(task, x) if several else x for x in (shared, line))
+        layers = (next(general), file.get(task, {}), next(general))
+        settings = {name: x for layer in layers for name, x in layer.get("settings", {}).items()}
+        merged = {name: value for layer in layers for name, value in layer.items()}
+        options[task] = _with_local_rank(Options(**{**merged, "settings": settings}))
+    return options
+
+
+def _valid(values: Mapping[str, Any], where: str, context: str | None = None) -> dict[str, Any]:
+    """The checked values of some options; raises UsageError for the first invalid one."""
+    try:
+        options = Options.model_validate(
+            values, strict=None if context is None else False, context=context
+        )
+    except ValidationError as error:
+        word = flag if context == LINE else str
+        raise UsageError(f"{where}{first_error(error, word)}") from error
+    return {name: getattr(options, name) for name in options.model_fields_set}
+
+
+def settings_of(task: str) -> set[str]:
+    """The names of a task's settings."""
+    return {entry.name for entry in fields(next(iter(EVALS[task].presets.values())).settings)}
+
+
+def no_setting(task: str, name: str, known: Collection[str]) -> str:
+    """The error message for an unknown setting."""
+    hint = did_you_mean(name, known)
+    return f"{task} has no setting {name!r}{hint}{' It' if hint else '; it'} has: " + ", ".join(
+        sorted(known)
+    )
+
+
+def _supported(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop settings that this task does not have, and encodings if it supports only "none"."""
+    options, known = dict(layer), settings_of(task)
+    if "settings" in options:
+        options["settings"] = {name: x for name, x in options["settings"].items() if name in known}
+    if EVALS[task].positions == ("none",):
+        options.pop("positions", None)
+    if "output" not in known:
+        options.pop("output", None)
+    return options
+
+
+def _with_local_rank(options: Options) -> Options:
+    """Under torchrun, use the GPU of the local rank, and one worker by default."""
+    rank = options.shard.local_rank
+    if rank is None:
+        return options
+    device = f"cuda:{rank}" if options.device == "cuda" else options.device
+    workers = 1 if options.workers is None else options.workers
+    return options.model_copy(update={"device": device, "workers": workers})
+
+
+# ---------------------------------------------------------------------------------- the TOML file
+
+
+def plugin_of_file(path: Path | None) -> Path | None:
+    """The plugin named by a TOML file, if any. `gather` reports errors in the file."""
+    try:
+        plugin = None if path is None else _parsed(path).get("plugin")
+    except UsageError:
+        return None
+    return Path(plugin) if isinstance(plugin, str) else None
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"--config {path}: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content, where = _parsed(path), f"--config {path}: "
+    tables = {name: content.pop(name) for name in EVALS if name in content}
+    for name, value in content.items():
+        if isinstance(value, dict) and name not in Options.model_fields:
+            hint = did_you_mean(name, EVALS) or f"; known: {', '.join(EVALS)}"
+            raise UsageError(f"{where}unknown task [{name}]{hint}")
+    options = _checked(where, content, list(Options.model_fields))
+    for task, table in tables.items():
+        if not isinstance(table, dict):
+            raise UsageError(f"{where}{task} must be a table, got {table!r}")
+        names = [name for name in OF_TABLE if name not in EVALS[task].refused]
+        options[task] = _checked(f"{where}[{task}] ", table, names)
+        for name in options[task].get("settings", {}):
+            if name not in (known := settings_of(task)):
+                raise UsageError(f"{where}{no_setting(task, name, known)}")
+    return options
+
+
+def _checked(where: str, table: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Check the names and values of a table of the file."""
+    for name in table:
+        if name not in names:
+            hint = did_you_mean(name, names) or f"; known: {', '.join(names)}"
+            raise UsageError(f"{where}unknown key {name!r}{hint}")
+    return _valid(table, where)
+
+
+# ------------------------------------------------------------------- checks that commands share
+
+
+def check_device(device: str) -> None:
+    """Raise UsageError unless the device exists."""
+    try:
+        torch_device = torch.device(device)
+    except RuntimeError:
+        torch_device = None
+    if torch_device is None or (device != "cpu" and torch_device.type != "cuda"):
+        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
+    if torch_device.type == "cuda":
+        index, count = torch_device.index or 0, torch.cuda.device_count()
+        if index >= count:
+            raise UsageError(
+                f"--device must be a device that exists, got {device!r}; torch finds {count} GPU(s)"
+            )
+
+
+def check_registered(name: str, spec: Spec) -> None:
+    """Raise UsageError unless an entry of the option ``name`` is a registered variant, not a->b."""
+    if spec.is_substitution or spec.test.name not in attnzoo.list_variants():
+        known = ", ".join(attnzoo.list_variants())
+        raise UsageError(f"{name} must be among {known}, got {spec}")
+
+
+def check_unique(name: str, values: Sequence[object]) -> None:
+    """Raise UsageError if the option ``name`` repeats a value."""
+    twice = [value for i, value in enumerate(values) if value in values[:i]]
+    if twice:
+        raise UsageError(f"{name} must not repeat an entry, got {twice[0]} twice")

@@ -1,0 +1,370 @@
+"""A run: one training and its evaluations, executed in any process.
+
+Training uses AdamW with a one-cycle cosine schedule. The model after the last step is kept.
+Evaluation averages its measurements over chunks of sequences. The run of an experiment has a
+training for each condition.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import attnzoo
+from commandline.files import write_whole
+from commandline.variants import VariantCall
+from evals.experiment import Experiment, Result, Trial
+from evals.measures.arithmetic import is_out_of_memory
+from evals.measures.heads import learned
+from evals.measures.metrics import Outcome, Tally
+from evals.task import VALIDATION, HeadSample, Schedule, Settings, Task
+from evals.tasks import EVALS, TASKS
+from evals.tasks.draws import lengths
+
+JACOBIANS = 4  # number of sequences per length whose Jacobians are measured
+CHUNK_ITEMS = 2**15  # maximum number of keys per chunk of test sequences
+REPORT_EVERY = 25  # steps between reads of the loss; each read waits for the device
+
+
+class NotFinite(ArithmeticError):
+    """Training gave a NaN or an infinity."""
+
+
+# (step, loss, fraction of the training)
+Report = Callable[[int, float, float], None]
+
+
+def one_cycle(step: int, schedule: Schedule) -> float:
+    """Learning rate: half a cosine up from peak/25 to the peak, then half a cosine down to 0."""
+    peak, warm = schedule.learning_rate, max(1, round(schedule.warmup * schedule.steps))
+    if step < warm:
+        low, part = peak / 25, step / warm
+    else:
+        low, part = 0.0, 1 - (step - warm) / max(1, schedule.steps - warm)
+    return low + (peak - low) * (1 - math.cos(math.pi * part)) / 2
+
+
+def fit(
+    model: nn.Module,
+    loss_at: Callable[[int], Tensor],
+    schedule: Schedule,
+    report: Report,
+    groups: list[dict[str, Any]] | None = None,
+) -> None:
+    """Minimize loss_at(step) over the steps of the schedule.
+
+    groups: parameter groups for the optimizer; "factor" multiplies the learning rate of a group.
+    None is all parameters of the model, without weight decay for those of variants.
+
+    Raises:
+        NotFinite: the loss or a parameter is not finite. The loss is read every few steps.
+    """
+    if groups is None:
+        groups = attnzoo.nn.parameter_groups(model, schedule.weight_decay)
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    for step in range(schedule.steps):
+        try:
+            loss = loss_at(step)
+            optimizer.zero_grad()
+            loss.backward()
+        except Exception as error:  # NaN parameters can cause any type of error
+            if _finite(model):
+                raise
+            raise NotFinite(f"parameters are not finite at step {step + 1}: {error}") from error
+        for group in optimizer.param_groups:
+            group["lr"] = group.get("factor", 1.0) * one_cycle(step, schedule)
+        optimizer.step()
+        if step % REPORT_EVERY == REPORT_EVERY - 1 or step == schedule.steps - 1:
+            value = loss.item()
+            if not math.isfinite(value):
+                raise NotFinite(f"the training loss is {value} at step {step + 1}")
+            report(step + 1, value, (step + 1) / schedule.steps)
+    if not _finite(model):  # the loss of the last step does not show a NaN from its update
+        raise NotFinite(f"parameters are not finite after step {schedule.steps}")
+
+
+def _finite(model: nn.Module) -> bool:
+    return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def train(
+    task: Task,
+    variant: VariantCall,
+    positions: str,
+    seed: int,
+    settings: Settings,
+    device: str,
+    report: Report,
+) -> nn.Module:
+    """Train a model. With equal seeds, all variants get equal data, and with equal settings equal
+    initial weights."""
+    torch.manual_seed(seed)
+    model = task.build(variant, positions, settings).to(device)
+    longest = settings.longest_per_step()
+    step_lengths = lengths(seed, settings.train_shortest, longest, settings.train_stride).tolist()
+    sequences_per_step = settings.batch_size(settings.train_shortest)
+
+    def loss(step: int) -> Tensor:
+        first, length = step * sequences_per_step, step_lengths[step]
+        last = first + settings.batch_size(length)
+        batch = task.batch(seed, "train", length, first, last, settings)
+        return task.loss(model, batch.to(device))
+
+    fit(model, loss, settings, report)
+    return model.eval()
+
+
+@torch.inference_mode()
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    tests: Mapping[str, VariantCall | None],
+    seed: int,
+    length: int,
+    settings: Settings,
+    device: str,
+    progress: Callable[[float], None],
+    splits: Mapping[str, str] | None = None,
+) -> dict[str, Outcome]:
+    """Evaluate the variants in ``tests`` at one length; None stands for the trained variant.
+
+    splits: in place of `Task.splits`. Returns the outcome of each variant under its key in
+    ``tests``.
+    """
+    splits = task.splits if splits is None else splits
+    count = settings.sequences(length)
+    chunk = max(1, CHUNK_ITEMS // task.tokens(length))
+    tallies = {key: Tally() for key in tests}
+    for number, (prefix, split) in enumerate(splits.items()):
+        for start in range(0, count, chunk):
+            stop = min(start + chunk, count)
+            batch = task.batch(seed, split, length, start, stop, settings).to(device)
+            # Heads are measured on the first sequences of the first split, whatever the chunk size.
+            # A sweep needs only the score, so its split has none.
+            unmeasured = number > 0 or split == VALIDATION
+            most = (0, 0) if unmeasured else (task.head_sequences, JACOBIANS)
+            sample = HeadSample(*(min(max(count - start, 0), stop - start) for count in most))
+            began = time.process_time()
+            try:
+                measure = task.measure(model, batch, sample)
+            except (MemoryError, RuntimeError) as error:
+                for tally in tallies.values():
+                    tally.fail(error)
+                continue
+            shared = (time.process_time() - began) / len(tests)
+            for key, substitute in tests.items():
+                tallies[key].cpu_seconds += shared
+                tallies[key].add(partial(measure, substitute), prefix)
+            progress((number + stop / count) / len(splits))
+    return {key: tally.outcome() for key, tally in tallies.items()}
+
+
+# ---------------------------------------------------------------------------------------- runs
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Settings shared by all runs. Results of a task are stored in out/<task>.
+
+    plugin_hash: the hash of the plugin's file that is in the keys; a worker checks it.
+    """
+
+    device: str
+    plugin: Path | None
+    out: Path
+    plugin_hash: str | None
+
+
+# Messages of a run: ("stage", None | x, fraction of the run), ("loss", step, value) and
+# ("rows", x, outcomes, training), where x is a key of ``tests``. A worker ends a run with
+# ("done", status), ("failed", traceback) or, if a file could not be written or the plugin changed,
+# ("stopped", text).
+Message = tuple[Any, ...]
+Emit = Callable[[Message], None]
+NOT_TRAINED: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}
+
+
+@dataclass(frozen=True)
+class AnyRun(ABC):
+    """What a worker executes. tests[x][key of a result row] says what is evaluated at x.
+
+    A run sends the results at one x at a time, and after an interruption only the missing ones are
+    repeated.
+    """
+
+    task: str
+    variant: VariantCall
+    seed: int
+    settings: Any
+    tests: dict[Any, dict[str, Any]]
+
+    @abstractmethod
+    def execute(self, context: RunContext, emit: Emit) -> str:
+        """Pass the results at each x to ``emit``; returns the status, such as "done"."""
+
+    def point_text(self, point: Any) -> str:
+        """An x in words, such as "n = 64"."""
+        return f"n = {point}" if isinstance(point, int) else str(point)
+
+
+@dataclass(frozen=True)
+class Run(AnyRun):
+    """The run of a task or an experiment: x is an eval length or a condition.
+
+    tests[x] maps the key of a result row to the variant that is substituted at inference, or to
+    None for the trained variant. candidate: in a sweep, the values of the tuned settings in words;
+    the run is then evaluated on the split "validation". fields: further fields of the result rows.
+    """
+
+    tests: dict[Any, dict[str, VariantCall | None]]
+    positions: str = "none"
+    training_key: str = ""
+    candidate: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        words = [self.task, str(self.variant), self.positions, self.candidate, f"seed {self.seed}"]
+        return " ".join(word for word in words if word not in ("", "none"))
+
+    def log_name(self, variant: str, *words: str) -> str:
+        """The name under which loggers show the run or, with more ``words``, its results."""
+        parts = [self.task, variant, *words, self.candidate, f"seed{self.seed}"]
+        return "/".join(part for part in parts if part)
+
+    @property
+    def splits(self) -> Mapping[str, str]:
+        """The splits to evaluate, as in `Task.splits`."""
+        return {"": VALIDATION} if self.candidate else TASKS[self.task].splits
+
+    def model(self, out: Path) -> Path:
+        """The file of the trained model."""
+        return out / self.task / "models" / f"{self.training_key}.pt"
+
+    def execute(self, context: RunContext, emit: Emit) -> str:
+        """Train, and evaluate at each x. A training that fails gives rows with its status."""
+        if isinstance(EVALS[self.task], Experiment):
+            return _train_for_each(self, context, emit)
+        return _train_once(self, context, emit)
+
+
+def _failure(error: Exception) -> Outcome:
+    """The outcome of a training that diverged or was out of memory; raises any other error."""
+    if not isinstance(error, NotFinite) and not is_out_of_memory(error):
+        raise error
+    status = "nan" if isinstance(error, NotFinite) else "oom"
+    reason = str(error).split("\n")[0] or type(error).__name__
+    return Outcome(status, f"training: {reason}")
+
+
+def obtain_model(run: Run, context: RunContext, emit: Emit) -> tuple[nn.Module, dict[str, Any]]:
+    """Load or train the model; returns it, and a dict of training time and learned parameters."""
+    task, path = TASKS[run.task], run.model(context.out)
+    if path.exists():
+        model = task.build(run.variant, run.positions, run.settings).to(context.device)
+        try:
+            saved = torch.load(path, map_location=context.device, weights_only=True)
+            model.load_state_dict(saved["state"])
+            return model.eval(), saved["training"]
+        except (EOFError, KeyError, RuntimeError, TypeError, UnpicklingError) as error:
+            if is_out_of_memory(error):
+                raise
+            print(f"warning: cannot read the model in {path}; it is trained again", file=sys.stderr)
+    began = time.process_time()
+    work, tests = _work(run)
+    share = work / (work + sum(tests.values()))
+
+    def report(step: int, loss: float, fraction: float) -> None:
+        emit(("stage", None, fraction * share))
+        emit(("loss", step, loss))
+
+    model = train(task, run.variant, run.positions, run.seed, run.settings, context.device, report)
+    training = {"train_cpu_seconds": time.process_time() - began, "learned": learned(model)}
+    buffer = BytesIO()
+    torch.save({"state": model.state_dict(), "training": training}, buffer)
+    write_whole(path, buffer.getvalue())
+    return model, training
+
+
+def _work(run: Run) -> tuple[float, dict[int, float]]:
+    """The work of the training, and of the evaluation at each length, in tokens.
+
+    A training token counts as three, because it takes longer.
+    """
+    task, settings = TASKS[run.task], run.settings
+    middle = task.tokens((settings.train_shortest + settings.train_longest) // 2)
+    training = 3.0 * settings.steps * settings.batch_size(middle) * middle
+    tests = {n: float(len(run.splits) * settings.sequences(n) * task.tokens(n)) for n in run.tests}
+    return training, tests
+
+
+def _train_once(run: Run, context: RunContext, emit: Emit) -> str:
+    """Train or load the model of a task, and evaluate it at each length."""
+    done, test_work = _work(run)
+    total = done + sum(test_work.values())
+    emit(("stage", None, 0.0))
+    try:
+        model, training = obtain_model(run, context, emit)
+    except (NotFinite, MemoryError, RuntimeError) as error:
+        failure = _failure(error)
+        for length, tests in run.tests.items():
+            emit(("rows", length, dict.fromkeys(tests, failure), NOT_TRAINED))
+        return f"failed ({failure.status})"
+    for length, tests in run.tests.items():
+
+        def progress(fraction: float, length: int = length, done: float = done) -> None:
+            emit(("stage", length, (done + fraction * test_work[length]) / total))
+
+        progress(0.0)
+        outcomes = evaluate(
+            TASKS[run.task], model, tests, run.seed, length, run.settings, context.device, progress,
+            run.splits,
+        )  # fmt: skip
+        emit(("rows", length, outcomes, training))
+        done += test_work[length]
+    return "done"
+
+
+def _train_for_each(run: Run, context: RunContext, emit: Emit) -> str:
+    """Train and measure an output layer under each condition."""
+    experiment: Experiment = EVALS[run.task]
+    # Conditions have different numbers of trainings, so their losses have no common steps.
+    training = partial(fit, schedule=run.settings, report=lambda *_: None)
+    failed = 0
+    for number, (condition, tests) in enumerate(run.tests.items()):
+        emit(("stage", condition, number / len(run.tests)))
+        began = time.process_time()
+        try:
+            trial = Trial(run.variant, condition, run.seed, run.settings, context.device, training)
+            result = experiment.train_and_measure(trial)
+            outcome = _outcome(experiment, result, time.process_time() - began)
+        except (NotFinite, MemoryError, RuntimeError) as error:
+            outcome = _failure(error)
+        failed += outcome.status != "ok"
+        emit(("rows", condition, dict.fromkeys(tests, outcome), NOT_TRAINED))
+    return f"failed under {failed} of {len(run.tests)} conditions" if failed else "done"
+
+
+def _outcome(experiment: Experiment, result: Result, seconds: float) -> Outcome:
+    """The outcome of a result. Only optional metrics may be undefined; they are left out."""
+    optional = {metric.name for metric in experiment.metrics if metric.optional}
+    metrics = {
+        name: value
+        for name, value in result.metrics.items()
+        if name not in optional or not math.isnan(value)
+    }
+    if not all(map(math.isfinite, [*metrics.values(), *result.curve.values()])):
+        return Outcome("nan", "a metric is not finite", cpu_seconds=seconds)
+    curve = {"x": [*map(float, result.curve)], "score": [*result.curve.values()]}
+    return Outcome("ok", "", metrics, curve if result.curve else {}, seconds)
