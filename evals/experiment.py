@@ -59,6 +59,8 @@ class Experiment(ABC):
         versus: maps a condition to the one with which its score is compared.
         metrics: the metrics; the first one is the score.
         curve: what the curve shows, such as "Accuracy by number of labels"; None if there is none.
+        axis: what the x of a result row is.
+        trained_score, published: None, see `evals.task.Task`.
     """
 
     name: str
@@ -68,10 +70,17 @@ class Experiment(ABC):
     metrics: tuple[Metric, ...]
     versus: Mapping[str, str] = {}
     curve: str | None = None
+    axis = "condition"
+    trained_score = None
+    published = None
 
     @property
     def score(self) -> Metric:
         return self.metrics[0]
+
+    def remarks(self, settings: Mapping[str, Any]) -> list[str]:
+        """Remarks for readers of scores; see `evals.task.Task`."""
+        return []
 
     @abstractmethod
     def data_version(self) -> str:

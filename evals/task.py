@@ -289,6 +289,8 @@ class Task(ABC):
         trained_score: a run with a lower score at the train length counts as not trained. None:
             every run counts as trained.
         published: a published table for comparison.
+        axis: what the x of a result row is: the eval length n.
+        versus, curve: see `evals.experiment.Experiment`.
     """
 
     name: str
@@ -300,6 +302,9 @@ class Task(ABC):
     head_sequences: int
     trained_score: float | None
     published: Published | None
+    axis = "n"
+    versus: ClassVar[Mapping[str, str]] = {}
+    curve = None
 
     @property
     def score(self) -> Metric:
