@@ -14,9 +14,7 @@ from pathlib import Path
 import attnzoo
 from commandline.errors import UsageError
 from commandline.table import markdown
-from evals.reporting import pretrained_pages
-from evals.reporting.readme_tables import overview, scores, tasks_table
-from evals.reporting.trials import documented
+from evals.reporting.pages import documented, overview, scores, tasks_table
 from evals.tasks import EXPERIMENTS
 from scripts import variant_facts as facts
 from scripts.call_path import call_path
@@ -118,7 +116,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "results": lambda page: overview(RESULTS),
     **{name: lambda page, name=name: documented(RESULTS, name) for name in EXPERIMENTS},
     **{
-        name.replace(".", "-"): lambda page, name=name: pretrained_pages.documented(RESULTS, name)
+        name.replace(".", "-"): lambda page, name=name: documented(RESULTS, name)
         for name in ("pretrained", "pretrained.new-variants", "adapt")
     },
     "kernels": lambda page: kernels_table(),

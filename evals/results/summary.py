@@ -53,6 +53,11 @@ def at(task: Any, *xs: Any) -> str:
     return f"n = {text}" if task.axis == "n" else text
 
 
+def marks(untrained: int, seeds: int, unstable: bool) -> str:
+    """ "† k/S" if k > 0 of S seeds are untrained, and "‡" if the series is unstable."""
+    return f" {UNTRAINED} {untrained}/{seeds}" * (untrained > 0) + f" {UNSTABLE}" * unstable
+
+
 class Series(NamedTuple):
     """A variant with its position encoding, or with the layers in which it was substituted.
 
@@ -198,6 +203,10 @@ class Group:
     def of(self, series: Series) -> list[Point]:
         """The points of a series in the order of x."""
         return [self.points[series, x] for x in self.xs]
+
+    def name(self, series: Series) -> str:
+        """The label of a series with its `marks`."""
+        return series.label + marks(self.untrained(series), len(self.seeds), self.unstable(series))
 
     def base(self, series: Series) -> Series:
         """The baseline of a series: with the same position encoding. A model has only one."""

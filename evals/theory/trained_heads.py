@@ -200,7 +200,7 @@ def heads_of(group: Group, series: Series) -> Heads | None:
             all_heads = value.double().repeat(len(last) // len(value))
             learned[name] = all_heads[indices].expand(len(seeds), -1).clone()
     names = head_names(len(last), len(last) // group.settings.get("depth", 1))
-    keys = [group.task.tokens(point.length) for point in points]
+    keys = [group.task.tokens(point.x) for point in points]
     heads = Heads(series, spec.test, [names[i] for i in indices], indices, len(last), keys, peaks,
                   learned)  # fmt: skip
     if why or len(keys) < 2:
