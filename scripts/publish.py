@@ -17,23 +17,19 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from commandline.errors import UsageError
 from commandline.files import write_whole
 from evals.reporting import compare, pretrained_plots
 from evals.reporting.plots import png
-from evals.reporting.pretrained_pages import FIGURES, figure_path
-from evals.results import pretrained
+from evals.reporting.pages import FIGURES, figure_path
 from evals.results.provenance import provenance
 from evals.results.rows import Row, is_pretrained, is_trial, is_validation
 from evals.results.store import read_rows
 from evals.results.summary import Group, groups
 from evals.results.summary_csv import csv_text
-from evals.results.trials import trial_groups, trials_csv
 from scripts.tables import RESULTS
-
-T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,7 +88,7 @@ def publish(args: argparse.Namespace) -> list[Path]:
     old: set[Path] = set()
     if is_pretrained(rows[0]):
         old = {figure_path(args.to, name, figure) for figure in FIGURES}
-        for figure, _, drawn in pretrained_plots.figures(pretrained.groups(rows)[0]):
+        for figure, _, drawn in pretrained_plots.figures(groups(rows)[0]):
             if figure in FIGURES:
                 written[figure_path(args.to, name, figure)] = png(drawn)
     for path, content in written.items():
@@ -108,21 +104,15 @@ def _files(folder: Path) -> set[Path]:
 
 
 def _summary(rows: Sequence[Row]) -> str:
-    if is_pretrained(rows[0]):
-        return pretrained.summary_csv(_only([(x.title, x) for x in pretrained.groups(rows)]))
-    if is_trial(rows[0]):
-        return trials_csv(_only([(x.distinction, x) for x in trial_groups(rows)]))
-    return csv_text(_only([(x.distinction, x) for x in groups(rows)]))
-
-
-def _only(titled: Sequence[tuple[str, T]]) -> list[T]:
-    """The groups, given with their titles, after a check that there is only one."""
-    if len(titled) > 1:
-        several = "; ".join(title for title, _ in titled)
+    """The CSV of the rows, which must have equal settings."""
+    several = groups(rows)
+    if len(several) > 1:
+        titles = (x.title if x.is_pretrained else x.distinction for x in several)
         raise UsageError(
-            f"DIR must have results with equal settings, got {len(titled)} groups: {several}"
+            f"DIR must have results with equal settings, got {len(several)} groups: "
+            f"{'; '.join(titles)}"
         )
-    return [group for _, group in titled]
+    return csv_text(several)
 
 
 def _json(made: dict[str, Any]) -> str:

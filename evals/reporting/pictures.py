@@ -52,9 +52,7 @@ def figures(
         yield from _of_task(group, heads, group.metrics if metrics is None else metrics)
 
 
-def _of_task(
-    group: Group, heads: Sequence[Heads], metrics: Sequence[Metric]
-) -> Iterator[Drawing]:
+def _of_task(group: Group, heads: Sequence[Heads], metrics: Sequence[Metric]) -> Iterator[Drawing]:
     for metric in metrics:
         yield Drawing(metric.name, metric.title, "curve", plots.metric_plot(group, metric))
     if (law := theory_plot(group, heads)) is not None:

@@ -232,7 +232,9 @@ def _padded(rows: list[list[float]]) -> np.ndarray:
 
 
 def head_maps(
-    layers_by_label: dict[str, list[list[float]]], label: str, limits: tuple[float, float] | None = None
+    layers_by_label: dict[str, list[list[float]]],
+    label: str,
+    limits: tuple[float, float] | None = None,
 ) -> Figure:
     """A heat map by layer and head for each label, with one scale: ``limits``, or from the smallest
     to the largest value."""

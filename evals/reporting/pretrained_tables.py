@@ -55,7 +55,7 @@ def retrieval(summary: Summary, length: int, end: str = "") -> Table | None:
     for series in summary.lines:
         metrics = [Metric(name + end, "", factor, digits) for name in RETRIEVAL]
         cells = [entry(summary, series, length, metric, WIDE_RANGE) for metric in metrics]
-        if {NONE} != set(cells):
+        if any((series, length, metric.name) in summary.means for metric in metrics):
             rows.append([series.label, *cells])
     header = ["variant", *RETRIEVAL.values()]
     return Table(title.format(n=length), header, rows) if rows else None

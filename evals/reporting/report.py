@@ -170,12 +170,14 @@ class Section:
                 ident = ""
 
     def failed(self) -> Iterator[tuple[str, str, str]]:
-        """Tuples (HTML id of the rows, point, reasons) of all points with failed or missing seeds."""
+        """Tuples (HTML id of the rows, point, reasons) of all points with failures."""
         for point in self.group.points.values():
             if point.failures and (point.rows or self.board):
                 seeds = len(self.group.seeds)
                 counts = {status: len(failed) for status, failed in point.failures.items()}
-                text = ", ".join(f"{status} in {n} of {seeds} seeds" for status, n in counts.items())
+                text = ", ".join(
+                    f"{status} in {n} of {seeds} seeds" for status, n in counts.items()
+                )
                 messages = f": {'; '.join(point.messages)}" if point.messages else ""
                 label = f"{point.series.label}, {at(self.group.task, point.x)}"
                 yield row_ident(self.ident, point), label, text + messages

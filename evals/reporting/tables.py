@@ -11,7 +11,7 @@ from typing import Any
 
 from commandline.table import Table
 from evals.results.statistics import LEVEL, Estimate, coverage
-from evals.results.summary import BASELINE, SPREAD, UNSTABLE, UNTRAINED, Group, Series
+from evals.results.summary import SPREAD, UNSTABLE, UNTRAINED, Group, Series, baseline_of
 from evals.results.summary import marks as marks_text
 from evals.results.summary_csv import EFFECTIVE_SHARE, Summary, difference, gain
 from evals.results.tuned import validation, values_text
@@ -161,9 +161,17 @@ def heads(task: Any, xs: Iterable[Any]) -> list[str]:
 
 
 def metric_table(
-    summary: Summary, metric: Metric, title: str, spread: str = ERROR, name: str = "", note: str = ""
+    summary: Summary,
+    metric: Metric,
+    title: str,
+    spread: str = ERROR,
+    name: str = "",
+    note: str = "",
 ) -> Table | None:
-    """The table of a metric, or of a difference of the score with this name."""
+    """The table of a metric, or of a difference of the score with this name; None if nothing has a
+    value."""
+    if not any(measured == (name or metric.name) for _, _, measured in summary.means):
+        return None
     return by_x(summary, title, lambda s, x: entry(summary, s, x, metric, spread, name), note=note)
 
 
@@ -326,8 +334,9 @@ def notes(summary: Summary, metric: Metric | None = None) -> list[str]:
         )
     if summary.p and metric in (None, score):
         lines.append(
-            f"{BETTER} better, {WORSE} worse than {BASELINE} (p < {LEVEL:g}: paired t-test over "
-            f"seeds, Holm's correction for the {len(summary.p)} comparisons of the table)"
+            f"{BETTER} better, {WORSE} worse than {baseline_of(summary.task)} (p < {LEVEL:g}: "
+            f"paired t-test over seeds, Holm's correction for the {len(summary.p)} comparisons of "
+            "the table)"
         )
     if any(is_partial(summary, value) for (_, _, name), value in summary.means.items()
            if metric is None or name == metric.name):  # fmt: skip

@@ -86,7 +86,7 @@ def t_test(differences: Sequence[float]) -> float | None:
         return 0.0 if any(differences) else 1.0
     from scipy.stats import ttest_1samp
 
-    return float(ttest_1samp(differences, 0).pvalue)
+    return float(ttest_1samp(differences, 0)[1])
 
 
 def coverage(count: int) -> float:

@@ -185,7 +185,9 @@ class Group:
     def xs(self) -> list[Any]:
         """The eval lengths in ascending order, or the conditions in the order of the experiment."""
         present = {row["x"] for row in self.rows}
-        return sorted(present, key=None if self.task.axis == "n" else list(self.task.conditions).index)
+        return sorted(
+            present, key=None if self.task.axis == "n" else list(self.task.conditions).index
+        )
 
     @cached_property
     def seeds(self) -> list[int]:
@@ -263,13 +265,14 @@ class Group:
         return self._a_row(series).get("tuned") or {"values": {}, "tried": []}
 
     def variant_settings(self, series: Series) -> dict[str, Any]:
-        """The settings in which the variant may differ from others, besides those of the sweep.
-
-        A variant that the sweep left out has the preset's values of these.
-        """
-        row = self._a_row(series)
-        names = sorted(n for n, x in row.get("shared", {}).items() if not str(x).startswith(TUNED))
-        return {name: row["settings"][name] for name in names if name in row["settings"]}
+        """The settings of the variant that differ from those of the table, besides those of the
+        sweep."""
+        shared = self.settings
+        return {
+            name: value
+            for name, value in sorted(self._a_row(series)["settings"].items())
+            if shared.get(name) not in (value, TUNED)
+        }
 
     def _a_row(self, series: Series) -> Row:
         """A row of the series. Its settings do not depend on x and seed."""
@@ -305,7 +308,9 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     for row in map(converted, rows):
         if not is_validation(row):
             task_of(row["task"])
-            keyed.setdefault((row["task"], json.dumps(_shared(row), sort_keys=True)), []).append(row)
+            keyed.setdefault((row["task"], json.dumps(_shared(row), sort_keys=True)), []).append(
+                row
+            )
     names = [*TASKS, *EXPERIMENTS, pretrained.MODELS.name]
     ordered = sorted(keyed.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
     all_groups = [_group(part) for _, table_rows in ordered for part in _by_sizes(table_rows)]
@@ -332,7 +337,7 @@ def _by_sizes(rows: list[Row]) -> list[list[Row]]:
 
 
 def _group(rows: list[Row]) -> Group:
-    """The group of the latest row of each (series, x, seed), from the latest version of each series.
+    """The group of the latest row of each (series, x, seed), of the latest version of the series.
 
     Rows of pretrained models with the same place have different measures, which are joined.
     """
@@ -358,7 +363,9 @@ def _group(rows: list[Row]) -> Group:
 def _distinction(group: Group, every: Sequence[Group]) -> str:
     """What distinguishes a group from the others of its task: the settings, data, device and
     numbers of test sequences in which they differ."""
-    described = {id(other): described_settings(other) for other in every if other.task is group.task}
+    described = {
+        id(other): described_settings(other) for other in every if other.task is group.task
+    }
     names = dict.fromkeys(name for values in described.values() for name in values)
     one, absent = described[id(group)], object()
     differing = [

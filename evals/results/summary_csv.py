@@ -149,7 +149,7 @@ def summary_of(group: Group, xs: Sequence[Any] | None = None) -> Summary:
         chance=group.chance,
         schedule=group.rows[0].get("schedule", ""),
         train_length=group.settings.get("train_longest") if task.axis == "n" else None,
-        distinction=group.distinction,
+        distinction=group.title if group.is_pretrained else group.distinction,
         remarks=tuple(task.remarks(group.settings)),
     )
 
@@ -328,7 +328,7 @@ def read_summary(path: Path) -> Summary:
     if "series" in lines[0]:
         means = {
             (Series(x["series"]), int(x["length"]), x["metric"]): _estimate(
-                x["mean"], "", x["low"], x["high"], x["samples"]
+                [x["mean"], "", x["low"], x["high"]], x["samples"]
             )
             for x in lines
         }
@@ -349,7 +349,7 @@ def _read_lines(task: Any, lines: Sequence[Mapping[str, str]]) -> Summary:
     p_name = f"{task.score.name}_p_holm"
     means = {
         (*place, name): _estimate(
-            *(line[f"{name}{end}"] for end in ENDS), line.get(f"{name}_seeds") or line["seeds"]
+            [line[f"{name}{end}"] for end in ENDS], line.get(f"{name}_seeds") or line["seeds"]
         )
         for place, line in by_place.items()
         for name in (*(m.name for m in task.metrics), difference(task), gain(task))
@@ -393,6 +393,7 @@ def _failed(text: str) -> int:
     return sum(int(part.split(":")[1]) for part in text.split())
 
 
-def _estimate(mean: str, error: str, low: str, high: str, count: str) -> Estimate:
+def _estimate(texts: Sequence[str], count: str) -> Estimate:
+    mean, error, low, high = texts
     interval = (float(low), float(high)) if low else None
     return Estimate(float(mean), float(error) if error else None, int(count), interval)
