@@ -22,8 +22,8 @@ from typing import Any
 from commandline.errors import UsageError
 from commandline.files import write_whole
 from evals.reporting import compare, pretrained_plots
-from evals.reporting.plots import png
 from evals.reporting.pages import FIGURES, figure_path
+from evals.reporting.plots import png
 from evals.results.provenance import provenance
 from evals.results.rows import Row, is_pretrained, is_trial, is_validation
 from evals.results.store import read_rows

@@ -6,7 +6,6 @@ samples, so differences from the model as loaded are paired by sample.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from commandline.table import Table

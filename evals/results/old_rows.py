@@ -32,7 +32,8 @@ def converted(row: Any) -> Any:
 
 
 def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    x, device = row["length"] if "length" in row else row["condition"], row["device"].split(":")[0]
+    of_condition, device = "condition" in row, row["device"].split(":")[0]
+    x = row["condition"] if of_condition else row["length"]
     if "sample" in row:
         plugin = row.get("plugin")
         return {
@@ -47,7 +48,7 @@ def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
     differing = {name: settings.get(name) for name in words}
     return {
         "x": x,
-        "series": {"positions": row["positions"]} if "length" in row else {},
+        "series": {} if of_condition else {"positions": row["positions"]},
         "group": {**shared_settings(settings, words), "data": row["data"], "device": device},
         "version": version_of(row["version"], differing),
     }

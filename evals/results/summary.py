@@ -8,7 +8,7 @@ pretrained model is a sample of its text.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -312,7 +312,11 @@ def groups(rows: Iterable[Row]) -> list[Group]:
                 row
             )
     names = [*TASKS, *EXPERIMENTS, pretrained.MODELS.name]
-    ordered = sorted(keyed.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
+    # Pretrained models are in the order of the rows.
+    ordered = sorted(
+        keyed.items(),
+        key=lambda item: (names.index(item[0][0]), item[0][1] * (item[0][0] != names[-1])),
+    )
     all_groups = [_group(part) for _, table_rows in ordered for part in _by_sizes(table_rows)]
     return [replace(group, distinction=_distinction(group, all_groups)) for group in all_groups]
 

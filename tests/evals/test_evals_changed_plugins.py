@@ -46,7 +46,7 @@ def test_results_of_a_changed_plugin_have_a_table_of_their_own(
     plugin_groups = groups([*scored(old, 0.25), *scored(new, 0.75)])
     means = {
         group.distinction: {
-            (series.variant, point.metrics[TASK.score.name].mean, len(point.rows))
+            (series.variant, point.mean(TASK.score.name).mean, len(point.rows))
             for series in group.series
             for point in group.of(series)
         }

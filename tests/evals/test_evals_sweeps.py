@@ -17,9 +17,10 @@ from evals.harness import runs, sweeps
 from evals.harness.options import Options
 from evals.harness.planning import plan_study
 from evals.harness.sweeps import SWEEP_SEEDS, Choice, Sweep, choose
-from evals.reporting.tables import legend, settings_table
+from evals.reporting.tables import notes, settings_table
 from evals.results.store import Row, Shard
 from evals.results.summary import Series, groups
+from evals.results.summary_csv import summary_of
 from evals.tasks import TASKS
 from helpers.evals_rows import SETTINGS, row
 
@@ -300,7 +301,7 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
         return [row(variant, 0.5, **fields) for variant in variants]  # type: ignore[arg-type]
 
     (plain,) = groups(rows("softmax", "ssmax"))
-    assert legend(plain)[0].endswith("with these settings, not tuned")
+    assert notes(summary_of(plain))[0].endswith("with these settings, not tuned")
     assert settings_table(plain) is None
     fields = {
         "settings": {**SETTINGS, "learning_rate": 1e-3},
@@ -315,11 +316,15 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
         },
     }
     result_rows = rows("softmax", "ssmax", **fields)
-    assert legend(groups(result_rows)[0])[0].endswith(", with the best values of a sweep")
+    assert notes(summary_of(groups(result_rows)[0]))[0].endswith(
+        ", with the best values of a sweep"
+    )
     result_rows[1]["tuned"] = {"values": {}, "tried": []}
     (group,) = groups(result_rows)
-    assert legend(group)[0].endswith("best values of a sweep")
-    assert legend(group)[1] == "Trained with the settings of the preset, not tuned: ssmax"
+    assert notes(summary_of(group))[0].endswith("best values of a sweep")
+    assert (
+        notes(summary_of(group))[1] == "Trained with the settings of the preset, not tuned: ssmax"
+    )
     table = settings_table(group)
     assert table is not None
     assert table.header[3:] == [f"learning_rate {x}" for x in (0.0003, 0.001, 0.003)]
@@ -327,7 +332,7 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
         ["softmax", "—", "learning_rate 0.001", "30.0", "60.0", "—"],
         ["ssmax", "—", "not tuned", "—", "—", "—"],
     ]
-    assert group.tuned(Series("softmax", "none")) == fields["tuned"]
+    assert group.tuned(Series("softmax")) == fields["tuned"]
 
 
 def test_settings_that_papers_require_are_the_variants_own() -> None:
