@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from commandline.files import write_whole
 from commandline.table import Table
+from evals.reporting import tables
 from evals.reporting.pictures import Picture
 from evals.reporting.shown import ShownGroup
 from evals.reporting.tables import (
@@ -23,15 +24,12 @@ from evals.reporting.tables import (
     EFFECTIVE_NOTE,
     NONE,
     chance_text,
-    effective_text,
     entry,
     has_effective,
     interval,
-    marks,
-    number,
 )
 from evals.results.rows import Row
-from evals.results.summary import UNTRAINED, Group, Point, at, version_warnings
+from evals.results.summary import UNTRAINED, Group, Point, Series, at, version_warnings
 from evals.results.summary_csv import Summary
 
 TEMPLATE = Path(__file__).parent / "template"
@@ -49,50 +47,11 @@ class Block(NamedTuple):
     pictures: Sequence[Picture] = ()
 
 
-class Cell(NamedTuple):
-    """A score in the leaderboard.
-
-    text: the score as shown. span: its 95 % interval as shown. value: the score as a number, for
-    sorting; None if there is none. percent: the width of the coloured bar; None if the score is
-    not a percentage. link: the HTML id of its first row; "" if there is none.
-    """
-
-    text: str
-    span: str
-    value: float | None
-    percent: float | None
-    link: str
-
-
-class Line(NamedTuple):
-    """A series of the leaderboard. label: the text to sort by. name: the label with † and ‡."""
-
-    label: str
-    name: str
-    cells: list[Cell]
-    effective: str
-    effective_length: int | None
-
-
-class Leaderboard(NamedTuple):
-    """Series by their score at the longest length, the best first, failed ones last.
-
-    columns: pairs such as (256, "4 × train"). order: "descending", or "ascending" if lower is
-    better. has_effective: whether the score has an effective length.
-    """
-
-    columns: list[tuple[int, str]]
-    lines: list[Line]
-    chance: str
-    order: str
-    has_effective: bool
-
-
 @dataclass(frozen=True, eq=False)
 class Section:
     """A section of the page. ident: its HTML id. kind: its heading in the table of contents.
 
-    shown, board: only sections of groups have the first, and only those of tasks the second.
+    shown: only sections of groups have it. board: whether it has a leaderboard, as tasks have.
     """
 
     ident: str
@@ -101,7 +60,7 @@ class Section:
     kind: str
     blocks: Sequence[Block] = ()
     shown: ShownGroup | None = None
-    board: Leaderboard | None = None
+    board: bool = False
     notes: Sequence[str] = field(default_factory=list)
 
     @property
@@ -120,20 +79,49 @@ class Section:
         seeds = {"seeds": ", ".join(map(str, self.group.seeds))}
         return settings | {name: text for name, text in versions.items() if text} | seeds
 
+    @property
+    def summary(self) -> Summary:
+        assert self.shown is not None
+        return self.shown.summary
+
+    @property
+    def columns(self) -> list[tuple[int, str]]:
+        """The lengths of the leaderboard with their distance, such as (256, "4 × train")."""
+        longest = self.group.settings["train_longest"]
+        return [
+            (x, "train length" if x == longest else f"{x / longest:.3g} × train")
+            for x in self.group.xs
+        ]
+
+    def cell(self, series: Series, x: int) -> tuple[str, str, float | None, float | None, str]:
+        """An entry of the leaderboard: the score as shown, its interval, the score for sorting, the
+        width of the bar (None if the score is not a percentage), and the HTML id of its rows."""
+        score, mean = (
+            self.group.task.score,
+            self.summary.mean(series, x, self.group.task.score.name),
+        )
+        percent = None
+        if mean is not None and score.factor == 100 and not score.lower_is_better:
+            percent = round(min(100.0, max(0.0, 100 * mean.mean)), 2)
+        return (
+            entry(self.summary, series, x, score, BARE, marked=True), interval(mean, score),
+            None if mean is None else mean.mean, percent,
+            row_ident(self.ident, self.group.points[series, x]),
+        )  # fmt: skip
+
     def overview(self) -> list[object]:
         """The line of a task in the table of contents."""
-        assert self.board is not None
-        group, best = self.group, self.board.lines[0]
-        score, top = group.task.score, best.cells[-1]
+        group, score = self.group, self.group.task.score
+        best = self.summary.ranked(score)[0]
+        top, _, value, *_ = self.cell(best, group.xs[-1])
         failed = sum(len(x) for p in group.points.values() for x in p.failures.values())
         return [
             score.title.split(":")[0], at(group.task, group.settings["train_longest"]),
             at(group.task, group.xs[-1]), len(group.series), len(group.seeds), failed or NONE,
-            NONE if top.value is None else f"{best.name}: {top.text}",
+            NONE if value is None else f"{group.name(best)}: {top}",
         ]  # fmt: skip
 
     def how_to_read(self) -> str:
-        assert self.board is not None
         score, seeds = self.group.task.score, len(self.group.seeds)
         better = "Lower" if score.lower_is_better else "Higher"
         means = "One seed, so there are no intervals."
@@ -144,7 +132,7 @@ class Section:
             f"{score.title}, by variant and eval length n. "
             f"{means} {better} is better; blind guessing reaches "
             f"{chance_text(score, self.group.chance or 0.0)}. Click on a column to sort by it, on "
-            f"a score to see its result rows.{effective * self.board.has_effective}"
+            f"a score to see its result rows.{effective * has_effective(self.summary, score)}"
         )
 
     @property
@@ -190,37 +178,6 @@ def row_ident(section: str, point: Point) -> str:
     return ident if point.rows else ""
 
 
-def leaderboard(group: Group, summary: Summary, section: str) -> Leaderboard:
-    """The leaderboard of a task."""
-    score, longest = group.task.score, group.settings["train_longest"]
-
-    def cell(point: Point) -> Cell:
-        mean = point.mean(score.name)
-        text = entry(summary, point.series, point.x, score, BARE, marked=True)
-        percent = None
-        if mean is not None and score.factor == 100 and not score.lower_is_better:
-            percent = round(min(100.0, max(0.0, 100 * mean.mean)), 2)
-        value = None if mean is None else mean.mean
-        return Cell(text, interval(mean, score), value, percent, row_ident(section, point))
-
-    return Leaderboard(
-        [(x, "train length" if x == longest else f"{x / longest:.3g} × train") for x in group.xs],
-        [
-            Line(
-                series.label,
-                series.label + marks(summary, series),
-                [cell(point) for point in group.of(series)],
-                effective_text(summary, series, score),
-                (summary.effective(series, score) or (None,))[0],
-            )
-            for series in summary.ranked(score)
-        ],
-        number(score, group.chance or 0.0),
-        "ascending" if score.lower_is_better else "descending",
-        has_effective(summary, score),
-    )
-
-
 def report_html(shown: Sequence[ShownGroup], note: str, stored: Sequence[Section] = ()) -> str:
     """The HTML of the whole page. All text from results is escaped.
 
@@ -236,6 +193,7 @@ def report_html(shown: Sequence[ShownGroup], note: str, stored: Sequence[Section
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals |= {"tables": tables}
     environment.filters["base64"] = lambda data: b64encode(data).decode()
     failed = [(one.heading, *line) for one in sections if one.shown for line in one.failed()]
     return environment.get_template("report.html.j2").render(
@@ -285,9 +243,9 @@ def _section(shown: ShownGroup, names: tuple[str, str]) -> Section:
         return Section(ident, heading, shown.about, "Pretrained models", blocks, shown)
     if not shown.is_task:
         conditions = [list(item) for item in group.task.conditions.items()]
-        tables = [*shown.tables, Table("Conditions", ["condition", "meaning"], conditions)]
-        blocks, notes = [Block("Tables", "", tables)], [*shown.notes, *group.left_out]
-        return Section(ident, heading, shown.about, "Experiments", blocks, shown, None, notes)
+        shown_tables = [*shown.tables, Table("Conditions", ["condition", "meaning"], conditions)]
+        blocks, notes = [Block("Tables", "", shown_tables)], [*shown.notes, *group.left_out]
+        return Section(ident, heading, shown.about, "Experiments", blocks, shown, False, notes)
     maps = "Each variant has a map with one row for each eval length n."
     blocks = [
         Block("Length curves", "", (), by_kind["curve"]),
@@ -295,9 +253,8 @@ def _section(shown: ShownGroup, names: tuple[str, str]) -> Section:
         Block("Heat maps", maps, (), by_kind["map"]),
         Block("Tables of all metrics", "", shown.tables),
     ]
-    board = leaderboard(group, shown.summary, ident)
     blocks = [block for block in blocks if block.tables or block.pictures]
-    return Section(ident, heading, shown.about, "Tasks", blocks, shown, board, shown.notes)
+    return Section(ident, heading, shown.about, "Tasks", blocks, shown, True, shown.notes)
 
 
 def _title(groups: Sequence[Group]) -> str:

@@ -19,7 +19,7 @@ from evals.results import pretrained
 from evals.results.old_rows import converted
 from evals.results.rows import Row, is_validation
 from evals.results.statistics import Estimate, estimate, holm, t_test
-from evals.results.tuned import TUNED, at_edge, values_text
+from evals.results.tuned import TUNED, at_edge
 from evals.task import Metric
 from evals.tasks import EXPERIMENTS, TASKS
 
@@ -412,8 +412,3 @@ def version_warnings(groups: Sequence[Group]) -> list[str]:
         if len(values) > 1:
             warnings.append(f"warning: results differ in {name}: {', '.join(values)}")
     return warnings
-
-
-def tuned_text(group: Group, series: Series) -> str:
-    """The tuned values of a series in words."""
-    return values_text(group.tuned(series)["values"])

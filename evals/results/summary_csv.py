@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from commandline.errors import UsageError
 from evals.results import pretrained
 from evals.results.statistics import Estimate, estimate
-from evals.results.summary import Group, Point, Series, metrics_of, task_of, tuned_text
+from evals.results.summary import Group, Point, Series, metrics_of, task_of
 from evals.results.tuned import tuned_cells
 from evals.task import Metric
 
@@ -118,50 +118,11 @@ def gain(task: Any) -> str:
 
 def summary_of(group: Group, xs: Sequence[Any] | None = None) -> Summary:
     """The summary of a group of rows, at these x (default: all)."""
-    task, chosen = group.task, [x for x in group.xs if xs is None or x in xs]
-    means: dict[tuple[Series, Any, str], Estimate | None] = {}
-    points = [point for point in group.points.values() if point.x in chosen]
-    names = dict.fromkeys(name for row in group.rows for name in row["metrics"])
-    for point in points:
-        place = point.series, point.x
-        for name in names:
-            means[*place, name] = point.mean(name)
-        means[*place, difference(task)] = estimate(point.versus_baseline)
-        if task.versus:
-            means[*place, gain(task)] = estimate(point.minus(other_condition(point)))
-    with_rows = group.task.axis == "n"  # an output layer may not be trained under a condition
-    return Summary(
-        task=task,
-        lines={
-            s: Line(group.untrained(s), group.unstable(s), group.at_edge(s), tuned_text(group, s))
-            for s in group.series
-        },
-        xs=chosen,
-        means={key: mean for key, mean in means.items() if mean is not None},
-        failed={
-            (p.series, p.x): "+".join(sorted(p.failures))
-            for p in points
-            if p.failures and (p.rows or with_rows)
-        },
-        p=group.p_values(chosen),
-        seeds=0 if group.is_pretrained else len(group.seeds),
-        curves={(p.series, p.x): curve_text(p) for p in points} if task.curve else {},
-        chance=group.chance,
-        schedule=group.rows[0].get("schedule", ""),
-        train_length=group.settings.get("train_longest") if task.axis == "n" else None,
-        distinction=group.title if group.is_pretrained else group.distinction,
-        remarks=tuple(task.remarks(group.settings)),
+    title = group.title if group.is_pretrained else group.distinction
+    remarks = tuple(group.task.remarks(group.settings))
+    return replace(
+        summary_from(group.task, lines_of(group, xs)), distinction=title, remarks=remarks
     )
-
-
-def other_condition(point: Point) -> Point | None:
-    """The same output layer under the condition with which this one is compared."""
-    other = point.group.task.versus.get(point.x, point.x)
-    return point.group.points.get((point.series, other))
-
-
-def curve_text(point: Point) -> str:
-    return " ".join(f"{x:g}:{y:.6g}" for x, y in zip(point.curve("x"), point.curve("score")))
 
 
 # ---- files
@@ -174,13 +135,8 @@ def csv_text(groups: Sequence[Group]) -> str:
     A metric has its mean, standard error and 95 % interval. The column ``settings`` says how the
     groups differ. It is empty for a single group.
     """
-    if groups[0].is_pretrained:
-        lines = [line for group in groups for line in _of_model(group)]
-    elif groups[0].task.axis == "n":
-        metrics = metrics_of(groups)
-        lines = [line for group in groups for line in _of_task(group, metrics)]
-    else:
-        lines = [line for group in groups for line in _of_experiment(group)]
+    metrics = metrics_of(groups)
+    lines = [line for group in groups for line in lines_of(group, metrics=metrics)]
     file = io.StringIO()
     writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
     writer.writeheader()
@@ -210,64 +166,62 @@ def _statuses(point: Point) -> str:
     return " ".join(f"{status}:{len(x)}" for status, x in sorted(point.failures.items()))
 
 
-def _of_task(group: Group, metrics: Sequence[Metric]) -> Iterable[dict[str, Any]]:
-    p, settings, score = group.p_values(), group.settings, group.task.score.name
-    for series in sorted(group.series, key=lambda s: (s.variant, s.detail or "none")):
-        tuned, validation = tuned_cells(group.tuned(series))
-        for point in group.of(series):
-            line: dict[str, Any] = {
-                "task": group.task.name,
-                "variant": series.variant,
-                "positions": series.detail or "none",
-                "length": point.x,
-                "seeds": len(point.values(score)),
-                "failed": _statuses(point),
-                "untrained": group.untrained(series),
-            }
-            for metric in metrics:
-                line |= _cells(metric.name, point.mean(metric.name))
-            line |= _cells(difference(group.task), estimate(point.versus_baseline))
-            yield line | {
+def lines_of(
+    group: Group, xs: Sequence[Any] | None = None, metrics: Sequence[Metric] | None = None
+) -> list[dict[str, str]]:
+    """The lines of a group in summary.csv, at these x and with these metrics (default: all)."""
+    points = [point for point in group.points.values() if xs is None or point.x in xs]
+    if group.is_pretrained:
+        lines = _of_model(group, points)
+    else:
+        lines = _of_points(group, points, metrics or group.metrics)
+    return [{name: str(value) for name, value in line.items()} for line in lines]
+
+
+def _of_points(
+    group: Group, points: Sequence[Point], metrics: Sequence[Metric]
+) -> Iterable[dict[str, Any]]:
+    """The lines of a task, sorted by series, or of an experiment."""
+    task, settings, of_length = group.task, group.settings, group.task.axis == "n"
+    score, p = task.score.name, group.p_values({point.x for point in points})
+    if of_length:
+        points = sorted(points, key=lambda p: (p.series.variant, p.series.detail or "none"))
+    for point in points:
+        series = point.series
+        means = {metric.name: point.mean(metric.name) for metric in metrics}
+        means[difference(task)] = estimate(point.versus_baseline)
+        line: dict[str, Any] = {"task": task.name, "variant": series.variant}
+        if of_length:
+            tuned, validation = tuned_cells(group.tuned(series))
+            line |= {"positions": series.detail or "none", "length": point.x}
+            line |= {"seeds": len(point.values(score)), "failed": _statuses(point)}
+            line |= {"untrained": group.untrained(series)}
+            after = {
                 f"{score}_p_holm": number_text(p.get((series, point.x))),
                 "unstable": int(group.unstable(series)),
                 "at_edge": int(group.at_edge(series)),
                 "tuned": tuned,
                 "validation": validation,
-                "chance": number_text(group.chance),
-                "train_length": settings["train_longest"],
-                "steps": settings["steps"],
-                "schedule": group.rows[0]["schedule"],
-                "settings": group.distinction,
             }
-
-
-def _of_experiment(group: Group) -> Iterable[dict[str, Any]]:
-    task = group.task
-    for point in group.points.values():
-        if not point.rows:
+        elif point.rows:
+            line |= {"condition": point.x, "seeds": len(group.seeds), "failed": _statuses(point)}
+            other = group.points.get((series, task.versus.get(point.x)))
+            means[gain(task)] = estimate(point.minus(other))
+            xy = zip(point.curve("x"), point.curve("score"), strict=True)
+            after = {"curve": " ".join(f"{x:g}:{y:.6g}" for x, y in xy)}
+        else:
             continue
-        line: dict[str, Any] = {
-            "task": task.name,
-            "variant": point.series.variant,
-            "condition": point.x,
-            "seeds": len(group.seeds),
-            "failed": _statuses(point),
-        }
-        for metric in task.metrics:
-            line |= _cells(metric.name, point.mean(metric.name), count=True)
-        line |= _cells(difference(task), estimate(point.versus_baseline), count=True)
-        line |= _cells(gain(task), estimate(point.minus(other_condition(point))), count=True)
-        yield line | {
-            "curve": curve_text(point),
-            "chance": number_text(group.chance),
-            "schedule": group.rows[0]["schedule"],
-            "settings": group.distinction,
-        }
+        for name, mean in means.items():
+            line |= _cells(name, mean, count=not of_length)
+        line |= {**after, "chance": number_text(group.chance)}
+        if of_length:
+            line |= {"train_length": settings["train_longest"], "steps": settings["steps"]}
+        yield line | {"schedule": group.rows[0]["schedule"], "settings": group.distinction}
 
 
-def _of_model(group: Group) -> Iterable[dict[str, Any]]:
+def _of_model(group: Group, points: Sequence[Point]) -> Iterable[dict[str, Any]]:
     row, settings = group.rows[0], group.settings
-    for point in group.points.values():
+    for point in points:
         names = dict.fromkeys(name for row in point.rows for name in row["metrics"])
         means = {name: point.mean(name) for name in names}
         means[pretrained.RISE] = estimate(point.versus_baseline)
@@ -325,7 +279,15 @@ def read_summary(path: Path) -> Summary:
         UsageError: the lines of a task have different settings.
     """
     name, lines = path.stem.split(".")[0], list(csv.DictReader(path.read_text().splitlines()))
-    if "series" in lines[0]:
+    if len(several := {line.get("settings") or "" for line in lines}) > 1:
+        settings = "; ".join(sorted(several))
+        raise UsageError(f"all lines of {path} must have the same settings, got {settings}")
+    return summary_from(pretrained.MODELS if "series" in lines[0] else task_of(name), lines)
+
+
+def summary_from(task: Any, lines: Sequence[Mapping[str, str]]) -> Summary:
+    """The summary in the lines of a summary.csv, in which all numbers have six digits."""
+    if task is pretrained.MODELS:
         means = {
             (Series(x["series"]), int(x["length"]), x["metric"]): _estimate(
                 [x["mean"], "", x["low"], x["high"]], x["samples"]
@@ -333,16 +295,7 @@ def read_summary(path: Path) -> Summary:
             for x in lines
         }
         series = {series: Line() for series, _, _ in means}
-        return Summary(pretrained.MODELS, series, sorted({x for _, x, _ in means}), means)
-    return _read_lines(task_of(name), lines)
-
-
-def _read_lines(task: Any, lines: Sequence[Mapping[str, str]]) -> Summary:
-    if len(several := {line.get("settings") or "" for line in lines}) > 1:
-        raise UsageError(
-            f"all lines of {task.name}'s summary must have the same settings, got "
-            f"{'; '.join(sorted(several))}"
-        )
+        return Summary(task, series, sorted({x for _, x, _ in means}), means)
     first, of_length = lines[0], task.axis == "n"
     by_place = {_place(line): line for line in lines}
     xs = list(dict.fromkeys(x for _, x in by_place))

@@ -95,9 +95,9 @@ def test_differences_from_softmax_are_marked_after_the_correction() -> None:
     assert marks == {"ssmax": ["", "⁺"], "softmax": ["", ""], "sigmoid": ["", "⁻"]}
     assert len(summary.p) == 4  # two variants at two lengths
     tests = [t_test(point.versus_baseline) for point in group.points.values()]
-    assert summary.p[SSMAX, 64] == 4 * min(p for p in tests if p)
+    assert group.p_values()[SSMAX, 64] == 4 * min(p for p in tests if p)
     # A table of one length has fewer comparisons, so their p values are smaller.
-    assert summary_of(group, [64]).p[SSMAX, 64] == summary.p[SSMAX, 64] / 2
+    assert group.p_values([64])[SSMAX, 64] == group.p_values()[SSMAX, 64] / 2
     assert any("Holm's correction for the 4 comparisons" in line for line in notes(summary))
     (table,) = (t for t in tables_of_task(group, summary) if "paired by seed" in t.title)
     assert [line[0] for line in table.rows] == ["ssmax", "sigmoid"]
