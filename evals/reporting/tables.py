@@ -194,7 +194,7 @@ def score_table(summary: Summary, errors: bool = True) -> Table:
     ]
     title = (
         f"{task.name}{distinction}: {score.title} ({better} is better) by eval length n; train "
-        f"length {summary.train_length}, chance {chance_text(score, summary.chance or 0.0)}, {over}"
+        f"length {summary.train_length}, chance {number(score, summary.chance or 0.0)}, {over}"
     )
     note = f"{EFFECTIVE}: {EFFECTIVE_NOTE}" * effective
     header = [*heads(task, summary.xs), *[EFFECTIVE] * effective]

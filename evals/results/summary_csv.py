@@ -27,7 +27,7 @@ EFFECTIVE_SHARE = 0.85  # of the score at the train length, see `Summary.effecti
 
 
 @dataclass(frozen=True)
-class Line:
+class SeriesFacts:
     """What a summary says about a series: the number of untrained seeds, whether the seeds disagree
     at the train length, whether the sweep of an untrained series chose its smallest or largest
     value, and the tuned values in words."""
@@ -58,7 +58,7 @@ class Summary:
     """
 
     task: Any
-    lines: dict[Series, Line]
+    lines: dict[Series, SeriesFacts]
     xs: list[Any]
     means: dict[tuple[Series, Any, str], Estimate]
     failed: dict[tuple[Series, Any], str] = field(default_factory=dict)
@@ -294,7 +294,7 @@ def summary_from(task: Any, lines: Sequence[Mapping[str, str]]) -> Summary:
             )
             for x in lines
         }
-        series = {series: Line() for series, _, _ in means}
+        series = {series: SeriesFacts() for series, _, _ in means}
         return Summary(task, series, sorted({x for _, x, _ in means}), means)
     first, of_length = lines[0], task.axis == "n"
     by_place = {_place(line): line for line in lines}
@@ -335,10 +335,10 @@ def _place(line: Mapping[str, str]) -> tuple[Series, Any]:
     return Series(line["variant"], positions if positions != "none" else ""), int(line["length"])
 
 
-def _line(line: Mapping[str, str]) -> Line:
+def _line(line: Mapping[str, str]) -> SeriesFacts:
     """Experiments and older files lack some of these columns."""
     unstable, at_edge = (line.get(name) == "1" for name in ("unstable", "at_edge"))
-    return Line(int(line.get("untrained") or 0), unstable, at_edge, line.get("tuned") or "")
+    return SeriesFacts(int(line.get("untrained") or 0), unstable, at_edge, line.get("tuned") or "")
 
 
 def _failed(text: str) -> int:

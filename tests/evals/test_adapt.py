@@ -28,6 +28,7 @@ from evals.pretrained.contexts import Contexts
 from evals.pretrained.loading import Source, load
 from evals.pretrained.study import opened
 from evals.pretrained.substitution import is_converted, parse_substitution, substituted
+from evals.reporting.shown import ShownGroup
 from helpers.hf_models import quiet
 from helpers.small_lm import TEXT, save_small_lm
 
@@ -46,8 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures take seconds; the tests marked slow draw them."""
     if request.node.get_closest_marker("slow") is None:
-        for name in ("pretrained", "adapt"):
-            monkeypatch.setattr(f"evals.reporting.{name}.figures", lambda group: iter(()))
+        monkeypatch.setattr("evals.reporting.pretrained.drawn", ShownGroup)
 
 
 def adapt(folder: Path, out: Path, *options: str) -> int:

@@ -17,6 +17,7 @@ from evals.__main__ import main
 from evals.pretrained.contexts import Contexts
 from evals.pretrained.loading import Loaded, Source, load
 from evals.pretrained.study import PretrainedTask
+from evals.reporting.shown import ShownGroup
 from helpers.hf_models import quiet
 from helpers.small_lm import LENGTH, TEXT, byte_tokenizer, save_small_lm
 
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures take seconds; the tests marked slow draw them."""
     if request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr("evals.reporting.pretrained.figures", lambda group: iter(()))
+        monkeypatch.setattr("evals.reporting.pretrained.drawn", ShownGroup)
 
 
 def measure(folder: Path, out: Path, *options: str) -> int:
