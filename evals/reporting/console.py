@@ -7,7 +7,7 @@ import shutil
 import sys
 
 from evals.reporting.shown import ShownGroup
-from evals.reporting.tables import score_table
+from evals.reporting.tables import EFFECTIVE, EFFECTIVE_NOTE, score_table
 from evals.results.summary import failures, version_warnings
 
 FEW = 5  # without --verbose, at most this many failures are listed
@@ -25,6 +25,8 @@ def print_group(shown: ShownGroup, verbose: bool) -> None:
         print(f"\n{group.title}")
     for table in tables if verbose else tables[: shown.printed]:
         print(f"\n{table.text()}")
+        if EFFECTIVE in table.header:
+            print(f"{EFFECTIVE}: {EFFECTIVE_NOTE}")
     if verbose and shown.is_task:
         print(f"\nschedule: {shown.summary.schedule}")
     for line in shown.notes:

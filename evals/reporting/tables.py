@@ -196,9 +196,8 @@ def score_table(summary: Summary, errors: bool = True) -> Table:
         f"{task.name}{distinction}: {score.title} ({better} is better) by eval length n; train "
         f"length {summary.train_length}, chance {number(score, summary.chance or 0.0)}, {over}"
     )
-    note = f"{EFFECTIVE}: {EFFECTIVE_NOTE}" * effective
     header = [*heads(task, summary.xs), *[EFFECTIVE] * effective]
-    return Table(title, header, rows, note)
+    return Table(title, header, rows)
 
 
 def tables_of_task(group: Group, summary: Summary) -> list[Table]:

@@ -37,12 +37,13 @@ def load(
     """
     import pandas as pd
 
-    from evals.harness.plugins import load_plugins
+    from commandline.variants import load_plugin
     from evals.results.old_rows import converted
     from evals.results.rows import is_validation
     from evals.results.store import read_rows
 
-    load_plugins(None if plugin is None else Path(plugin))
+    if plugin is not None:
+        load_plugin(Path(plugin), need_variant=False)
     folders = [folder] if isinstance(folder, str | Path) else folder
     lines = [
         {

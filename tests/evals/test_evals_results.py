@@ -62,7 +62,7 @@ def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
     assert group.untrained(SSMAX) == 1
     shown = ShownGroup(group)
     assert {line[0] for line in shown.tables[0].rows} == {"softmax", "ssmax † 1/1"}
-    assert "chance 10 %" in shown.tables[0].title
+    assert "chance 10.0" in shown.tables[0].title
     assert shown.notes == [
         "† 1/1: did not reach 95 % at the train length (n = 16) with these settings, not tuned"
     ]
