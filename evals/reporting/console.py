@@ -38,5 +38,5 @@ def print_group(shown: ShownGroup, verbose: bool) -> None:
         print(f"failed: {len(failed) - FEW} more; --verbose lists all")
     for line in version_warnings([group]):
         print(line)
-    if not verbose and len(tables) > shown.printed:
+    if not (verbose or shown.is_task) and len(tables) > shown.printed:
         print(f"The report and --verbose show {len(tables) - shown.printed} more tables.")
