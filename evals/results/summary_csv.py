@@ -289,7 +289,7 @@ def summary_from(task: Any, lines: Sequence[Mapping[str, str]]) -> Summary:
     """The summary in the lines of a summary.csv, in which all numbers have six digits."""
     if task is pretrained.MODELS:
         means = {
-            (Series(x["series"]), int(x["length"]), x["metric"]): _estimate(
+            (Series(*x["series"].split(" · ")), int(x["length"]), x["metric"]): _estimate(
                 [x["mean"], "", x["low"], x["high"]], x["samples"]
             )
             for x in lines
