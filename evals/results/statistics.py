@@ -86,7 +86,8 @@ def t_test(differences: Sequence[float]) -> float | None:
         return 0.0 if any(differences) else 1.0
     from scipy.stats import ttest_1samp
 
-    return float(ttest_1samp(differences, 0)[1])
+    _, p = ttest_1samp(differences, 0)
+    return float(p)  # type: ignore[arg-type]
 
 
 def coverage(count: int) -> float:

@@ -118,10 +118,12 @@ def gain(task: Any) -> str:
 
 def summary_of(group: Group, xs: Sequence[Any] | None = None) -> Summary:
     """The summary of a group of rows, at these x (default: all)."""
-    title = group.title if group.is_pretrained else group.distinction
-    remarks = tuple(group.task.remarks(group.settings))
+    summary = summary_from(group.task, lines_of(group, xs))
     return replace(
-        summary_from(group.task, lines_of(group, xs)), distinction=title, remarks=remarks
+        summary,
+        lines={x: summary.lines[x] for x in group.series if x in summary.lines},
+        distinction=group.title if group.is_pretrained else group.distinction,
+        remarks=tuple(group.task.remarks(group.settings)),
     )
 
 
