@@ -18,7 +18,6 @@ from evals.options import Options
 from evals.plan import plan_study
 from evals.plugins import hash_in, load_plugins
 from evals.progress import Progress, clock, counted
-from evals.results.old_rows import with_old_fields
 from evals.results.rows import Row, is_validation
 from evals.results.store import Folder
 from evals.run import Run, RunContext
@@ -269,6 +268,6 @@ def run_tasks(
             note += f" The folder also has {len(others)} results made with other options."
         # If rows have different versions of a variant, the version in the last of them is shown.
         # The rows of this command are therefore last.
-        show(list(map(with_old_fields, [*others, *rows])), out, note, shared.verbose)
+        show([*others, *rows], out, note, shared.verbose)
     nothing = all(row["status"] != "ok" for row in rows)
     return 1 if failures or nothing else 0

@@ -287,6 +287,8 @@ class Eval(ABC):
         trained_score: a run with a lower score at the train length counts as not trained. None:
             every run counts as trained.
         published: a published table for comparison.
+        axis: what the x of a result row is: the eval length n.
+        versus, curve: see `evals.experiment.Experiment`.
     """
 
     name: str

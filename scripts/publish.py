@@ -22,15 +22,13 @@ from typing import Any
 from commandline.errors import UsageError
 from commandline.files import write_whole
 from evals.reporting import compare, pretrained_plots
+from evals.reporting.pages import FIGURES, figure_path
 from evals.reporting.plots import png
-from evals.reporting.pretrained_pages import FIGURES, figure_path
-from evals.results import pretrained
 from evals.results.provenance import provenance
 from evals.results.rows import Row, is_pretrained, is_trial, is_validation
 from evals.results.store import read_rows
 from evals.results.summary import Group, groups
 from evals.results.summary_csv import csv_text
-from evals.results.trials import trial_groups, trials_csv
 from scripts.tables import RESULTS
 
 
@@ -97,7 +95,7 @@ def publish(
     }
     figures = {figure: figure_path(to, name, figure) for figure in FIGURES}
     if is_pretrained(rows[0]):
-        for figure, _, drawn in pretrained_plots.figures(pretrained.groups(rows)[0]):
+        for figure, _, drawn in pretrained_plots.figures(groups(rows)[0]):
             if figure in figures:
                 written[figures.pop(figure)] = png(drawn)
         for path in figures.values():  # the documentation would show it above the new table
@@ -114,19 +112,14 @@ def _files(folder: Path) -> set[Path]:
 
 def _summary(rows: Sequence[Row]) -> str:
     """The CSV of the rows, which must have equal settings."""
-    several: Sequence[Any]
-    if is_pretrained(rows[0]):
-        several, text = pretrained.groups(rows), pretrained.summary_csv
-    elif is_trial(rows[0]):
-        several, text = trial_groups(rows), trials_csv
-    else:
-        several, text = groups(rows), csv_text
+    several = groups(rows)
     if len(several) > 1:
+        titles = (x.title if x.is_pretrained else x.distinction for x in several)
         raise UsageError(
             f"DIR must have results with equal settings, got {len(several)} groups: "
-            + "; ".join(x.title if is_pretrained(rows[0]) else x.distinction for x in several)
+            f"{'; '.join(titles)}"
         )
-    return text(several)
+    return csv_text(several)
 
 
 def _json(made: dict[str, Any]) -> str:

@@ -19,9 +19,7 @@ from packaging.version import Version
 import attnzoo
 from commandline.errors import UsageError
 from commandline.table import markdown
-from evals.reporting import pretrained_pages
-from evals.reporting.readme_tables import overview, scores, tasks_table
-from evals.reporting.trials import documented
+from evals.reporting.pages import documented, overview, scores, tasks_table
 from evals.tasks import EXPERIMENTS
 from scripts.benchmark_tables import kernels_table, profile_table
 from scripts.call_path import call_path
@@ -116,7 +114,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "results": lambda page: overview(RESULTS),
     **{name: lambda page, name=name: documented(RESULTS, name) for name in EXPERIMENTS},
     **{
-        name.replace(".", "-"): lambda page, name=name: pretrained_pages.documented(RESULTS, name)
+        name.replace(".", "-"): lambda page, name=name: documented(RESULTS, name)
         for name in ("pretrained", "pretrained.new-variants", "adapt")
     },
     "kernels": lambda page: kernels_table(),

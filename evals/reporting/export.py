@@ -7,8 +7,6 @@ rows always give the same bytes.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,52 +17,16 @@ from commandline.errors import UsageError
 from commandline.files import write_whole
 from evals.options import check_unique
 from evals.reporting import plots
-from evals.reporting.latex import latex_table
+from evals.reporting.formats import FORMATS
 from evals.reporting.pictures import figures
-from evals.reporting.readme_tables import markdown_table
-from evals.reporting.scores import Scores, of_group
 from evals.results.store import read_rows
 from evals.results.summary import Group, groups, version_warnings
-from evals.results.summary_csv import number_text
-from evals.results.trials import of_tasks
+from evals.results.summary_csv import Summary, summary_of
 from evals.task import Metric
 from evals.theory.trained_heads import fitted
 
 NAME = "export"
 ALL = "all"
-CSV_HEADER = (
-    "task", "settings", "variant", "position_encoding", "length", "metric", "mean",
-    "standard_error", "interval_low", "interval_high", "seeds", "failed", "untrained_seeds",
-    "chance", "train_length", "effective_length", "drops", "difference_from_softmax", "p_holm",
-    "unstable", "tuned",
-)  # fmt: skip
-
-
-def csv_tables(tables: Sequence[Scores]) -> str:
-    """CSV text with a line per task, variant, position encoding, length and metric. Scores are not
-    scaled to percent. The column ``drops`` is 0 if the effective length is a lower bound."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(CSV_HEADER)
-    for table in tables:
-        for line in table.lines:
-            effective = ("", "") if line.effective is None else tuple(map(int, line.effective))
-            for length, value in zip(table.lengths, line.values, strict=True):
-                writer.writerow([
-                    table.task.name, table.distinction, line.variant, line.encoding, length,
-                    table.metric.name, *map(number_text, value[:4]), value.seeds, value.failed,
-                    line.untrained, number_text(table.chance), table.train_length, *effective,
-                    number_text(value.difference), number_text(value.p), int(line.unstable),
-                    line.tuned,
-                ])  # fmt: skip
-    return file.getvalue()
-
-
-FORMATS = {
-    "csv": (".csv", csv_tables),
-    "latex": (".tex", lambda tables: "\n".join(map(latex_table, tables))),
-    "markdown": (".md", lambda tables: "\n".join(map(markdown_table, tables))),
-}
 FIGURES = {"png": lambda figure: plots.png(figure, dpi=300), "svg": plots.svg, "pdf": plots.pdf}
 
 
@@ -93,18 +55,20 @@ def add_parser(commands: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Export the results in some folders."""
     to_one_file = _writes_one_file(args)
-    task_groups = groups(of_tasks(read_rows(args.folders), NAME))
-    _check_chosen(task_groups, args.metric, args.lengths)
-    for warning in version_warnings(task_groups):
+    all_groups = groups(read_rows(args.folders))
+    _check_chosen(all_groups, args.metric, args.lengths)
+    for warning in version_warnings(all_groups):
         print(warning, file=sys.stderr)
-    tables: dict[str, Scores] = {}
+    tables: dict[str, tuple[Summary, Metric]] = {}
     files: dict[Path, str | bytes] = {}
-    for name, group in _named(task_groups):
+    for name, group in _named(all_groups):
         metrics = _metrics(group, args.metric)
-        if args.lengths is None or set(args.lengths) & set(group.lengths):
-            tables |= {f"{name}-{m.name}": of_group(group, m, args.lengths) for m in metrics}
+        lengths = args.lengths if group.task.axis == "n" else None
+        if lengths is None or set(lengths) & set(group.xs):
+            summary = summary_of(group, lengths)
+            tables |= {f"{name}-{metric.name}": (summary, metric) for metric in metrics}
         if metrics and args.figures:
-            heads = fitted(group)
+            heads = fitted(group) if group.task.axis == "n" and not group.is_pretrained else []
             for kind in args.figures:  # drawn anew, because saving a figure changes its layout
                 for drawing in figures(group, heads, metrics):
                     path = args.out / f"{name}-{drawing.name}.{kind}"
@@ -149,19 +113,19 @@ def _writes_one_file(args: argparse.Namespace) -> bool:
 
 
 def _check_chosen(
-    task_groups: Sequence[Group], metrics: Sequence[str] | None, lengths: Sequence[int] | None
+    all_groups: Sequence[Group], metrics: Sequence[str] | None, lengths: Sequence[int] | None
 ) -> None:
     """Raise UsageError for a metric or a length that no result has or that is repeated."""
-    for option, values in (("--metric", metrics), ("--lengths", lengths)):
-        check_unique(option, values or [])
-    known = dict.fromkeys(metric.name for group in task_groups for metric in group.metrics)
+    known = dict.fromkeys(metric.name for group in all_groups for metric in group.metrics)
+    measured = sorted({x for group in all_groups if group.task.axis == "n" for x in group.xs})
+    check_unique("--metric", metrics or [])
+    check_unique("--lengths", lengths or [])
     for name in metrics or ():
         if name not in (*known, ALL):
             raise UsageError(f"--metric must be among {', '.join(known)} or {ALL}, got {name!r}")
-    measured = sorted({length for group in task_groups for length in group.lengths})
     if missing := [length for length in lengths or () if length not in measured]:
-        known, unmeasured = (", ".join(map(str, lengths)) for lengths in (measured, missing))
-        raise UsageError(f"--lengths must be among {known}, got {unmeasured}")
+        allowed, got = (", ".join(map(str, numbers)) for numbers in (measured, missing))
+        raise UsageError(f"--lengths must be among {allowed}, got {got}")
 
 
 def _metrics(group: Group, names: Sequence[str] | None) -> list[Metric]:
@@ -170,10 +134,10 @@ def _metrics(group: Group, names: Sequence[str] | None) -> list[Metric]:
     return [metric for metric in group.metrics if ALL in names or metric.name in names]
 
 
-def _named(task_groups: Sequence[Group]) -> Iterator[tuple[str, Group]]:
+def _named(all_groups: Sequence[Group]) -> Iterator[tuple[str, Group]]:
     """Pairs (file name prefix, group). Further groups of a task get a number: mqar, mqar_2."""
     count: dict[str, int] = {}
-    for group in task_groups:
+    for group in all_groups:
         name = group.task.name
         count[name] = count.get(name, 0) + 1
         yield f"{name}_{count[name]}" if count[name] > 1 else name, group

@@ -1,4 +1,4 @@
-"""The figures of a task's results: the report embeds them, ``export`` writes them to files."""
+"""The figures of a group's results: the report embeds them, ``export`` writes them to files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from evals.reporting import plots
+from evals.reporting import adapt, plots, pretrained_plots
 from evals.reporting.theory_plots import theory_plot
 from evals.results.summary import Group
 from evals.task import Metric
@@ -43,8 +43,17 @@ def pictures(group: Group, heads: Sequence[Heads]) -> list[Picture]:
 def figures(
     group: Group, heads: Sequence[Heads], metrics: Sequence[Metric] | None = None
 ) -> Iterator[Drawing]:
-    """The curves of these metrics (default: all metrics), then fitted laws and heat maps."""
-    for metric in group.metrics if metrics is None else metrics:
+    """The figures of a group. Of a task: the curves of these metrics (default: all metrics), then
+    fitted laws and heat maps. An experiment has none."""
+    if group.is_pretrained:
+        for name, title, figure in (*pretrained_plots.figures(group), *adapt.figures(group)):
+            yield Drawing(name, title, "curve", figure)
+    elif group.task.axis == "n":
+        yield from _of_task(group, heads, group.metrics if metrics is None else metrics)
+
+
+def _of_task(group: Group, heads: Sequence[Heads], metrics: Sequence[Metric]) -> Iterator[Drawing]:
+    for metric in metrics:
         yield Drawing(metric.name, metric.title, "curve", plots.metric_plot(group, metric))
     if (law := theory_plot(group, heads)) is not None:
         title = "Largest weight of each variant's sharpest head against n, and the fitted law"

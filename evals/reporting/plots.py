@@ -10,6 +10,7 @@ import io
 import math
 from collections.abc import Callable
 from itertools import cycle
+from textwrap import fill
 
 import numpy as np
 from matplotlib import rc_context
@@ -77,6 +78,13 @@ def looks_of(variants: list[str]) -> dict[str, dict[str, object]]:
         looks[variant] = {"color": next(colours), "linestyle": style, "marker": marker}
         used += 1
     return looks
+
+
+def tidy(axes: Axes) -> None:
+    """Light grid lines behind the data, and no frame at the top and the right."""
+    axes.grid(**GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _darker(colour: str) -> str:
@@ -148,47 +156,38 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
     figure = Figure(figsize=(9.6, line_height(group)), layout="constrained")
     axes = figure.add_subplot()
     looks = looks_of([series.label for series in group.series])
-    is_score = metric is group.task.score
-    ends, values = [], [metric.factor * group.chance] if is_score else []
+    chance = None
+    if metric is group.task.score and group.chance is not None:
+        chance = metric.factor * group.chance
+    ends, values = [], [] if chance is None else [chance]
     for series in group.series:
-        points = [p for p in group.of(series) if metric.name in p.metrics]
-        points = [p for p in points if p.metrics[metric.name].mean > 0 or not metric.log]
-        if not points:
+        means = {point.x: point.mean(metric.name) for point in group.of(series)}
+        measured = {x: m for x, m in means.items() if m and (m.mean > 0 or not metric.log)}
+        if not measured:
             continue
-        x = [p.length for p in points]
-        y = [metric.factor * p.metrics[metric.name].mean for p in points]
-        error = [metric.factor * (p.metrics[metric.name].error or 0.0) for p in points]
+        y = np.array([metric.factor * mean.mean for mean in measured.values()])
+        error = np.array([metric.factor * (mean.error or 0.0) for mean in measured.values()])
         look = {"linewidth": 1.6, "markersize": 4.5} | looks[series.label]
-        axes.plot(x, y, **look)  # type: ignore[arg-type]
-        lower = [
-            max(v - e, v / 100) if metric.log else v - e for v, e in zip(y, error, strict=True)
-        ]
-        upper = [v + e for v, e in zip(y, error, strict=True)]
-        axes.fill_between(x, lower, upper, color=str(look["color"]), alpha=0.2, linewidth=0)
-        ends.append((series.label, y[-1], str(look["color"])))
-        values += y
-    length_axis(axes, group.lengths, "eval length n")
+        axes.plot(list(measured), y, **look)  # type: ignore[arg-type]
+        lower = np.maximum(y - error, y / 100) if metric.log else y - error
+        colour = str(look["color"])
+        axes.fill_between(list(measured), lower, y + error, color=colour, alpha=0.2, linewidth=0)
+        ends.append((series.label, float(y[-1]), colour))
+        values += y.tolist()
+    length_axis(axes, group.xs, "eval length n")
     lowest = min(values, default=1.0)
     if metric.log:
-        axes.set_yscale("log")
-        axes.set_ylim(lowest / 1.5, 1.3)  # a band can reach 0, which a log axis cannot show
-        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if lowest < 0.005 else (1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_locator(NullLocator())
+        log_axis(axes, lowest, lowest / 1.5)  # a band can reach 0, which a log axis cannot show
     else:
         axes.set_ylim(0, 104 if metric.factor == 100 else 1.04 * max(values, default=1.0))
-    axes.set_xlim(group.lengths[0] / 1.3, group.lengths[-1] * 1.05)
+    first, last = group.xs[0], group.xs[-1]
+    axes.set_xlim(first / 1.3, last * 1.05)
     trained = group.settings["train_shortest"], group.settings["train_longest"]
-    axes.axvspan(group.lengths[0] / 1.3, trained[1], color="#eeeeee", zorder=0)
-    if is_score:
-        chance = metric.factor * group.chance
+    axes.axvspan(first / 1.3, trained[1], color="#eeeeee", zorder=0)
+    if chance is not None:
         axes.axhline(chance, color="#555555", linewidth=0.9, linestyle=":")
-        axes.annotate(
-            "chance", (group.lengths[0], chance), (2, 3), textcoords="offset points", fontsize=8
-        )
-    axes.grid(**GRID)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+        axes.annotate("chance", (first, chance), (2, 3), textcoords="offset points", fontsize=8)
+    tidy(axes)
     seeds = "band: ± one standard error over seeds" if len(group.seeds) > 1 else "one seed"
     notes = [seeds, f"grey: train lengths, n = {trained[0]} to {trained[1]}"]
     if any("->" in series.variant for series in group.series):
@@ -198,6 +197,57 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
     where = {"transform": axes.transAxes, "fontsize": 8.5, "color": "#555555"}
     axes.text(0, 1.02, "; ".join(notes), **where)
     name_lines(axes, ends, metric.log)
+    return figure
+
+
+def log_axis(axes: Axes, lowest: float, low: float) -> None:
+    """A log y axis from ``low`` to a little above 1. lowest: the smallest value."""
+    axes.set_yscale("log")
+    axes.set_ylim(low, 1.3)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1,) if lowest < 0.005 else (1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+# ---- heat maps
+
+
+def panels(count: int, wide: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with some axes, at most ``wide`` in a row; width and height of one in inches."""
+    wide = min(wide, count)
+    high = -(-count // wide)
+    figure = Figure(figsize=(width * wide + 0.9, height * high + 0.7), layout="constrained")
+    grid = list(figure.subplots(high, wide, squeeze=False).flat)
+    for axes in grid[count:]:
+        axes.set_visible(False)
+    return figure, grid
+
+
+def _padded(rows: list[list[float]]) -> np.ndarray:
+    """Rows of different lengths as an array, with NaN after their ends."""
+    cells = np.full((len(rows), max(map(len, rows))), np.nan)
+    for index, row in enumerate(rows):
+        cells[index, : len(row)] = row
+    return cells
+
+
+def head_maps(
+    layers_by_label: dict[str, list[list[float]]],
+    label: str,
+    limits: tuple[float, float] | None = None,
+) -> Figure:
+    """A heat map by layer and head for each label, with one scale: ``limits``, or from the smallest
+    to the largest value."""
+    every = [x for layers in layers_by_label.values() for heads in layers for x in heads]
+    low, high = limits or (min(every), max(every))
+    figure, grid = panels(len(layers_by_label), 4, 2.8, 3.1)
+    for axes, (title, layers) in zip(grid, layers_by_label.items(), strict=False):
+        axes.imshow(_padded(layers), vmin=low, vmax=high, cmap=_MAP, aspect="auto")
+        axes.set_title(fill(title, 40), fontsize=7)
+        axes.set_xlabel("head", fontsize=8)
+        axes.set_ylabel("layer", fontsize=8)
+        axes.tick_params(labelsize=7)
+    figure.colorbar(grid[0].images[0], ax=grid, shrink=0.7, label=label)
     return figure
 
 
@@ -223,39 +273,32 @@ def heat_map(
         weights: true if the values are weights. Weights have a log colour scale up to 1. Other
             values have a linear scale from the smallest to the largest.
     """
-    drawn = [
-        (series.label, points)
+    drawn = {
+        series.label: points
         for series in group.series
         if (points := [p for p in group.of(series) if p.curves.get(curve)])
-    ]
+    }
     if not drawn:
         return None
-    every = [value for _, points in drawn for p in points for value in p.curves[curve]]
+    every = [value for points in drawn.values() for p in points for value in p.curves[curve]]
     norm = LogNorm(_FAINT, 1, clip=True) if weights else Normalize(min(every), max(every))
-    wide = min(3, len(drawn))
-    high = -(-len(drawn) // wide)
-    height = 0.9 + 0.2 * len(group.lengths)
-    figure = Figure(figsize=(3.3 * wide + 0.9, height * high + 0.7), layout="constrained")
-    grid = figure.subplots(high, wide, squeeze=False)
-    for axes in grid.flat[len(drawn) :]:
-        axes.set_visible(False)
-    for axes, (variant, points) in zip(grid.flat, drawn, strict=False):
-        rows = [p.curves[curve] for p in points]
-        width = max(map(len, rows))
-        cells = [[*row, *[math.nan] * (width - len(row))] for row in rows]
+    figure, grid = panels(len(drawn), 3, 3.3, 0.9 + 0.2 * len(group.xs))
+    for index, (axes, (variant, points)) in enumerate(zip(grid, drawn.items(), strict=False)):
+        cells = _padded([p.curves[curve] for p in points])
         axes.imshow(cells, cmap=_MAP, norm=norm, aspect="auto")
+        width = cells.shape[1]
         step = -(-width // _NAMED)
-        for index, row in enumerate(rows):
-            for column, value in enumerate(row[: width if step == 1 else 1]):
+        for (row, column), value in np.ndenumerate(cells if step == 1 else cells[:, :1]):
+            if not math.isnan(value):
                 colour = "black" if norm(value) > 0.55 else "white"
-                axes.text(column, index, _short(value), ha="center", va="center", fontsize=6,
+                axes.text(column, row, _short(value), ha="center", va="center", fontsize=6,
                           color=colour)  # fmt: skip
         axes.set_title(variant, fontsize=9)
-        axes.set_yticks(range(len(points)), [str(p.length) for p in points], fontsize=7)
+        axes.set_yticks(range(len(points)), [str(p.x) for p in points], fontsize=7)
         axes.set_xticks(range(0, width, step), columns(width)[::step], fontsize=7)
         axes.tick_params(length=0)
-    for axes in grid[:, 0]:
-        axes.set_ylabel("n", fontsize=8)
+        if index % 3 == 0:
+            axes.set_ylabel("n", fontsize=8)
     figure.suptitle(title, fontsize=12)
     label = "weight (log scale)" if weights else ""
     bar = figure.colorbar(ScalarMappable(norm, _MAP), ax=grid, label=label, shrink=0.7, pad=0.02)

@@ -6,31 +6,31 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from commandline.files import write_whole
 from commandline.table import Table
-from evals.reporting.leaderboard import Leaderboard, leaderboard
+from evals.reporting import tables
 from evals.reporting.pictures import Picture
-from evals.reporting.scores import EFFECTIVE_SHARE
-from evals.reporting.stored import StoredResults
+from evals.reporting.shown import ShownGroup
 from evals.reporting.tables import (
+    BARE,
+    EFFECTIVE_NOTE,
+    NONE,
     chance_text,
-    cost_table,
-    learned_table,
-    legend,
-    more_tables,
-    score_tables,
-    settings_table,
+    entry,
+    has_effective,
+    interval,
 )
 from evals.results.rows import Row
-from evals.results.summary import UNTRAINED, Group, Point, version_warnings
-from evals.theory import trained_heads as theory
+from evals.results.summary import UNTRAINED, Group, Point, Series, at, version_warnings
+from evals.results.summary_csv import Summary
 
 TEMPLATE = Path(__file__).parent / "template"
 _OPEN = 12  # longer lists of failures start collapsed
@@ -38,81 +38,87 @@ _VERSIONS = ("schedule", "data", "torch", "attnzoo", "commit", "device")
 _SETTINGS = {"train_shortest": "shortest train length", "train_longest": "train length"}
 
 
-@dataclass(frozen=True, eq=False)
-class ShownGroup:
-    """A group with its fitted heads and its pictures."""
+class Block(NamedTuple):
+    """A part of a section: tables and figures, of which the first is open."""
 
-    group: Group
-    heads: Sequence[theory.Heads]
+    heading: str
+    text: str = ""
+    tables: Sequence[Table] = ()
     pictures: Sequence[Picture] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The section of the page about one group. ident: its HTML id."""
+    """A section of the page. ident: its HTML id. kind: its heading in the table of contents.
 
-    shown: ShownGroup
+    shown: only sections of groups have it. board: whether it has a leaderboard, as tasks have.
+    """
+
     ident: str
     heading: str
+    about: str
+    kind: str
+    blocks: Sequence[Block] = ()
+    shown: ShownGroup | None = None
+    board: bool = False
+    notes: Sequence[str] = field(default_factory=list)
 
     @property
     def group(self) -> Group:
+        assert self.shown is not None
         return self.shown.group
-
-    def _pictures(self, kind: str) -> list[Picture]:
-        return [picture for picture in self.shown.pictures if picture.kind == kind]
-
-    @property
-    def curves(self) -> list[Picture]:
-        return self._pictures("curve")
-
-    @property
-    def theory(self) -> list[Picture]:
-        return self._pictures("theory")
-
-    @property
-    def maps(self) -> list[Picture]:
-        return self._pictures("map")
-
-    @cached_property
-    def board(self) -> Leaderboard:
-        return leaderboard(self.group)
-
-    @property
-    def legend(self) -> list[str]:
-        return legend(self.group)
-
-    @property
-    def theory_tables(self) -> list[Table]:
-        return theory.tables(self.group, self.shown.heads)
-
-    @property
-    def tables(self) -> list[Table]:
-        scores, makers = score_tables(self.group), (settings_table, learned_table)
-        optional = [table for make_table in makers if (table := make_table(self.group)) is not None]
-        return [*scores, *more_tables(self.group), *optional, cost_table(self.group)]
 
     @property
     def settings(self) -> dict[str, str]:
         """The settings, versions and seeds of the results, by their names on the page."""
-        group_settings = self.group.settings.items()
         settings = {
             _SETTINGS.get(name, name.replace("_", " ")): str(value)
-            for name, value in group_settings
+            for name, value in self.group.settings.items()
         }
         versions = {name: _values(self.group.rows, name) for name in _VERSIONS}
-        return settings | versions | {"seeds": ", ".join(map(str, self.group.seeds))}
+        seeds = {"seeds": ", ".join(map(str, self.group.seeds))}
+        return settings | {name: text for name, text in versions.items() if text} | seeds
+
+    @property
+    def summary(self) -> Summary:
+        assert self.shown is not None
+        return self.shown.summary
+
+    @property
+    def columns(self) -> list[tuple[int, str]]:
+        """The lengths of the leaderboard with their distance, such as (256, "4 × train")."""
+        longest = self.group.settings["train_longest"]
+        return [
+            (x, "train length" if x == longest else f"{x / longest:.3g} × train")
+            for x in self.group.xs
+        ]
+
+    def cell(self, series: Series, x: int) -> tuple[str, str, float | None, float | None, str]:
+        """An entry of the leaderboard: the score as shown, its interval, the score for sorting, the
+        width of the bar (None if the score is not a percentage), and the HTML id of its rows."""
+        score, mean = (
+            self.group.task.score,
+            self.summary.mean(series, x, self.group.task.score.name),
+        )
+        percent = None
+        if mean is not None and score.factor == 100 and not score.lower_is_better:
+            percent = round(min(100.0, max(0.0, 100 * mean.mean)), 2)
+        return (
+            entry(self.summary, series, x, score, BARE, marked=True), interval(mean, score),
+            None if mean is None else mean.mean, percent,
+            row_ident(self.ident, self.group.points[series, x]),
+        )  # fmt: skip
 
     def overview(self) -> list[object]:
-        """The group's line in the table of contents."""
-        group, best = self.group, self.board.lines[0]
-        score, longest = group.task.score, group.lengths[-1]
-        top = best.cells[-1]
-        failed = sum(sum(point.failures.values()) for point in group.points.values())
+        """The line of a task in the table of contents."""
+        group, score = self.group, self.group.task.score
+        best = self.summary.ranked(score)[0]
+        top, _, value, *_ = self.cell(best, group.xs[-1])
+        failed = sum(len(x) for p in group.points.values() for x in p.failures.values())
         return [
-            score.title.split(":")[0], f"n = {group.settings['train_longest']}", f"n = {longest}",
-            len(group.series), len(group.seeds), failed or "—",
-            "—" if top.value is None else f"{best.name}: {top.text}",
+            score.title.split(":")[0], at(group.task, group.settings["train_longest"]),
+            at(group.task, group.xs[-1]), len(group.series), len(group.seeds), failed or NONE,
+            NONE if value is None else f"{group.name(best)}: {top}",
         ]  # fmt: skip
 
     def how_to_read(self) -> str:
@@ -121,57 +127,64 @@ class Section:
         means = "One seed, so there are no intervals."
         if seeds > 1:
             means = f"Large numbers: mean over {seeds} seeds; small: its 95 % bootstrap interval."
-        effective = (
-            " Effective length: the longest n up to which the score stays above "
-            f"{100 * EFFECTIVE_SHARE:g} % of its value at the train length; — for variants with "
-            f"{UNTRAINED}."
-        )
+        effective = f" Effective length: {EFFECTIVE_NOTE}; {NONE} for variants with {UNTRAINED}."
         return (
             f"{score.title}, by variant and eval length n. "
             f"{means} {better} is better; blind guessing reaches "
-            f"{chance_text(score, self.group.chance)}. Click on a column to sort by it, on a score "
-            f"to see its result rows.{effective * self.board.has_effective}"
+            f"{chance_text(score, self.group.chance or 0.0)}. Click on a column to sort by it, on "
+            f"a score to see its result rows.{effective * has_effective(self.summary, score)}"
         )
-
-    def point_ident(self, point: Point) -> str:
-        """The HTML id of the first row of one variant at one length; the leaderboard links here."""
-        return f"{self.ident}-{self.group.series.index(point.series)}-{point.length}"
 
     @property
     def row_header(self) -> list[str]:
         metrics = [metric.name for metric in self.group.metrics]
-        start = ["variant", "position encoding", "n", "seed", "status"]
-        return [*start, *metrics, "sequences", "key", "message"]
+        series, axis = self.group.rows[0]["series"], self.group.task.axis
+        return ["variant", *series, axis, "seed", "status", *metrics, "sequences", "key", "message"]
 
-    def rows(self) -> Iterator[tuple[str, list[str]]]:
+    def rows(self) -> Iterator[tuple[str, list[Any]]]:
         """Pairs (HTML id, cells) for all rows. Only the first row of each `Point` has an id."""
-        metrics = [metric.name for metric in self.group.metrics]
         for point in self.group.points.values():
-            ident = self.point_ident(point)
-            for row in sorted(point.rows, key=lambda row: row["seed"]):
-                start = [row[name] for name in ("variant", "positions", "length", "seed", "status")]
-                row_metrics = row["metrics"]
-                figures = [
-                    f"{row_metrics[name]:.6g}" if name in row_metrics else "" for name in metrics
-                ]
-                yield ident, [*start, *figures, row["sequences"], row["key"], row["message"]]
+            ident = row_ident(self.ident, point)
+            for row in point.rows:
+                values = [row["metrics"].get(metric.name) for metric in self.group.metrics]
+                yield (
+                    ident,
+                    [
+                        row["variant"], *row["series"].values(), row["x"], row["seed"],
+                        row["status"], *("" if x is None else f"{x:.6g}" for x in values),
+                        row.get("sequences", ""), row["key"], row["message"],
+                    ],
+                )  # fmt: skip
                 ident = ""
 
+    def failed(self) -> Iterator[tuple[str, str, str]]:
+        """Tuples (HTML id of the rows, point, reasons) of all points with failures."""
+        for point in self.group.points.values():
+            if point.failures and (point.rows or self.board):
+                seeds = len(self.group.seeds)
+                counts = {status: len(failed) for status, failed in point.failures.items()}
+                text = ", ".join(
+                    f"{status} in {n} of {seeds} seeds" for status, n in counts.items()
+                )
+                messages = f": {'; '.join(point.messages)}" if point.messages else ""
+                label = f"{point.series.label}, {at(self.group.task, point.x)}"
+                yield row_ident(self.ident, point), label, text + messages
 
-def report_html(
-    shown: Sequence[ShownGroup],
-    note: str,
-    theory_results: Sequence[StoredResults] = (),
-    pretrained: Sequence[StoredResults] = (),
-) -> str:
+
+def row_ident(section: str, point: Point) -> str:
+    """The HTML id of the first row of a point, to which the leaderboard links; "" without rows."""
+    group = point.group
+    ident = f"{section}-{group.series.index(point.series)}-{group.xs.index(point.x)}"
+    return ident if point.rows else ""
+
+
+def report_html(shown: Sequence[ShownGroup], note: str, stored: Sequence[Section] = ()) -> str:
     """The HTML of the whole page. All text from results is escaped.
 
-    theory_results: stored results of commands such as ``ranks``, shown below the tasks.
-    pretrained: results of pretrained models, shown below these.
+    stored: results of commands such as ``ranks``, shown below the groups.
     """
-    groups = [x.group for x in shown]
-    sections = _sections(shown)
-    tasks = list(dict.fromkeys(group.task.name for group in groups))
+    groups = [one.group for one in shown]
+    sections = [*map(_section, shown, _names(groups)), *stored]
     script = (TEMPLATE / "report.js").read_text(encoding="utf-8")
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE),
@@ -180,16 +193,16 @@ def report_html(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals |= {"tables": tables}
     environment.filters["base64"] = lambda data: b64encode(data).decode()
+    failed = [(one.heading, *line) for one in sections if one.shown for line in one.failed()]
     return environment.get_template("report.html.j2").render(
-        title=_title(tasks),
-        what_was_run=_what_was_run(groups) if groups else "",
+        title=_title(groups),
+        what_was_run=_what_was_run([group for group in groups if not group.is_pretrained]),
         note=note,
         warnings=version_warnings(groups),
         sections=sections,
-        stored=theory_results,
-        pretrained=pretrained,
-        failed=_failed(sections),
+        failed=failed,
         open=_OPEN,
         style=Markup((TEMPLATE / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
@@ -197,54 +210,80 @@ def report_html(
     )
 
 
-def _title(tasks: Sequence[str]) -> str:
-    if not tasks:
-        return "Attention variants in pretrained models"
-    return "Length generalization of attention variants" + f": {tasks[0]}" * (len(tasks) == 1)
+def write_page(
+    path: Path, shown: Sequence[ShownGroup], note: str, stored: Sequence[Section] = ()
+) -> Path:
+    """Write the page; returns its path."""
+    write_whole(path, report_html(shown, note, stored))
+    return path
 
 
-def _sections(shown: Sequence[ShownGroup]) -> list[Section]:
-    """A section for each group. If a task has several groups, the headings name the settings that
-    differ."""
-    sections = []
-    for shown_group in shown:
-        task = shown_group.group.task
+def _names(groups: Sequence[Group]) -> list[tuple[str, str]]:
+    """The HTML id and the heading of each group. If a task has several groups, the headings name
+    the settings that differ."""
+    names = []
+    for group in groups:
+        task, of_task = group.task, [other for other in groups if other.task is group.task]
         ident, heading = re.sub(r"[^a-z0-9-]", "-", task.name.lower()), task.name
-        of_task = [other for other in shown if other.group.task is task]
-        if len(of_task) > 1:
-            ident += f"-{of_task.index(shown_group) + 1}"
-            heading += f" · {shown_group.group.distinction}"
-        sections.append(Section(shown_group, ident, heading))
-    return sections
+        if group.is_pretrained:
+            heading += f": {group.title}"
+        elif len(of_task) > 1:
+            heading += f" · {group.distinction}"
+        names.append((ident + f"-{of_task.index(group) + 1}" * (len(of_task) > 1), heading))
+    return names
+
+
+def _section(shown: ShownGroup, names: tuple[str, str]) -> Section:
+    """The section of a group."""
+    group, (ident, heading) = shown.group, names
+    by_kind = {kind: [p for p in shown.pictures if p.kind == kind]
+               for kind in ("curve", "theory", "map")}  # fmt: skip
+    if group.is_pretrained:
+        blocks = [Block("Figures and tables", "", shown.tables, shown.pictures)]
+        return Section(ident, heading, shown.about, "Pretrained models", blocks, shown)
+    if not shown.is_task:
+        conditions = [list(item) for item in group.task.conditions.items()]
+        shown_tables = [*shown.tables, Table("Conditions", ["condition", "meaning"], conditions)]
+        blocks, notes = [Block("Tables", "", shown_tables)], [*shown.notes, *group.left_out]
+        return Section(ident, heading, shown.about, "Experiments", blocks, shown, False, notes)
+    maps = "Each variant has a map with one row for each eval length n."
+    blocks = [
+        Block("Length curves", "", (), by_kind["curve"]),
+        Block("Theory and measurement", "", shown.theory_tables, by_kind["theory"]),
+        Block("Heat maps", maps, (), by_kind["map"]),
+        Block("Tables of all metrics", "", shown.tables),
+    ]
+    blocks = [block for block in blocks if block.tables or block.pictures]
+    return Section(ident, heading, shown.about, "Tasks", blocks, shown, True, shown.notes)
+
+
+def _title(groups: Sequence[Group]) -> str:
+    names = {False: dict[str, None](), True: dict[str, None]()}
+    for group in groups:
+        if not group.is_pretrained:
+            names[group.task.axis == "n"][group.task.name] = None
+    of_lengths, of_conditions = names[True], names[False]
+    if not of_lengths and not of_conditions:
+        return "Attention variants in pretrained models"
+    title = "Length generalization of attention variants" if of_lengths else "Output layers"
+    shown = [*of_lengths] or [*of_conditions]
+    return title + f": {shown[0]}" * (len(shown) == 1)
 
 
 def _values(rows: Sequence[Row], name: str) -> str:
-    return ", ".join(sorted({str(row[name]) for row in rows}))
+    return ", ".join(sorted({str(row[name]) for row in rows if name in row}))
 
 
 def _what_was_run(groups: Sequence[Group]) -> str:
     rows = [row for group in groups for row in group.rows]
-    all_series = {series for group in groups for series in group.series}
+    if not rows:
+        return ""
     counts = (
         (len({group.task.name for group in groups}), "task"),
-        (len({series.variant for series in all_series}), "variant"),
+        (len({row["variant"] for row in rows}), "variant"),
         (len({row["seed"] for row in rows}), "seed"),
         (len(rows), "result"),
     )
     words = ", ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
     versions = [f"{name} {_values(rows, name)}" for name in ("attnzoo", "torch", "commit")]
     return f"{words}; {', '.join(versions)}, on {_values(rows, 'device')}."
-
-
-def _failed(sections: Sequence[Section]) -> list[tuple[Section, Point, str]]:
-    """Tuples (section, point, reasons) of all points with failed or missing seeds."""
-    failed = []
-    for section in sections:
-        seeds = len(section.group.seeds)
-        for point in section.group.points.values():
-            if point.failures:
-                counts = point.failures.items()
-                text = ", ".join(f"{status} in {n} of {seeds} seeds" for status, n in counts)
-                messages = f": {'; '.join(point.messages)}" if point.messages else ""
-                failed.append((section, point, text + messages))
-    return failed

@@ -1,36 +1,25 @@
 """Results of the commands `ranks` and `in-context` in a results folder, for the report.
 
 Each command writes its tables to a CSV file and may write a figure beside it. The report shows
-them below the tasks if they are in a folder that it reads.
+them below the other results if they are in a folder that it reads.
 """
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from commandline.errors import UsageError
-from commandline.table import Table, read_tables
+from commandline.table import read_tables
 from evals.reporting.pictures import Picture
+from evals.reporting.report import Block, Section
 from evals.theory import in_context, ranks
 
 COMMANDS = {"ranks": ranks.ABOUT, in_context.NAME: in_context.ABOUT}
 
 
-@dataclass(frozen=True, eq=False)
-class StoredResults:
-    """The results of one command. ident: the HTML id of its section. about: what it measured."""
-
-    ident: str
-    heading: str
-    about: str
-    tables: Sequence[Table]
-    pictures: Sequence[Picture]
-
-
-def stored(folders: Sequence[Path]) -> list[StoredResults]:
+def stored(folders: Sequence[Path]) -> list[Section]:
     """The results of the commands in these folders, in the order of `COMMANDS`.
 
     Raises:
@@ -44,7 +33,7 @@ def stored(folders: Sequence[Path]) -> list[StoredResults]:
     ]
 
 
-def _read(folder: Path, name: str, number: int, many: bool) -> StoredResults:
+def _read(folder: Path, name: str, number: int, many: bool) -> Section:
     file, image = folder / f"{name}.csv", folder / f"{name}.png"
     try:
         tables = read_tables(file.read_text(encoding="utf-8"))
@@ -55,4 +44,4 @@ def _read(folder: Path, name: str, number: int, many: bool) -> StoredResults:
     title = f"Figure of {name}"
     pictures = [Picture(name, title, "theory", image.read_bytes())] if image.is_file() else []
     heading, ident = (f"{name} · {folder}", f"{name}-{number}") if many else (name, name)
-    return StoredResults(ident, heading, COMMANDS[name], tables, pictures)
+    return Section(ident, heading, COMMANDS[name], "Theory", [Block("", "", tables, pictures)])

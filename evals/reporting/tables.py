@@ -1,185 +1,100 @@
-"""The tables of the console and the report."""
+"""Tables of results: a line for each variant and a column for each eval length or condition.
+
+Console, report, export and documentation show these tables. They are made from a `Summary`, which
+comes from result rows or from a stored summary.csv.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from commandline.table import Table
-from evals.results.paired import LEVEL, coverage
-from evals.results.summary import BASELINE, SPREAD, UNSTABLE, UNTRAINED, Group, Point, Series
+from evals.results.statistics import LEVEL, Estimate, coverage
+from evals.results.summary import SPREAD, UNSTABLE, UNTRAINED, Group, Series, baseline_of
+from evals.results.summary import marks as marks_text
+from evals.results.summary_csv import EFFECTIVE_SHARE, Summary, difference, gain
 from evals.results.tuned import validation, values_text
 from evals.task import Metric
 
+NONE = "—"  # an entry without a number
 PARTIAL = "*"
 BETTER, WORSE = "⁺", "⁻"  # than softmax, with a p value below `LEVEL`
+EFFECTIVE = "effective length"
+EFFECTIVE_NOTE = (
+    f"the longest n up to which the score stays above {100 * EFFECTIVE_SHARE:g} % of its value at "
+    "the train length"
+)
 ENOUGH_FOR_INTERVALS = 30  # with fewer seeds, a 95 % bootstrap interval is too narrow
 ENOUGH_FOR_ERRORS = 6  # with fewer seeds, the estimated standard errors vary much
+# What a table shows besides the mean: nothing, the standard error, or the ends of the interval.
+BARE, ERROR, RANGE, WIDE_RANGE = "", "±", "–", " … "
 
 
-def legend(group: Group) -> list[str]:
-    """An explanation of each mark (->, †, ‡, ⁺, ⁻, *) that occurs in a group's tables, and the
-    remarks of the task."""
-    remarks = group.task.remarks(group.settings)
-    return remarks + mark_lines(
-        variants=[series.variant for series in group.series],
-        seeds=len(group.seeds),
-        untrained=[series.variant for series in group.series if group.untrained(series)],
-        untuned=[series.label for series in group.series if not group.tuned(series)["values"]],
-        at_edge=[series.label for series in group.series if group.at_edge(series)],
-        swept=any(group.tuned(series)["values"] for series in group.series),
-        unstable=any(map(group.unstable, group.series)),
-        factor=group.task.score.factor,
-        tested=len(group.p_values()),
-        partial=any(point.failures and point.metrics for point in group.points.values()),
-        bar=group.task.trained_score,
-        train_length=group.settings["train_longest"],
-    )
+# ---- entries
 
 
-def mark_lines(
-    variants: Iterable[str],
-    seeds: int,
-    untrained: Sequence[str],
-    partial: bool,
-    bar: float | None,
-    train_length: int,
-    untuned: Sequence[str] = (),
-    at_edge: Sequence[str] = (),
-    swept: bool = False,
-    unstable: bool = False,
-    factor: float = 100,
-    tested: int = 0,
-) -> list[str]:
-    """The explanations of the marks that occur, and a note if there are few seeds.
+def number(metric: Metric, value: float, sign: bool = False) -> str:
+    """A value of the metric as text, in the unit of the tables: 0.986 as "98.6"."""
+    return f"{metric.factor * value:{'+' if sign else ''}.{metric.digits}f}"
 
-    untrained: the variants with seeds whose score at the train length is below ``bar``. untuned:
-    the variants without a sweep. at_edge: those whose sweep chose its smallest or largest value.
-    swept: whether any variant has one. factor: tables show
-    score · factor. tested: the number of comparisons with softmax.
+
+def shown(
+    value: Estimate | None, metric: Metric, spread: str = BARE, sign: bool = False, mark: str = ""
+) -> str:
+    """A mean with its spread, such as "98.6 ±0.1" or "98.6 (98.1–99.0)"; `NONE` for None."""
+    if value is None:
+        return NONE
+    text = number(metric, value.mean, sign) + mark
+    if spread == ERROR:
+        return text if value.error is None else f"{text} ±{number(metric, value.error)}"
+    return f"{text} ({interval(value, metric, spread)})" if spread and value.interval else text
+
+
+def interval(value: Estimate | None, metric: Metric, between: str = WIDE_RANGE) -> str:
+    """The 95 % interval, such as "98.1 … 99.0"; "" for one seed."""
+    ends = value.interval if value is not None else None
+    return between.join(number(metric, end) for end in ends or ())
+
+
+def entry(
+    summary: Summary,
+    series: Series,
+    x: Any,
+    metric: Metric,
+    spread: str = ERROR,
+    name: str = "",
+    marked: bool = False,
+) -> str:
+    """The entry of a table: the mean of a metric with the spread, or why there is none.
+
+    `PARTIAL` is added if a seed has no value, and with ``marked`` the `verdict`. name: that of a
+    difference of the score, which has a sign.
     """
-    lines = []
-    untrained_substitution = any("->" in variant for variant in untrained)
-    if any("->" in variant for variant in variants):
-        lines.append("a->b: trained with variant a, evaluated with variant b")
-    if untrained:
-        mark, count = ("1/1", "") if seeds == 1 else (f"k/{seeds}", f" in k of {seeds} seeds")
-        lines.append(
-            f"{UNTRAINED} {mark}: did not reach {100 * (bar or 0):g} % at the train length "
-            f"(n = {train_length}){count}{_tuning(at_edge, swept)}"
-        )
-        if untrained_substitution:
-            lines[-1] += ". For a->b, the substitution b may be the cause"
-    if swept and untuned:
-        lines.append(f"Trained with the settings of the preset, not tuned: {', '.join(untuned)}")
-    if unstable:
-        lines.append(
-            f"{UNSTABLE} unstable: the seeds differ by more than {factor * SPREAD:g} points at the "
-            "train length; another seed, or another rounding, can change the row"
-        )
-    if tested:
-        lines.append(
-            f"{BETTER} better, {WORSE} worse than {BASELINE} (p < {LEVEL:g}: paired t-test over "
-            f"seeds, Holm's correction for the {tested} comparisons of the table)"
-        )
-    if partial:
-        lines.append(f"{PARTIAL} some seeds failed or are missing; the mean leaves them out")
-    if 1 < seeds < ENOUGH_FOR_INTERVALS:
-        lines.append(coverage_line(seeds))
-    return lines
+    value = summary.mean(series, x, name or metric.name)
+    if value is None:
+        return NONE if name else summary.failed.get((series, x), NONE)
+    mark = verdict(summary, series, x) if marked and metric is summary.task.score else ""
+    partial = PARTIAL * is_partial(summary, value)
+    return shown(value, metric, spread, bool(name), mark) + partial
 
 
-def coverage_line(seeds: int) -> str:
-    """How often a 95 % bootstrap interval over so few seeds covers the true mean."""
-    share = 100 * coverage(seeds)
-    return (
-        f"The 95 % interval is too narrow with {seeds} seeds: if scores are normally distributed, "
-        f"it covers the true mean in about {share:.0f} % of cases"
-    )
+def is_partial(summary: Summary, value: Estimate | None) -> bool:
+    """Whether a mean leaves out seeds that failed, are missing or have no value."""
+    return value is not None and value.count < summary.seeds
 
 
-def _tuning(at_edge: Sequence[str], swept: bool) -> str:
-    """Whether the variants of such seeds were tuned."""
-    if not swept:
-        return " with these settings, not tuned"
-    text = ", with the best values of a sweep"
-    if at_edge:
-        text += (
-            f". For {', '.join(at_edge)} the best value was the smallest or largest of the sweep, "
-            "so values beyond it may be better"
-        )
-    return text
-
-
-def verdict(p: float | None, difference: float | None, metric: Metric) -> str:
+def verdict(summary: Summary, series: Series, x: Any) -> str:
     """`BETTER` or `WORSE` for a difference from softmax with a p value below `LEVEL`, else ""."""
-    if p is None or difference is None or p >= LEVEL:
+    p, versus = summary.p.get((series, x)), summary.mean(series, x, difference(summary.task))
+    if p is None or versus is None or p >= LEVEL:
         return ""
-    return WORSE if (difference < 0) != metric.lower_is_better else BETTER
-
-
-def _by_length(
-    group: Group, title: str, cell: Callable[[Point], str], skip: tuple[str, ...] = ()
-) -> Table:
-    header = ["variant", *(f"n = {length}" for length in group.lengths)]
-    rows = [
-        [group.name(series), *(cell(point) for point in group.of(series))]
-        for series in group.series
-        if series.variant not in skip
-    ]
-    return Table(title, header, rows)
-
-
-def _cell(metric: Metric) -> Callable[[Point], str]:
-    def cell(point: Point) -> str:
-        failed = "+".join(point.failures)
-        if metric.name not in point.metrics:
-            return failed or "—"
-        shown = point.metrics[metric.name].text(metric.factor, metric.digits)
-        return shown + (PARTIAL if failed else "")
-
-    return cell
+    return WORSE if (versus.mean < 0) != summary.task.score.lower_is_better else BETTER
 
 
 def chance_text(metric: Metric, chance: float) -> str:
     """The score of blind guessing with its unit, such as "10 %"."""
     return f"{metric.factor * chance:.3g}{' %' * (metric.factor == 100)}"
-
-
-def score_tables(group: Group) -> list[Table]:
-    """Tables of the score, its intervals, the published scores and the differences from softmax."""
-    score = group.task.score
-    over = "mean ± standard error over seeds" if len(group.seeds) > 1 else "one seed"
-    chance = chance_text(score, group.chance)
-    tables = [_by_length(group, f"{score.title} ({over}; chance {chance})", _cell(score))]
-    if len(group.seeds) > 1:
-        tables.append(_by_length(group, f"{score.title}: 95 % bootstrap interval over seeds",
-                                 lambda point: _span(point, score)))  # fmt: skip
-    if group.task.published is not None and (beside := _published_table(group)) is not None:
-        tables.append(beside)
-    variants = {series.variant for series in group.series}
-    if BASELINE in variants and len(variants) > 1:
-        p = group.p_values()
-        title = f"{score.title}: difference from softmax, paired by seed"
-        if p:
-            title += f" (p of a paired t-test, Holm's correction for {len(p)} comparisons)"
-        tables.append(
-            _by_length(group, title, lambda point: _difference(point, score, p), skip=(BASELINE,))
-        )
-    return tables
-
-
-def _span(point: Point, score: Metric) -> str:
-    mean = point.metrics.get(score.name)
-    return (mean.span(score.factor, score.digits) if mean else "") or "—"
-
-
-def _difference(point: Point, score: Metric, p_values: Mapping[tuple[Series, int], float]) -> str:
-    versus = point.versus_baseline
-    if versus is None:
-        return "—"
-    p = p_values.get((point.series, point.length))
-    text = versus.text(score.factor, score.digits, sign=True)
-    return text if p is None else f"{text} ({p_text(p)})"
 
 
 def p_text(p: float) -> str:
@@ -191,6 +106,276 @@ def p_text(p: float) -> str:
     return "p < 0.001" if p < 0.001 else f"p {p:.2g}"
 
 
+def marks(summary: Summary, series: Series) -> str:
+    """ "† k/S" if k > 0 of S seeds are untrained, and "‡" if the series is unstable."""
+    line = summary.lines[series]
+    return marks_text(line.untrained, summary.seeds, line.unstable)
+
+
+def has_effective(summary: Summary, metric: Metric) -> bool:
+    """Whether the metric has an effective length: higher values are better, at several lengths."""
+    return summary.train_length is not None and not metric.lower_is_better
+
+
+def effective_text(summary: Summary, series: Series, metric: Metric) -> str:
+    """The effective length, with "≥" if the score drops at no eval length."""
+    length, drops = summary.effective(series, metric) or (NONE, True)
+    return str(length) if drops else f"≥ {length}"
+
+
+# ---- tables of a summary
+
+
+def by_x(
+    summary: Summary,
+    title: str,
+    text: Callable[[Series, Any], str],
+    series: Iterable[Series] | None = None,
+    note: str = "",
+) -> Table | None:
+    """A line for each series, by default all, and a column for each x; None without any entry.
+
+    Series and x without entries are left out. If there are more conditions than output layers, they
+    are the lines.
+    """
+    chosen = list(summary.lines if series is None else series)
+    cells = {(one, x): text(one, x) for one in chosen for x in summary.xs}
+    filled = {key for key, cell in cells.items() if cell != NONE}
+    chosen = [one for one in chosen if any((one, x) in filled for x in summary.xs)]
+    xs = [x for x in summary.xs if any((one, x) in filled for one in chosen)]
+    if not filled:
+        return None
+    names = {one: one.label + marks(summary, one) for one in chosen}
+    if summary.task.axis != "n" and len(chosen) < len(xs):
+        rows = [[x, *(cells[one, x] for one in chosen)] for x in xs]
+        return Table(title, [summary.task.axis, *names.values()], rows, note)
+    rows = [[names[one], *(cells[one, x] for x in xs)] for one in chosen]
+    return Table(title, [*heads(summary.task, xs)], rows, note)
+
+
+def heads(task: Any, xs: Iterable[Any]) -> list[str]:
+    """The header of a table by eval length or condition."""
+    if task.axis == "n":
+        return ["variant", *(f"n = {x}" for x in xs)]
+    return ["output layer", *xs]
+
+
+def metric_table(
+    summary: Summary,
+    metric: Metric,
+    title: str,
+    spread: str = ERROR,
+    name: str = "",
+    note: str = "",
+) -> Table | None:
+    """The table of a metric, or of a difference of the score with this name; None if nothing has a
+    value."""
+    if not any(measured == (name or metric.name) for _, _, measured in summary.means):
+        return None
+    return by_x(summary, title, lambda s, x: entry(summary, s, x, metric, spread, name), note=note)
+
+
+def score_table(summary: Summary, errors: bool = True) -> Table:
+    """The scores of a task with standard errors, marks and effective lengths, the best first."""
+    score, seeds, task = summary.task.score, summary.seeds, summary.task
+    better = "lower" if score.lower_is_better else "higher"
+    over = "1 seed"
+    if seeds > 1:
+        over = f"mean {'± standard error ' if errors else ''}of {seeds} seeds"
+    distinction = f" ({summary.distinction})" if summary.distinction else ""
+    spread, effective = ERROR if errors else BARE, has_effective(summary, score)
+    rows = [
+        [
+            series.label + marks(summary, series),
+            *(entry(summary, series, x, score, spread, marked=True) for x in summary.xs),
+            *[effective_text(summary, series, score)] * effective,
+        ]
+        for series in summary.ranked(score)
+    ]
+    title = (
+        f"{task.name}{distinction}: {score.title} ({better} is better) by eval length n; train "
+        f"length {summary.train_length}, chance {number(score, summary.chance or 0.0)}, {over}"
+    )
+    header = [*heads(task, summary.xs), *[EFFECTIVE] * effective]
+    return Table(title, header, rows)
+
+
+def tables_of_task(group: Group, summary: Summary) -> list[Table]:
+    """All tables of a task, besides those of its heads."""
+    score, several = group.task.score, summary.seeds > 1
+    ranges = by_x(summary, f"{score.title}: 95 % bootstrap interval over seeds",
+                  lambda s, x: interval(summary.mean(s, x, score.name), score) or NONE)  # fmt: skip
+    tables = [
+        score_table(summary),
+        ranges if several else None,
+        published_table(summary),
+        _difference_table(summary),
+        *(metric_table(summary, metric, metric.title) for metric in group.metrics[1:]),
+        settings_table(group),
+        learned_table(group),
+        cost_table(group),
+    ]
+    return [table for table in tables if table is not None]
+
+
+def _difference_table(summary: Summary) -> Table | None:
+    score, p = summary.task.score, summary.p
+
+    def text(series: Series, x: Any) -> str:
+        cell = entry(summary, series, x, score, name=difference(summary.task))
+        return f"{cell} ({p_text(p[series, x])})" if (series, x) in p else cell
+
+    title = f"{score.title}: difference from softmax, paired by seed"
+    if p:
+        title += f" (p of a paired t-test, Holm's correction for {len(p)} comparisons)"
+    return by_x(summary, title, text)
+
+
+def published_table(summary: Summary, code: str = "") -> Table | None:
+    """The scores beside those that a paper published; None if no variant of the paper is here.
+
+    code: a mark around the names of variants, such as that of Markdown.
+    """
+    published, score = summary.task.published, summary.task.score
+    series = {one.variant: one for one in summary.lines}
+    if published is None or not series.keys() & published.rows.keys():
+        return None
+    rows, xs = [], [x for x in summary.xs if x in published.lengths]
+    for name, scores in published.rows.items():
+        paper = dict(zip(published.lengths, scores, strict=True))
+        if name in series:
+            means = (summary.mean(series[name], x, score.name) for x in xs)
+            rows.append([f"{code}{name}{code}, here", *(shown(mean, score) for mean in means)])
+        cells = (f"{paper[x]}{'?' * (x in published.second_hand)}" for x in xs)
+        rows.append([f"{code}{name}{code}, paper", *cells])
+    return Table(published.title, heads(summary.task, xs), rows) if xs else None
+
+
+def tables_of_experiment(summary: Summary, curve_of: str = "") -> list[Table]:
+    """A table for each metric, of the gain over the condition to compare with, and the curve.
+
+    curve_of: the only output layer whose curve is shown.
+    """
+    task, score = summary.task, summary.task.score
+    chance = f"; chance {chance_text(score, summary.chance or 0.0)}"
+    pairs = ", ".join(f"{name} − {other}" for name, other in task.versus.items())
+    tables = [
+        *(metric_table(summary, metric, metric.title + chance * (metric is score))
+          for metric in task.metrics),
+        metric_table(summary, score, f"{score.title}: difference paired by seed ({pairs})",
+                     name=gain(task)),
+        _curve_table(summary, curve_of),
+    ]  # fmt: skip
+    return [table for table in tables if table is not None]
+
+
+def _curve_table(summary: Summary, curve_of: str) -> Table | None:
+    """The curve: a line for each output layer and condition, a column for each x of the curve."""
+    curves = {
+        (series, x): [pair.split(":") for pair in text.split()]
+        for (series, x), text in summary.curves.items()
+        if text and series.variant in (curve_of, curve_of or series.variant)
+    }
+    if not curves:
+        return None
+    several = len({series for series, _ in curves}) > 1
+    rows = [
+        [f"{series.label}, {x}" if several else x, *(f"{100 * float(y):.1f}" for _, y in pairs)]
+        for (series, x), pairs in curves.items()
+    ]
+    title = f"{summary.task.curve} ({curve_of})" if curve_of else summary.task.curve
+    return Table(title, ["", *(x for x, _ in next(iter(curves.values())))], rows)
+
+
+# ---- notes
+
+
+def title_of(summary: Summary, metric: Metric) -> str:
+    """The text above a table of a metric: task, metric, number of seeds, train length, chance."""
+    task, seeds = summary.task, f"Mean of {summary.seeds} seeds"
+    name = f"{task.name} ({summary.distinction})" if summary.distinction else task.name
+    seeds = {0: "Mean over samples", 1: "One seed"}.get(summary.seeds, seeds)
+    ranges = "" if summary.seeds == 1 else " (95 % bootstrap interval)"
+    more = []
+    if summary.train_length is not None:
+        more.append(f"Train length n = {summary.train_length}")
+    if summary.chance is not None and metric is task.score:
+        more.append(f"chance {chance_text(metric, summary.chance)}")
+    end = f" {', '.join(more)[0].upper()}{', '.join(more)[1:]}." if more else ""
+    over = "eval length n" if task.axis == "n" else task.axis
+    return f"{name}: {metric.title}, by {over}. {seeds}{ranges}.{end}"
+
+
+def notes(summary: Summary, metric: Metric | None = None) -> list[str]:
+    """The remarks of the task, an explanation of each mark (->, †, ‡, ⁺, ⁻, *) that occurs in the
+    table of a metric (default: in any table), and a note if there are few seeds."""
+    lines, seeds, score = list(summary.remarks), summary.seeds, summary.task.score
+    series = summary.ranked(metric or score)
+    untrained = [one for one in series if summary.lines[one].untrained]
+    untuned = [one.label for one in series if not summary.lines[one].tuned]
+    swept = len(untuned) < len(series)
+    if any("->" in one.variant for one in series):
+        lines.append("a->b: trained with variant a, evaluated with variant b")
+    if untrained:
+        mark, count = ("1/1", "") if seeds == 1 else (f"k/{seeds}", f" in k of {seeds} seeds")
+        lines.append(
+            f"{UNTRAINED} {mark}: did not reach {100 * (summary.task.trained_score or 0):g} % at "
+            f"the train length (n = {summary.train_length}){count}{_tuning(summary, series, swept)}"
+        )
+        if any("->" in one.variant for one in untrained):
+            lines[-1] += ". For a->b, the substitution b may be the cause"
+    if swept and untuned:
+        lines.append(f"Trained with the settings of the preset, not tuned: {', '.join(untuned)}")
+    if any(summary.lines[one].unstable for one in series):
+        lines.append(
+            f"{UNSTABLE} unstable: the seeds differ by more than {score.factor * SPREAD:g} points "
+            "at the train length; another seed, or another rounding, can change the row"
+        )
+    if summary.p and metric in (None, score):
+        lines.append(
+            f"{BETTER} better, {WORSE} worse than {baseline_of(summary.task)} (p < {LEVEL:g}: "
+            f"paired t-test over seeds, Holm's correction for the {len(summary.p)} comparisons of "
+            "the table)"
+        )
+    if any(is_partial(summary, value) for (_, _, name), value in summary.means.items()
+           if metric is None or name == metric.name):  # fmt: skip
+        lines.append(f"{PARTIAL} some seeds failed or are missing; the mean leaves them out")
+    if 1 < seeds < ENOUGH_FOR_INTERVALS:
+        lines.append(
+            f"The 95 % interval is too narrow with {seeds} seeds: if scores are normally "
+            f"distributed, it covers the true mean in about {100 * coverage(seeds):.0f} % of cases"
+        )
+    return lines
+
+
+def _tuning(summary: Summary, series: Sequence[Series], swept: bool) -> str:
+    """Whether the untrained variants were tuned."""
+    if not swept:
+        return " with these settings, not tuned"
+    text = ", with the best values of a sweep"
+    if at_edge := [one.label for one in series if summary.lines[one].at_edge]:
+        text += (
+            f". For {', '.join(at_edge)} the best value was the smallest or largest of the sweep, "
+            "so values beyond it may be better"
+        )
+    return text
+
+
+def notes_of_experiment(summary: Summary) -> list[str]:
+    """The explanations of the marks in the tables of an experiment."""
+    seeds = summary.seeds
+    texts = ["one seed" if seeds == 1 else f"mean ± standard error over {seeds} seeds"]
+    texts.append(f"schedule: {summary.schedule}")
+    if any(is_partial(summary, value) for value in summary.means.values()):
+        texts.append(f"{PARTIAL} undefined or failed in some seeds; the mean leaves them out")
+    if 1 < seeds < ENOUGH_FOR_ERRORS:
+        texts.append(f"with only {seeds} seeds the standard errors are themselves uncertain")
+    return texts
+
+
+# ---- tables of a task from its rows
+
+
 def settings_table(group: Group) -> Table | None:
     """The settings that differ between the variants, and the validation scores of the sweep; None
     if there are no such settings."""
@@ -198,29 +383,23 @@ def settings_table(group: Group) -> Table | None:
     variant_settings = {series: group.variant_settings(series) for series in group.series}
     if not any([*(x["values"] for x in tuned.values()), *variant_settings.values()]):
         return None
-    tried = dict.fromkeys(
-        values_text(candidate["values"]) for x in tuned.values() for candidate in x["tried"]
-    )
+    scores = {
+        (series, values_text(candidate["values"])): validation(candidate)
+        for series in group.series
+        for candidate in tuned[series]["tried"]
+    }
+    tried = dict.fromkeys(name for _, name in scores)
     rows = []
     for series in group.series:
-        scores = {
-            values_text(candidate["values"]): validation(candidate)
-            for candidate in tuned[series]["tried"]
-        }
-        shown = [scores.get(name) for name in tried]
+        means = [scores.get((series, name)) for name in tried]
         rows.append([
             series.label,
-            ", ".join(f"{name} {value}" for name, value in variant_settings[series].items()) or "—",
+            ", ".join(f"{name} {x}" for name, x in variant_settings[series].items()) or NONE,
             values_text(tuned[series]["values"]) or "not tuned",
-            *("—" if x is None else f"{score.factor * x:.{score.digits}f}" for x in shown),
+            *(NONE if mean is None else number(score, mean) for mean in means),
         ])  # fmt: skip
     title = "Settings of each variant, and mean validation score of each candidate of the sweep"
     return Table(title, ["variant", "own settings", "tuned", *tried], rows)
-
-
-def more_tables(group: Group) -> list[Table]:
-    """A table for each metric other than the score."""
-    return [_by_length(group, m.title, _cell(m)) for m in group.metrics[1:]]
 
 
 def learned_table(group: Group) -> Table | None:
@@ -231,16 +410,14 @@ def learned_table(group: Group) -> Table | None:
         for row in {r["training"]: r for p in group.of(series) for r in p.rows}.values():
             for name, values in row["learned"].items():
                 values_by_name.setdefault(name, []).extend(values)
-        rows += [
-            [series.label, name, _spread(values, 3)] for name, values in values_by_name.items()
-        ]
+        rows += [[series.label, name, _range(values, 3)] for name, values in values_by_name.items()]
     title = "Learned parameters: mean (range) over heads and seeds"
     return Table(title, ["variant", "parameter", "value"], rows) if rows else None
 
 
-def _spread(values: list[float], digits: int = 1) -> str:
+def _range(values: Sequence[float], digits: int = 1) -> str:
     if not values:
-        return "—"
+        return NONE
     mean = f"{sum(values) / len(values):.{digits}f}"
     low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
     return f"{mean} ({low} to {high})" if len(values) > 1 else mean
@@ -251,36 +428,14 @@ def cost_table(group: Group) -> Table:
     that it replaces, so it has no training time of its own."""
     rows = []
     for series in group.series:
-        training: dict[int, float] = {}
-        evaluation: dict[int, float] = {}
+        by_seed: dict[int, list[Any]] = {}
         for row in (row for point in group.of(series) for row in point.rows):
-            seed = row["seed"]
-            training[seed] = max(training.get(seed, 0.0), row["train_cpu_seconds"])
-            evaluation[seed] = evaluation.get(seed, 0.0) + row["cpu_seconds"]
-        shared = "->" in series.variant
-        spent = list(training.values())
-        per_step = [1000 * seconds / group.settings["steps"] for seconds in spent]
-        costs = ["shared"] * 2 if shared else [_spread(spent), _spread(per_step)]
-        rows.append([series.label, *costs, _spread(list(evaluation.values()))])
+            by_seed.setdefault(row["seed"], []).append(row)
+        training = [max(row["train_cpu_seconds"] for row in rows) for rows in by_seed.values()]
+        evaluation = [sum(row["cpu_seconds"] for row in rows) for rows in by_seed.values()]
+        per_step = [1000 * seconds / group.settings["steps"] for seconds in training]
+        costs = [_range(training), _range(per_step)]
+        costs = ["shared"] * 2 if "->" in series.variant else costs
+        rows.append([series.label, *costs, _range(evaluation)])
     title = "CPU time of a run: mean (range) over seeds"
     return Table(title, ["variant", "training, s", "per step, ms", "evaluation, s"], rows)
-
-
-def _published_table(group: Group) -> Table | None:
-    """The scores of a group beside the published ones of the same variants and lengths."""
-    published, score = group.task.published, group.task.score
-    assert published is not None
-    lengths = [n for n in group.lengths if n in published.lengths]
-    rows = []
-    for variant, figures in published.rows.items():
-        points = {p.length: p for s in group.series if s.variant == variant for p in group.of(s)}
-        if points:
-            measured = [_cell(score)(points[n]) for n in lengths]
-            paper = [
-                f"{figures[published.lengths.index(n)]:.1f}{'?' * (n in published.second_hand)}"
-                for n in lengths
-            ]
-            rows += [[f"{variant}, here", *measured], [f"{variant}, paper", *paper]]
-    if not rows or not lengths:
-        return None
-    return Table(published.title, ["variant", *(f"n = {n}" for n in lengths)], rows)

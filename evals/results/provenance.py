@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from commandline.errors import UsageError
+from evals.results.old_rows import converted
 from evals.results.rows import Row, is_pretrained, is_validation
+from evals.results.summary import series_of
 
 # Fields of rows that are stored if a row has them. The values of all rows are listed.
 _FIELDS = ("commit", "torch", "attnzoo", "device", "data", "schedule")
@@ -28,6 +30,7 @@ def provenance(rows: Sequence[Row], command: str, note: str | None = None) -> di
     """
     if not rows:
         raise UsageError("the folder must have results, got none")
+    rows = list(map(converted, rows))
     commits = _values(rows, "commit")
     unknown = [x for x in commits if x == "unknown" or x.endswith("-dirty")]
     if unknown and not note:
@@ -42,16 +45,17 @@ def provenance(rows: Sequence[Row], command: str, note: str | None = None) -> di
     for name in (*_FIELDS, *_MODEL):
         if values := _values(reported, name):
             made_by[name] = values
-    made_by["seeds"] = _values(reported, "seed")
     if is_pretrained(rows[0]):
+        made_by["seeds"] = sorted({row["group"]["seed"] for row in reported})
         samples: dict[int, set[int]] = {}
         for row in reported:
-            samples.setdefault(row["length"], set()).add(row["sample"])
+            samples.setdefault(row["x"], set()).add(row["seed"])
         made_by["samples"] = {str(n): len(x) for n, x in sorted(samples.items())}
         return made_by
+    made_by["seeds"] = _values(reported, "seed")
     if swept := [row for row in rows if is_validation(row)]:
         made_by["sweep_seeds"] = _values(swept, "seed")
-    made_by["settings"] = _by_variant(reported, "settings")
+    made_by["settings"] = _by_variant(reported)
     return made_by
 
 
@@ -60,17 +64,17 @@ def _values(rows: Sequence[Row], name: str) -> list[Any]:
     return sorted({row[name] for row in rows if row.get(name) is not None})
 
 
-def _by_variant(rows: Sequence[Row], name: str) -> dict[str, Any]:
+def _by_variant(rows: Sequence[Row]) -> dict[str, Any]:
     """Settings that all rows share, and under the name of a variant those that differ."""
-    first, *others = (row[name] for row in rows)
+    first, *others = (row["settings"] for row in rows)
     names = dict.fromkeys(key for settings in (first, *others) for key in settings)
     absent = object()
     shared = [n for n in names if all(x.get(n, absent) == first.get(n, absent) for x in others)]
     settings: dict[str, Any] = {n: first[n] for n in shared}
     for row in rows:
-        series = f"{row['variant']} {row.get('positions', '')}".replace(" none", "").strip()
-        if differing := {n: value for n, value in row[name].items() if n not in shared}:
-            settings[series] = differing
+        differing = {name: x for name, x in row["settings"].items() if name not in shared}
+        if differing:
+            settings[series_of(row).label.replace(" · ", " ")] = differing
     return settings
 
 

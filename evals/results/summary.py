@@ -1,142 +1,239 @@
-"""Statistics over seeds: means, standard errors, bootstrap intervals, differences from softmax."""
+"""Groups of result rows: a `Group` for each table, a `Point` for each of its entries.
+
+Tasks, experiments and pretrained models have the same groups. A line of a table is a `Series`. Its
+columns are the values of x: eval lengths, or the conditions of an experiment. A seed of a
+pretrained model is a sample of its text.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from commandline.errors import UsageError
-from evals.results.paired import holm, t_test
-from evals.results.rows import is_validation
-from evals.results.store import Row
+from evals.results import pretrained
+from evals.results.old_rows import converted
+from evals.results.rows import Row, is_validation
+from evals.results.statistics import Estimate, estimate, holm, t_test
 from evals.results.tuned import TUNED, at_edge
-from evals.task import Metric, Task
-from evals.tasks import TASKS
+from evals.task import Metric
+from evals.tasks import EXPERIMENTS, TASKS
 
 BASELINE = "softmax"
 UNTRAINED = "†"
 UNSTABLE = "‡"
 # A series is unstable if the scores of its seeds at the train length differ by more than this.
 SPREAD = 0.1
-CONFIDENCE = 0.95
-_EXACT = 5  # up to this many seeds the bootstrap enumerates all resamples
-_DRAWS = 10_000
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds, its standard error and its 95 % interval (both None for one seed)."""
+def task_of(name: str) -> Any:
+    """The `Task` or `Experiment` with this name, or `evals.results.pretrained.MODELS`.
 
-    mean: float
-    error: float | None
-    count: int
-    interval: tuple[float, float] | None = None
-
-    def text(self, factor: float = 1.0, digits: int = 1, sign: bool = False) -> str:
-        """The mean with its standard error, such as "98.6 ±0.1"."""
-        mean = f"{factor * self.mean:{'+' if sign else ''}.{digits}f}"
-        return mean if self.error is None else f"{mean} ±{factor * self.error:.{digits}f}"
-
-    def span(self, factor: float = 1.0, digits: int = 1) -> str:
-        """The interval, such as "98.1 … 99.0"; empty for one seed."""
-        if self.interval is None:
-            return ""
-        low, high = (f"{factor * end:.{digits}f}" for end in self.interval)
-        return f"{low} … {high}"
-
-
-def estimate(values: Sequence[float]) -> Estimate | None:
-    """The estimate from one value per seed; None if there are no values."""
-    if not values:
-        return None
-    count, mean = len(values), sum(values) / len(values)
-    if count == 1:
-        return Estimate(mean, None, 1)
-    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
-    return Estimate(mean, math.sqrt(variance / count), count, bootstrap(values))
-
-
-def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """The percentile interval of the mean over resampled seeds.
-
-    It uses all resamples for up to five seeds, otherwise 10 000 with a fixed random state.
+    Raises:
+        UsageError: it is unknown.
     """
-    x, count = np.asarray(values), len(values)
-    if count <= _EXACT:
-        picks = np.array(list(itertools.product(range(count), repeat=count)))
-    else:
-        picks = np.random.Generator(np.random.Philox(count)).integers(count, size=(_DRAWS, count))
-    tail = (1 - CONFIDENCE) / 2
-    means = x[picks].mean(axis=1)
-    low, high = np.quantile(means, [tail, 1 - tail], method="inverted_cdf")
-    return float(low), float(high)
+    known = {**TASKS, **EXPERIMENTS, pretrained.MODELS.name: pretrained.MODELS}
+    if name not in known:
+        raise UsageError(f"unknown task {name!r}: load its file with --plugin")
+    return known[name]
+
+
+def baseline_of(task: Any) -> str:
+    """The variant with which the others are compared."""
+    return pretrained.BASELINE if task is pretrained.MODELS else BASELINE
+
+
+def at(task: Any, *xs: Any) -> str:
+    """Values of x in words, such as "n = 16, 64"; conditions are named only."""
+    text = ", ".join(map(str, xs))
+    return f"n = {text}" if task.axis == "n" else text
+
+
+def marks(untrained: int, seeds: int, unstable: bool) -> str:
+    """ "† k/S" if k > 0 of S seeds are untrained, and "‡" if the series is unstable."""
+    return f" {UNTRAINED} {untrained}/{seeds}" * (untrained > 0) + f" {UNSTABLE}" * unstable
 
 
 class Series(NamedTuple):
-    """A variant with its position encoding."""
+    """A variant with its position encoding, or with the layers in which it was substituted.
+
+    detail: "" for the position encoding "none", and for all layers.
+    """
 
     variant: str
-    positions: str
+    detail: str = ""
 
     @property
     def label(self) -> str:
-        return self.variant if self.positions == "none" else f"{self.variant} · {self.positions}"
+        return f"{self.variant} · {self.detail}" if self.detail else self.variant
 
 
-@dataclass(frozen=True)
+def series_of(row: Row) -> Series:
+    """The line of a table to which a row belongs."""
+    named = {name: value for name, value in row["series"].items() if value not in ("none", "all")}
+    parts = [value if name == "positions" else f"{name} {value}" for name, value in named.items()]
+    return Series(row["variant"], ", ".join(parts))
+
+
+@dataclass(frozen=True, eq=False)
 class Point:
-    """The results of one series at one eval length, over all seeds."""
+    """The results of one series at one x. rows: one for each seed, in their order."""
 
+    group: Group = field(repr=False)
     series: Series
-    length: int
-    metrics: dict[str, Estimate]
-    versus_baseline: Estimate | None  # score minus that of softmax, paired by seed
-    p: float | None  # the p value of this difference, without correction
-    curves: dict[str, list[float]]
+    x: Any
     rows: list[Row]
-    failures: dict[str, int]  # number of failed or missing seeds by status
-    messages: list[str] = field(default_factory=list)
 
+    @cached_property
+    def scored(self) -> dict[int, Row]:
+        """The rows without a failure, by seed."""
+        return {row["seed"]: row for row in self.rows if row["status"] == "ok"}
 
-@dataclass(frozen=True)
-class Group:
-    """Rows of one task with equal settings, data, device kind and numbers of test sequences."""
+    def values(self, name: str) -> dict[int, float]:
+        """A metric by seed."""
+        metrics = {seed: row["metrics"] for seed, row in self.scored.items()}
+        return {seed: values[name] for seed, values in metrics.items() if name in values}
 
-    task: Task
-    settings: dict[str, Any]
-    series: list[Series]
-    lengths: list[int]
-    seeds: list[int]
-    points: dict[tuple[Series, int], Point]
-    rows: list[Row]
-    left_out: list[str]  # a message for each series with rows of older versions
-    distinction: str = ""  # distinguishes the group from others of its task, such as "steps 3"
+    def mean(self, name: str) -> Estimate | None:
+        """The mean of a metric over seeds."""
+        return estimate(list(self.values(name).values()))
+
+    def minus(self, other: Point | None) -> list[float]:
+        """The scores minus those of another point, paired by seed."""
+        if other is None or other is self:
+            return []
+        name = self.group.task.score.name
+        base = other.values(name)
+        return [value - base[seed] for seed, value in self.values(name).items() if seed in base]
+
+    @cached_property
+    def versus_baseline(self) -> list[float]:
+        """The scores minus those of the baseline, paired by seed."""
+        return self.minus(self.group.points.get((self.group.base(self.series), self.x)))
+
+    @cached_property
+    def failures(self) -> dict[str, list[int]]:
+        """The seeds that failed or are missing, by status."""
+        failures: dict[str, list[int]] = {}
+        for row in self.rows:
+            if row["status"] != "ok":
+                failures.setdefault(row["status"], []).append(row["seed"])
+        present = {row["seed"] for row in self.rows}
+        # The number of samples of a pretrained model differs between lengths.
+        expected = [] if self.group.task is pretrained.MODELS else self.group.seeds
+        missing = [seed for seed in expected if seed not in present]
+        return failures | ({"missing": missing} if missing else {})
 
     @property
-    def chance(self) -> float:
-        return self.rows[0]["chance"]
+    def messages(self) -> list[str]:
+        return sorted({row["message"] for row in self.rows if row["message"]})
+
+    def curve(self, name: str) -> list[float]:
+        """The mean of a curve over seeds; empty if no row has it."""
+        curves = [row["curves"][name] for row in self.scored.values() if name in row["curves"]]
+        return [sum(column) / len(column) for column in zip(*curves, strict=True)]
+
+    @cached_property
+    def curves(self) -> dict[str, list[float]]:
+        """The means of all curves over seeds, by name."""
+        names = dict.fromkeys(name for row in self.scored.values() for name in row["curves"])
+        return {name: self.curve(name) for name in names}
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Rows with equal settings, data, kind of device and numbers of test sequences.
+
+    task: see `task_of`. settings: what all rows share. left_out: a message for each series with
+    rows of older versions. distinction: distinguishes the group from others of its task, such as
+    "steps 3".
+    """
+
+    task: Any
+    settings: dict[str, Any]
+    rows: list[Row] = field(repr=False)
+    left_out: list[str] = field(default_factory=list)
+    distinction: str = ""
+
+    @property
+    def is_pretrained(self) -> bool:
+        return self.task is pretrained.MODELS
+
+    @property
+    def title(self) -> str:
+        """The task, or the model, text, dtype and seed; and what distinguishes the group."""
+        if not self.is_pretrained:
+            return f"{self.task.name} ({self.distinction})" if self.distinction else self.task.name
+        row, settings = self.rows[0], self.settings
+        device = "" if settings["device"] == "cpu" else f", {settings['device']}"
+        planted = "" if settings["planted"] else ", nothing planted"
+        return (
+            f"{row['model']}, {row['text']}, {settings['dtype']}{device}, "
+            f"seed {settings['seed']}{planted}"
+        )
+
+    @cached_property
+    def series(self) -> list[Series]:
+        names = dict.fromkeys(map(series_of, self.rows))
+        return sorted(names, key=lambda series: series.variant != pretrained.BASELINE)
+
+    @cached_property
+    def xs(self) -> list[Any]:
+        """The eval lengths in ascending order, or the conditions in the order of the experiment."""
+        present = {row["x"] for row in self.rows}
+        return sorted(
+            present, key=None if self.task.axis == "n" else list(self.task.conditions).index
+        )
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        return sorted({row["seed"] for row in self.rows})
+
+    @cached_property
+    def points(self) -> dict[tuple[Series, Any], Point]:
+        """The point of each series and x, also of those without rows."""
+        rows: dict[tuple[Series, Any], list[Row]] = {}
+        for row in sorted(self.rows, key=lambda row: row["seed"]):
+            rows.setdefault((series_of(row), row["x"]), []).append(row)
+        keys = product(self.series, self.xs)
+        return {(s, x): Point(self, s, x, rows.get((s, x), [])) for s, x in keys}
+
+    def of(self, series: Series) -> list[Point]:
+        """The points of a series in the order of x."""
+        return [self.points[series, x] for x in self.xs]
+
+    def name(self, series: Series) -> str:
+        """The label of a series with its `marks`."""
+        return series.label + marks(self.untrained(series), len(self.seeds), self.unstable(series))
+
+    def base(self, series: Series) -> Series:
+        """The baseline of a series: with the same position encoding. A model has only one."""
+        return Series(baseline_of(self.task), "" if self.is_pretrained else series.detail)
+
+    @property
+    def chance(self) -> float | None:
+        return self.rows[0].get("chance")
 
     @property
     def metrics(self) -> list[Metric]:
-        """The task's metrics. Optional metrics that occur in no result are left out."""
+        """The metrics. Optional ones that occur in no result are left out."""
         return metrics_of([self])
 
-    def of(self, series: Series) -> list[Point]:
-        """The points of a series in the order of their lengths."""
-        return [self.points[series, n] for n in self.lengths if (series, n) in self.points]
+    # ---- trained seeds and sweeps, of tasks
 
-    def name(self, series: Series) -> str:
-        """The label of a series, with "† k/S" added if k > 0 of S seeds are `untrained`, and "‡" if
-        it is `unstable`."""
-        count = self.untrained(series)
-        mark = f" {UNTRAINED} {count}/{len(self.seeds)}" if count else ""
-        return series.label + mark + (f" {UNSTABLE}" if self.unstable(series) else "")
+    @property
+    def _trained_at(self) -> int | None:
+        return self.settings.get("train_longest")
+
+    def _trained_scores(self, series: Series) -> list[float]:
+        point = self.points.get((series, self._trained_at))
+        if point is None or self.task.trained_score is None:
+            return []
+        return list(point.values(self.task.score.name).values())
 
     def untrained(self, series: Series) -> int:
         """The number of trained seeds without a score of ``trained_score`` or more at the train
@@ -144,36 +241,23 @@ class Group:
 
         It is 0 if the task has no ``trained_score`` or the series has no result at this length.
         """
-        scores = self._scores_at_train_length(series)
-        if self.task.trained_score is None or scores is None:
+        point, bar = self.points.get((series, self._trained_at)), self.task.trained_score
+        if bar is None or point is None:
             return 0
-        return self._trained(series) - sum(score >= self.task.trained_score for score in scores)
-
-    def _trained(self, series: Series) -> int:
-        """The number of seeds of a series with a row at the train length."""
-        return len(self.points[series, self.settings["train_longest"]].rows)
+        return len(point.rows) - sum(score >= bar for score in self._trained_scores(series))
 
     def unstable(self, series: Series) -> bool:
         """Whether the scores of the seeds at the train length differ by more than `SPREAD`.
 
         It is false if the task has no ``trained_score``.
         """
-        scores = self._scores_at_train_length(series)
-        if self.task.trained_score is None or not scores:
-            return False
-        return max(scores) - min(scores) > SPREAD
+        scores = self._trained_scores(series)
+        return bool(scores) and max(scores) - min(scores) > SPREAD
 
     def at_edge(self, series: Series) -> bool:
         """Whether seeds are `untrained` although the series was tuned, and the sweep chose its
         smallest or largest value. A wider sweep may find values with which they train."""
         return self.untrained(series) > 0 and at_edge(self.tuned(series))
-
-    def _scores_at_train_length(self, series: Series) -> list[float] | None:
-        point = self.points.get((series, self.settings["train_longest"]))
-        if point is None:
-            return None
-        name = self.task.score.name
-        return [row["metrics"][name] for row in point.rows if row["status"] == "ok"]
 
     def tuned(self, series: Series) -> dict[str, Any]:
         """The tuned "values" of a series and the candidates "tried"; both empty if there was no
@@ -181,28 +265,25 @@ class Group:
         return self._a_row(series).get("tuned") or {"values": {}, "tried": []}
 
     def variant_settings(self, series: Series) -> dict[str, Any]:
-        """The settings in which the variant may differ from others, besides those of the sweep.
-
-        A variant that the sweep left out has the preset's values of these.
-        """
-        row = self._a_row(series)
-        names = [name for name, x in row.get("shared", {}).items() if not _is_tuned(x)]
-        return {name: row["settings"][name] for name in sorted(names) if name in row["settings"]}
+        """The settings of the variant that differ from those of the table, besides those of the
+        sweep."""
+        shared = self.settings
+        return {
+            name: value
+            for name, value in sorted(self._a_row(series)["settings"].items())
+            if shared.get(name) not in (value, TUNED)
+        }
 
     def _a_row(self, series: Series) -> Row:
-        """A row of the series. Its settings do not depend on length and seed."""
+        """A row of the series. Its settings do not depend on x and seed."""
         return next(row for point in self.of(series) for row in point.rows)
 
-    def p_values(self, lengths: Collection[int] | None = None) -> dict[tuple[Series, int], float]:
-        """The p values of the differences from softmax, with Holm's correction for all that are in
-        the table of these lengths (default: all)."""
-        return holm(
-            {
-                key: point.p
-                for key, point in self.points.items()
-                if point.p is not None and (lengths is None or key[1] in lengths)
-            }
-        )
+    def p_values(self, xs: Collection[Any] | None = None) -> dict[tuple[Series, Any], float]:
+        """The p values of the differences from the baseline, with Holm's correction for all that
+        are in the table of these x (default: all)."""
+        chosen = {k: p for k, p in self.points.items() if xs is None or p.x in xs}
+        tests = {key: t_test(point.versus_baseline) for key, point in chosen.items()}
+        return holm({key: p for key, p in tests.items() if p is not None})
 
 
 def metrics_of(groups: Sequence[Group]) -> list[Metric]:
@@ -210,181 +291,115 @@ def metrics_of(groups: Sequence[Group]) -> list[Metric]:
 
     Optional metrics that occur in no result of these groups are left out.
     """
-    measured = {name for x in groups for point in x.points.values() for name in point.metrics}
-    return [m for m in groups[0].task.metrics if not m.optional or m.name in measured]
+    measured = {name for group in groups for row in group.rows for name in row["metrics"]}
+    optional = groups[0].is_pretrained  # its measures are options
+    return [m for m in groups[0].task.metrics if not (m.optional or optional) or m.name in measured]
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
-    """Group rows by task, settings, data, device and number of sequences, in the task order of
-    `TASKS`.
+    """Group rows by task and by what the rows of a table share; rows of sweeps are left out.
+
+    Tasks come first, then experiments, then pretrained models.
 
     Raises:
         UsageError: the task of a row is unknown.
     """
     keyed: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if is_validation(row):
-            continue
-        if row["task"] not in TASKS:
-            raise UsageError(f"unknown task {row['task']!r}: load its file with --plugin")
-        kind = str(row["device"]).split(":")[0]
-        shared = json.dumps([_shared_settings(row), kind, row["data"]], sort_keys=True)
-        keyed.setdefault((row["task"], shared), []).append(row)
-    ordered = sorted(keyed.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1]))
-    all_groups = [_group(TASKS[task], part) for (task, _), x in ordered for part in _by_sizes(x)]
+    for row in map(converted, rows):
+        if not is_validation(row):
+            task_of(row["task"])
+            keyed.setdefault((row["task"], json.dumps(_shared(row), sort_keys=True)), []).append(
+                row
+            )
+    names = [*TASKS, *EXPERIMENTS, pretrained.MODELS.name]
+    # Pretrained models are in the order of the rows.
+    ordered = sorted(
+        keyed.items(),
+        key=lambda item: (names.index(item[0][0]), item[0][1] * (item[0][0] != names[-1])),
+    )
+    all_groups = [_group(part) for _, table_rows in ordered for part in _by_sizes(table_rows)]
     return [replace(group, distinction=_distinction(group, all_groups)) for group in all_groups]
 
 
-def _shared_settings(row: Row) -> dict[str, Any]:
-    """The settings of a row's table: in place of those that differ between its variants, a text."""
-    settings = row["settings"] | row.get("shared", {})
-    return {
-        name: TUNED if _is_tuned(value) else value
-        for name, value in settings.items()
-        if value is not None
-    }
-
-
-def _is_tuned(value: Any) -> bool:
-    """Whether a text stands in place of the values of a swept setting. Older rows also name the
-    candidates, and variants of one table may have different ones."""
-    return str(value).startswith(TUNED)
+def _shared(row: Row) -> dict[str, Any]:
+    """What the rows of a table share, without the settings of the test set, which older rows do not
+    name: the numbers of test sequences tell them apart."""
+    return {name: value for name, value in row["group"].items() if not name.startswith("test_")}
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:
-    """Split rows into parts. In a part, all rows of one length have the same number of test
-    sequences. The part with the largest numbers comes first."""
-    sizes: dict[int, list[int]] = {}
-    for length in {row["length"] for row in rows}:
-        counts = {row["sequences"] for row in rows if row["length"] == length}
-        sizes[length] = sorted(counts, reverse=True)
+    """Split rows into parts. In a part, all rows of one x have the same number of test sequences.
+    The part with the largest numbers comes first."""
+    sizes: dict[Any, set[int]] = {}
+    for row in rows:
+        sizes.setdefault(row["x"], set()).add(row.get("sequences", 0))
     parts: dict[int, list[Row]] = {}
     for row in rows:
-        parts.setdefault(sizes[row["length"]].index(row["sequences"]), []).append(row)
+        larger = [size for size in sizes[row["x"]] if size > row.get("sequences", 0)]
+        parts.setdefault(len(larger), []).append(row)
     return [parts[index] for index in sorted(parts)]
 
 
+def _group(rows: list[Row]) -> Group:
+    """The group of the latest row of each (series, x, seed), of the latest version of the series.
+
+    Rows of pretrained models with the same place have different measures, which are joined.
+    """
+    task, version = task_of(rows[0]["task"]), {series_of(row): row["version"] for row in rows}
+    join = task is pretrained.MODELS
+    latest: dict[tuple[Any, ...], Row] = {}
+    old: dict[str, int] = {}
+    for row in rows:
+        series = series_of(row)
+        if row["version"] != version[series]:
+            old[series.label] = old.get(series.label, 0) + 1
+            continue
+        key = series, row["x"], row["seed"], join and row["status"] != "ok"
+        if join and key in latest:
+            joined = {name: {**latest[key][name], **row[name]} for name in ("metrics", "curves")}
+            row = {**row, **joined}
+        latest[key] = row
+    text = "result(s) of other versions or settings of the variant"
+    left_out = [f"{label}: left out {count} {text}" for label, count in old.items()]
+    return Group(task, _shared(rows[0]), list(latest.values()), left_out)
+
+
 def _distinction(group: Group, every: Sequence[Group]) -> str:
-    """The text that distinguishes a group from the other groups of its task.
-
-    It lists the settings in which the groups differ. If other groups have the same settings, it
-    adds data and device where these differ. If some of those groups also have the same data and
-    device, it adds the numbers of sequences.
-    """
-    others = [other for other in every if other.task is group.task and other is not group]
-    parts = []
-    for read in (_settings, _origins, _sizes):
-        group_values, other_values = read(group), [read(other) for other in others]
-        names = dict.fromkeys(name for x in (group_values, *other_values) for name in x)
-        differs = [n for n in names if any(x.get(n) != group_values.get(n) for x in other_values)]
-        parts += [f"{name} {group_values.get(name, 'default')}" for name in differs]
-        others = [other for other, x in zip(others, other_values) if x == group_values]
-    return ", ".join(parts)
+    """What distinguishes a group from the others of its task: the settings, data, device and
+    numbers of test sequences in which they differ."""
+    described = {
+        id(other): described_settings(other) for other in every if other.task is group.task
+    }
+    names = dict.fromkeys(name for values in described.values() for name in values)
+    one, absent = described[id(group)], object()
+    differing = [
+        name for name in names
+        if any(values.get(name, absent) != one.get(name, absent) for values in described.values())
+    ]  # fmt: skip
+    return ", ".join(f"{name} {one.get(name, 'default')}" for name in differing)
 
 
-def _settings(group: Group) -> dict[str, Any]:
-    return group.settings
-
-
-def _origins(group: Group) -> dict[str, Any]:
-    row = group.rows[0]
-    return {"data": row["data"], "device": str(row["device"]).split(":")[0]}
-
-
-def _sizes(group: Group) -> dict[str, Any]:
-    sizes = {row["length"]: row["sequences"] for row in group.rows}
-    return {"test sequences": ", ".join(f"{sizes[n]} at {n}" for n in sorted(sizes))}
-
-
-def _series(row: Row) -> Series:
-    return Series(row["variant"], row["positions"])
-
-
-def _version(row: Row) -> tuple[str, str]:
-    """What all rows of a series share: the variant, and the settings that are its own or tuned."""
-    differing = {name: row["settings"].get(name) for name in row.get("shared", {})}
-    return row["version"], json.dumps(differing, sort_keys=True)
-
-
-def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
-    """Keep the latest row of each (series, length, seed), from the latest version of each series.
-
-    Also returns a message for each series with rows left out.
-    """
-    version = {_series(row): _version(row) for row in rows}
-    current = [row for row in rows if _version(row) == version[_series(row)]]
-    latest = {(_series(row), row["length"], row["seed"]): row for row in current}
-    messages = []
-    for series in version:
-        old = sum(_series(row) == series for row in rows) - sum(key[0] == series for key in latest)
-        if old:
-            messages.append(
-                f"{series.label}: left out {old} result(s) of other versions or settings of the "
-                "variant"
-            )
-    return list(latest.values()), messages
-
-
-def _group(task: Task, every: list[Row]) -> Group:
-    rows, left_out = _latest(every)
-    by_seed: dict[tuple[Series, int], dict[int, Row]] = {}
-    for row in sorted(rows, key=lambda row: row["seed"]):
-        by_seed.setdefault((_series(row), row["length"]), {})[row["seed"]] = row
-    all_series = list(dict.fromkeys(map(_series, rows)))
-    lengths, seeds = (sorted({row[name] for row in rows}) for name in ("length", "seed"))
-    points = {}
-    for series, length in itertools.product(all_series, lengths):
-        base = by_seed.get((Series(BASELINE, series.positions), length), {})
-        at_length = by_seed.get((series, length), {})
-        points[series, length] = _point(task, series, length, at_length, base, len(seeds))
-    settings = _shared_settings(rows[0])
-    return Group(task, settings, all_series, lengths, seeds, points, rows, left_out)
-
-
-def _point(
-    task: Task, series: Series, length: int, rows: dict[int, Row], base: dict[int, Row], seeds: int
-) -> Point:
-    valid = {seed: row for seed, row in rows.items() if row["status"] == "ok"}
-    failures: dict[str, int] = {}
-    for row in rows.values():
-        if row["status"] != "ok":
-            failures[row["status"]] = failures.get(row["status"], 0) + 1
-    if missing := seeds - len(rows):
-        failures["missing"] = missing
-    metrics = {}
-    for metric in task.metrics:
-        values = [r["metrics"][metric.name] for r in valid.values() if metric.name in r["metrics"]]
-        if (value := estimate(values)) is not None:
-            metrics[metric.name] = value
-    score = task.score.name
-    paired = [
-        row["metrics"][score] - base[seed]["metrics"][score]
-        for seed, row in valid.items()
-        if series.variant != BASELINE and seed in base and base[seed]["status"] == "ok"
-    ]
-    curves = {}
-    for name in dict.fromkeys(name for row in valid.values() for name in row["curves"]):
-        seed_curves = [row["curves"][name] for row in valid.values() if name in row["curves"]]
-        curves[name] = [sum(column) / len(column) for column in zip(*seed_curves, strict=True)]
-    messages = sorted({row["message"] for row in rows.values() if row["message"]})
-    return Point(
-        series, length, metrics, estimate(paired), t_test(paired), curves, list(rows.values()),
-        failures, messages,
-    )  # fmt: skip
+def described_settings(group: Group) -> dict[str, Any]:
+    """The settings of a group, with its numbers of test sequences."""
+    sizes = {row["x"]: row["sequences"] for row in group.rows if "sequences" in row}
+    text = ", ".join(f"{sizes[x]} at {x}" for x in sorted(sizes))
+    return {**group.settings, **({"test sequences": text} if sizes else {})}
 
 
 def failures(group: Group) -> list[str]:
     """Messages about failed and missing results, one per series and reason."""
-    lengths_by_failure: dict[tuple[Series, str, int], list[int]] = {}
+    xs_by_failure: dict[tuple[Series, str, tuple[int, ...]], list[Any]] = {}
     for point in group.points.values():
         for status, seeds in point.failures.items():
-            reason = "; ".join(point.messages) if status != "missing" else "no result"
-            key = point.series, reason or status, seeds
-            lengths_by_failure.setdefault(key, []).append(point.length)
+            if status == "missing" and not point.rows and group.task.axis != "n":
+                continue  # not every output layer is trained under every condition
+            reason = "no result" if status == "missing" else "; ".join(point.messages) or status
+            key = point.series, reason, tuple(seeds)
+            xs_by_failure.setdefault(key, []).append(point.x)
     return [
-        f"failed: {series.label}, n = {', '.join(map(str, lengths))}: {reason} "
-        f"({seeds} of {len(group.seeds)} seeds)"
-        for (series, reason, seeds), lengths in lengths_by_failure.items()
+        f"failed: {series.label}, {at(group.task, *xs)}: {reason} "
+        f"({len(seeds)} of {len(group.seeds)} seeds: {', '.join(map(str, seeds))})"
+        for (series, reason, seeds), xs in xs_by_failure.items()
     ]
 
 

@@ -1,18 +1,149 @@
-"""The summary.csv of a task: one line per variant, position encoding and eval length.
+"""Summaries: the numbers of a group's tables, from its rows or from a summary.csv.
 
 A summary contains no times and no host names, so the same runs give the same summary.csv even if
-they were interrupted or split into shards.
+they were interrupted or split into shards. The documentation stores these files, and its tables are
+made by the same code as those of new results.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-from evals.results.summary import Estimate, Group, Point, metrics_of
+from commandline.errors import UsageError
+from evals.results import pretrained
+from evals.results.statistics import Estimate, estimate
+from evals.results.summary import Group, Point, Series, metrics_of, task_of
 from evals.results.tuned import tuned_cells
 from evals.task import Metric
+
+ENDS = ("", "_se", "_low", "_high")
+EFFECTIVE_SHARE = 0.85  # of the score at the train length, see `Summary.effective`
+
+
+@dataclass(frozen=True)
+class SeriesFacts:
+    """What a summary says about a series: the number of untrained seeds, whether the seeds disagree
+    at the train length, whether the sweep of an untrained series chose its smallest or largest
+    value, and the tuned values in words."""
+
+    untrained: int = 0
+    unstable: bool = False
+    at_edge: bool = False
+    tuned: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The numbers of the tables of one group.
+
+    Attributes:
+        task: see `evals.results.summary.task_of`.
+        lines: what is known of each series, in the order of the results.
+        xs: the eval lengths or conditions.
+        means: metrics by (series, x, name), and the differences of the score: by the names
+            `difference` from the baseline and `gain` from another condition.
+        failed: the statuses of seeds without a score, such as "nan+missing".
+        p: the p values of the differences from the baseline, with Holm's correction.
+        seeds: the number of seeds; 0 if it differs between lengths.
+        curves: curves as text, such as "20:0.4 40:0.6".
+        chance, schedule: as in the rows.
+        train_length: None for an experiment or a pretrained model.
+        distinction, remarks: texts for the title and the notes.
+    """
+
+    task: Any
+    lines: dict[Series, SeriesFacts]
+    xs: list[Any]
+    means: dict[tuple[Series, Any, str], Estimate]
+    failed: dict[tuple[Series, Any], str] = field(default_factory=dict)
+    p: dict[tuple[Series, Any], float] = field(default_factory=dict)
+    seeds: int = 0
+    curves: dict[tuple[Series, Any], str] = field(default_factory=dict)
+    chance: float | None = None
+    schedule: str = ""
+    train_length: int | None = None
+    distinction: str = ""
+    remarks: tuple[str, ...] = ()
+
+    def mean(self, series: Series, x: Any, name: str) -> Estimate | None:
+        return self.means.get((series, x, name))
+
+    def ranked(self, metric: Metric) -> list[Series]:
+        """The series sorted by the value at the longest length; those without one come last."""
+        sign = 1 if metric.lower_is_better else -1
+
+        def rank(series: Series) -> tuple[bool, float]:
+            mean = self.mean(series, self.xs[-1], metric.name)
+            return mean is None, 0.0 if mean is None else sign * mean.mean
+
+        return sorted(self.lines, key=rank)
+
+    def effective(self, series: Series, metric: Metric) -> tuple[int, bool] | None:
+        """The effective length: the longest length up to which the metric stays above
+        `EFFECTIVE_SHARE` of its value at the train length, of all lengths with a value; and whether
+        it drops at a longer one, so that the effective length is not only a lower bound.
+
+        None if a seed is untrained, the value at the train length is missing or lower is better.
+        """
+        if self.train_length is None or metric.lower_is_better or self.lines[series].untrained:
+            return None
+        start, longest = self.mean(series, self.train_length, metric.name), None
+        if start is None:
+            return None
+        for x in [x for x in self.xs if x >= self.train_length]:
+            mean = self.mean(series, x, metric.name)
+            if mean is None:  # missing or failed, which says nothing about the score
+                continue
+            if mean.mean <= EFFECTIVE_SHARE * start.mean:
+                return None if longest is None else (longest, True)
+            longest = x
+        return None if longest is None else (longest, False)
+
+
+def difference(task: Any) -> str:
+    """The name of the score's difference from the baseline, paired by seed."""
+    return pretrained.RISE if task is pretrained.MODELS else f"{task.score.name}_minus_softmax"
+
+
+def gain(task: Any) -> str:
+    """The name of the score's difference from another condition, paired by seed."""
+    return f"{task.score.name}_gain"
+
+
+def summary_of(group: Group, xs: Sequence[Any] | None = None) -> Summary:
+    """The summary of a group of rows, at these x (default: all)."""
+    summary = summary_from(group.task, lines_of(group, xs))
+    return replace(
+        summary,
+        lines={x: summary.lines[x] for x in group.series if x in summary.lines},
+        distinction=group.title if group.is_pretrained else group.distinction,
+        remarks=tuple(group.task.remarks(group.settings)),
+    )
+
+
+# ---- files
+
+
+def csv_text(groups: Sequence[Group]) -> str:
+    """The summary.csv of a task, an experiment or pretrained models: a line for each (group,
+    series, x), or for pretrained models for each (group, series, x, metric).
+
+    A metric has its mean, standard error and 95 % interval. The column ``settings`` says how the
+    groups differ. It is empty for a single group.
+    """
+    metrics = metrics_of(groups)
+    lines = [line for group in groups for line in lines_of(group, metrics=metrics)]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return file.getvalue()
 
 
 def number_text(value: float | None) -> str:
@@ -20,53 +151,204 @@ def number_text(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _columns(metric: str) -> list[str]:
-    return [metric, f"{metric}_se", f"{metric}_low", f"{metric}_high"]
-
-
-def _cells(value: Estimate | None) -> list[str]:
+def numbers(value: Estimate | None) -> list[str]:
+    """Mean, standard error and both ends of the interval as text; empty where there is none."""
     if value is None:
-        return [""] * 4
+        return [""] * len(ENDS)
     return [number_text(x) for x in (value.mean, value.error, *(value.interval or (None, None)))]
 
 
-def csv_text(groups: Sequence[Group]) -> str:
-    """The summary.csv of a task: one line per (group, series, length).
+def _cells(name: str, value: Estimate | None, count: bool = False) -> dict[str, Any]:
+    cells = {f"{name}{end}": text for end, text in zip(ENDS, numbers(value), strict=True)}
+    seeds = "" if value is None else value.count
+    return cells | ({f"{name}_seeds": seeds} if count else {})
 
-    The column ``settings`` says how the groups differ. It is empty for a single group.
+
+def _statuses(point: Point) -> str:
+    return " ".join(f"{status}:{len(x)}" for status, x in sorted(point.failures.items()))
+
+
+def lines_of(
+    group: Group, xs: Sequence[Any] | None = None, metrics: Sequence[Metric] | None = None
+) -> list[dict[str, str]]:
+    """The lines of a group in summary.csv, at these x and with these metrics (default: all)."""
+    points = [point for point in group.points.values() if xs is None or point.x in xs]
+    if group.is_pretrained:
+        lines = _of_model(group, points)
+    else:
+        lines = _of_points(group, points, metrics or group.metrics)
+    return [{name: str(value) for name, value in line.items()} for line in lines]
+
+
+def _of_points(
+    group: Group, points: Sequence[Point], metrics: Sequence[Metric]
+) -> Iterable[dict[str, Any]]:
+    """The lines of a task, sorted by series, or of an experiment."""
+    task, settings, of_length = group.task, group.settings, group.task.axis == "n"
+    score, p = task.score.name, group.p_values({point.x for point in points})
+    if of_length:
+        points = sorted(points, key=lambda p: (p.series.variant, p.series.detail or "none"))
+    for point in points:
+        series = point.series
+        means = {metric.name: point.mean(metric.name) for metric in metrics}
+        means[difference(task)] = estimate(point.versus_baseline)
+        line: dict[str, Any] = {"task": task.name, "variant": series.variant}
+        if of_length:
+            tuned, validation = tuned_cells(group.tuned(series))
+            line |= {"positions": series.detail or "none", "length": point.x}
+            line |= {"seeds": len(point.values(score)), "failed": _statuses(point)}
+            line |= {"untrained": group.untrained(series)}
+            after = {
+                f"{score}_p_holm": number_text(p.get((series, point.x))),
+                "unstable": int(group.unstable(series)),
+                "at_edge": int(group.at_edge(series)),
+                "tuned": tuned,
+                "validation": validation,
+            }
+        elif point.rows:
+            line |= {"condition": point.x, "seeds": len(group.seeds), "failed": _statuses(point)}
+            other = group.points.get((series, task.versus.get(point.x)))
+            means[gain(task)] = estimate(point.minus(other))
+            xy = zip(point.curve("x"), point.curve("score"), strict=True)
+            after = {"curve": " ".join(f"{x:g}:{y:.6g}" for x, y in xy)}
+        else:
+            continue
+        for name, mean in means.items():
+            line |= _cells(name, mean, count=not of_length)
+        line |= {**after, "chance": number_text(group.chance)}
+        if of_length:
+            line |= {"train_length": settings["train_longest"], "steps": settings["steps"]}
+        yield line | {"schedule": group.rows[0]["schedule"], "settings": group.distinction}
+
+
+def _of_model(group: Group, points: Sequence[Point]) -> Iterable[dict[str, Any]]:
+    row, settings = group.rows[0], group.settings
+    for point in points:
+        names = dict.fromkeys(name for row in point.rows for name in row["metrics"])
+        means = {name: point.mean(name) for name in names}
+        means[pretrained.RISE] = estimate(point.versus_baseline)
+        for (begin, end), mean in by_position(group, point).items():
+            means[f"loss at positions {begin} to {end - 1}"] = mean
+        for name, mean in means.items():
+            if mean is not None:
+                middle, _, low, high = numbers(mean)
+                yield {
+                    "model": row["model"], "dtype": settings["dtype"], "text": row["text"],
+                    "seed": settings["seed"], "series": point.series.label, "length": point.x,
+                    "metric": name, "mean": middle, "low": low, "high": high,
+                    "samples": mean.count,
+                }  # fmt: skip
+
+
+def by_position(group: Group, point: Point, rise: bool = False) -> dict[tuple[int, int], Estimate]:
+    """The mean loss of each bin of positions, (first, end), in which a sample has tokens of the
+    text. The mean is over samples. With ``rise``, the loss of the model as loaded is subtracted,
+    paired by sample."""
+    base = _bins(group.points.get((group.base(point.series), point.x))) if rise else {}
+    losses: dict[tuple[int, int], list[float]] = {}
+    for sample, bins in _bins(point).items():
+        for span, loss in bins.items():
+            if not rise or span in base.get(sample, {}):
+                losses.setdefault(span, []).append(loss - (base[sample][span] if rise else 0.0))
+    means = {span: estimate(losses[span]) for span in sorted(losses)}
+    return {span: mean for span, mean in means.items() if mean is not None}
+
+
+def _bins(point: Point | None) -> dict[int, dict[tuple[int, int], float]]:
+    """The mean loss of each bin, by sample and (first position, end)."""
+    curves = {s: row["curves"] for s, row in point.scored.items()} if point else {}
+    return {
+        sample: {
+            span: total / count
+            for span, total, count in zip(
+                pairwise(map(int, curve["loss_edges"])),
+                curve["loss_sum"],
+                curve["loss_count"],
+                strict=True,
+            )
+            if count
+        }
+        for sample, curve in curves.items()
+        if "loss_sum" in curve
+    }
+
+
+def read_summary(path: Path) -> Summary:
+    """The summary in a file NAME.csv or NAME.OTHER-WORDS.csv. NAME is that of a task, "pretrained"
+    or "adapt".
+
+    Raises:
+        UsageError: the lines of a task have different settings.
     """
-    task = groups[0].task
-    header = ["task", "variant", "positions", "length", "seeds", "failed", "untrained"]
-    metrics = metrics_of(groups)
-    for name in [*(metric.name for metric in metrics), f"{task.score.name}_minus_softmax"]:
-        header += _columns(name)
-    header.append(f"{task.score.name}_p_holm")
-    header += ["unstable", "at_edge", "tuned", "validation"]
-    header += ["chance", "train_length", "steps", "schedule", "settings"]
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(header)
-    for group in groups:
-        settings = group.settings
-        constants = [
-            f"{group.chance:.6g}", settings["train_longest"], settings["steps"],
-            group.rows[0]["schedule"], group.distinction,
-        ]  # fmt: skip
-        p_values = group.p_values()
-        for series in sorted(group.series):
-            for point in group.of(series):
-                tuning = [int(group.unstable(series)), int(group.at_edge(series))]
-                tuning += tuned_cells(group.tuned(series))
-                p = number_text(p_values.get((series, point.length)))
-                writer.writerow([*_line(group, point, metrics), p, *tuning, *constants])
-    return file.getvalue()
+    name, lines = path.stem.split(".")[0], list(csv.DictReader(path.read_text().splitlines()))
+    if len(several := {line.get("settings") or "" for line in lines}) > 1:
+        settings = "; ".join(sorted(several))
+        raise UsageError(f"all lines of {path} must have the same settings, got {settings}")
+    return summary_from(pretrained.MODELS if "series" in lines[0] else task_of(name), lines)
 
 
-def _line(group: Group, point: Point, metrics: Sequence[Metric]) -> list[object]:
-    score = point.metrics.get(group.task.score.name)
-    failed = " ".join(f"{status}:{n}" for status, n in sorted(point.failures.items()))
-    line: list[object] = [group.task.name, *point.series, point.length]
-    line += [score.count if score else 0, failed, group.untrained(point.series)]
-    for metric in metrics:
-        line += _cells(point.metrics.get(metric.name))
-    return [*line, *_cells(point.versus_baseline)]
+def summary_from(task: Any, lines: Sequence[Mapping[str, str]]) -> Summary:
+    """The summary in the lines of a summary.csv, in which all numbers have six digits."""
+    if task is pretrained.MODELS:
+        means = {
+            (Series(*x["series"].split(" · ")), int(x["length"]), x["metric"]): _estimate(
+                [x["mean"], "", x["low"], x["high"]], x["samples"]
+            )
+            for x in lines
+        }
+        series = {series: SeriesFacts() for series, _, _ in means}
+        return Summary(task, series, sorted({x for _, x, _ in means}), means)
+    first, of_length = lines[0], task.axis == "n"
+    by_place = {_place(line): line for line in lines}
+    xs = list(dict.fromkeys(x for _, x in by_place))
+    p_name = f"{task.score.name}_p_holm"
+    means = {
+        (*place, name): _estimate(
+            [line[f"{name}{end}"] for end in ENDS], line.get(f"{name}_seeds") or line["seeds"]
+        )
+        for place, line in by_place.items()
+        for name in (*(m.name for m in task.metrics), difference(task), gain(task))
+        if line.get(name)
+    }
+    seeds = (int(line["seeds"]) + of_length * _failed(line["failed"]) for line in lines)
+    return Summary(
+        task=task,
+        lines={series: _line(line) for (series, _), line in by_place.items()},
+        xs=sorted(xs) if of_length else xs,
+        means=means,
+        failed={
+            place: "+".join(part.split(":")[0] for part in line["failed"].split())
+            for place, line in by_place.items()
+            if line["failed"]
+        },
+        p={place: float(line[p_name]) for place, line in by_place.items() if line.get(p_name)},
+        seeds=max(seeds),
+        curves={place: line["curve"] for place, line in by_place.items() if line.get("curve")},
+        chance=float(first["chance"]),
+        schedule=first["schedule"],
+        train_length=int(first["train_length"]) if of_length else None,
+    )
+
+
+def _place(line: Mapping[str, str]) -> tuple[Series, Any]:
+    if "condition" in line:
+        return Series(line["variant"]), line["condition"]
+    positions = line["positions"]
+    return Series(line["variant"], positions if positions != "none" else ""), int(line["length"])
+
+
+def _line(line: Mapping[str, str]) -> SeriesFacts:
+    """Experiments and older files lack some of these columns."""
+    unstable, at_edge = (line.get(name) == "1" for name in ("unstable", "at_edge"))
+    return SeriesFacts(int(line.get("untrained") or 0), unstable, at_edge, line.get("tuned") or "")
+
+
+def _failed(text: str) -> int:
+    """The number of seeds without a score, from a text such as "nan:2 oom:1"."""
+    return sum(int(part.split(":")[1]) for part in text.split())
+
+
+def _estimate(texts: Sequence[str], count: str) -> Estimate:
+    mean, error, low, high = texts
+    interval = (float(low), float(high)) if low else None
+    return Estimate(float(mean), float(error) if error else None, int(count), interval)

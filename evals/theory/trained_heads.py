@@ -155,7 +155,7 @@ def heads_of(group: Group, series: Series) -> Heads | None:
     if not points:
         return None
     last = points[-1].curves["head_peak"]
-    total, indices = len(last), sorted(range(len(last)), key=lambda i: -last[i])[:MOST_HEADS]
+    indices = sorted(range(len(last)), key=lambda i: -last[i])[:MOST_HEADS]
     spec, why = Spec(UNKNOWN, UNKNOWN), ""
     try:
         named = parse_spec(series.variant, wrappers=True)
@@ -178,12 +178,12 @@ def heads_of(group: Group, series: Series) -> Heads | None:
                     learned.setdefault(name, of_heads.repeat(shape[0], 1))[seed] = of_heads
     for name, value in spec.test.params.items():
         if isinstance(value, Tensor):  # one value per head of a layer
-            all_heads = value.double().repeat(total // len(value))
+            all_heads = value.double().repeat(len(last) // len(value))
             learned[name] = all_heads[indices].expand(shape)
-    names = head_names(total, total // group.settings.get("depth", 1))
-    keys = [group.task.tokens(point.length) for point in points]
-    heads = Heads(series, spec.test, [names[i] for i in indices], indices, total, keys,
-                  [point.curves for point in points], peaks, learned)  # fmt: skip
+    names = head_names(len(last), len(last) // group.settings.get("depth", 1))
+    keys = [group.task.tokens(point.x) for point in points]
+    heads = Heads(series, spec.test, [names[i] for i in indices], indices, len(last), keys, peaks,
+                  learned)  # fmt: skip
     if why or len(keys) < 2:
         return replace(heads, why=why or "one length: no fit")
     try:

@@ -11,7 +11,6 @@ from commandline.variants import parse_specs
 from evals.__main__ import main
 from evals.command import Studies
 from evals.measures.metrics import Outcome
-from evals.results.old_rows import with_old_fields
 from evals.results.store import Row
 from evals.results.summary import groups
 from evals.study import Study
@@ -25,7 +24,7 @@ def scored(study: Study, score: float) -> list[Row]:
     outcome = Outcome("ok", "", {TASK.score.name: score})
     training = {"learned": {}, "train_cpu_seconds": 0.0}
     return [
-        with_old_fields(study.row(run, key, length, outcome, training))
+        study.row(run, key, length, outcome, training)
         for run in study.runs({})
         for length, tests in run.tests.items()
         for key in tests
@@ -47,7 +46,7 @@ def test_results_of_a_changed_plugin_have_a_table_of_their_own(
     plugin_groups = groups([*scored(old, 0.25), *scored(new, 0.75)])
     means = {
         group.distinction: {
-            (series.variant, point.metrics[TASK.score.name].mean, len(point.rows))
+            (series.variant, point.mean(TASK.score.name).mean, len(point.rows))
             for series in group.series
             for point in group.of(series)
         }

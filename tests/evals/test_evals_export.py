@@ -13,12 +13,11 @@ import pytest
 from PIL import Image
 
 from evals.__main__ import main
-from evals.reporting.latex import escape, latex_table
-from evals.reporting.readme_tables import overview
-from evals.reporting.scores import of_group, of_summary
+from evals.reporting.formats import escape, latex_table
+from evals.reporting.pages import overview
 from evals.results.store import Row
-from evals.results.summary import groups
-from evals.results.summary_csv import csv_text
+from evals.results.summary import Series, groups
+from evals.results.summary_csv import csv_text, read_summary, summary_of
 from helpers.evals_rows import row, written
 
 
@@ -68,20 +67,14 @@ def test_overview_shows_train_length_longest_length_and_effective_length(tmp_pat
     assert "† k/2: did not reach 95 % at the train length (n = 16) in k of 2 seeds" in text
 
 
-def test_rows_and_their_summary_give_the_same_scores() -> None:
-    (group,) = groups(rows({"softmax": (0.75, 0.5), "ssmax": (0.5, None)}, (16, 64)))
-    summary = list(csv.DictReader(io.StringIO(csv_text([group]))))
-    one, other = of_group(group, group.task.score), of_summary("max-retrieval", summary)
-    assert one == other
-
-
-def test_the_seeds_of_a_summary_include_those_that_failed_at_every_length() -> None:
-    result_rows = rows({"softmax": (0.75, 0.5)}, (16, 64))
+def test_rows_and_their_summary_give_the_same_scores(tmp_path: Path) -> None:
+    result_rows = rows({"softmax": (0.75, 0.5), "ssmax": (0.5, None)}, (16, 64))
+    # The third seed of softmax failed at every length.
     result_rows += [row("softmax", None, seed=2, length=length) for length in (16, 64)]
     (group,) = groups(result_rows)
-    summary = list(csv.DictReader(io.StringIO(csv_text([group]))))
-    one, other = of_group(group, group.task.score), of_summary("max-retrieval", summary)
-    assert (other.seeds, other.lines[0].untrained) == (3, 3)
+    (tmp_path / "max-retrieval.csv").write_text(csv_text([group]))
+    one, other = summary_of(group), read_summary(tmp_path / "max-retrieval.csv")
+    assert (other.seeds, other.lines[Series("softmax")].untrained) == (3, 3)
     assert one == other
 
 
@@ -168,10 +161,9 @@ def test_latex_special_characters_are_escaped() -> None:
     assert escape("a\\b{c}->d") == r"a\textbackslash{}b\{c\}$\to$d"
     assert escape("[a]\n* b\u2028c") == "{[}a{]} {*} b c"
     (group,) = groups(rows({SPECIAL: (0.5,)}, (16,)))
-    lines = latex_table(of_group(group, group.task.score)).splitlines()
-    assert (
-        sum(line.endswith(r"\\") for line in lines) == 4
-    )  # the line break in the name does not add a row
+    lines = latex_table(summary_of(group), group.task.score).splitlines()
+    # The line break in the name does not add a row.
+    assert sum(line.endswith(r"\\") for line in lines) == 4
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex with booktabs")
@@ -180,7 +172,7 @@ def test_latex_compiles(tmp_path: Path) -> None:
     (group,) = groups(result_rows)
     page = (
         r"\documentclass{article}\usepackage{booktabs}\begin{document}"
-        "\n" + latex_table(of_group(group, group.task.score)) + r"\end{document}"
+        "\n" + latex_table(summary_of(group), group.task.score) + r"\end{document}"
     )
     (tmp_path / "page.tex").write_text(page)
     command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "page.tex"]

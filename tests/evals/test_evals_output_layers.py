@@ -15,11 +15,11 @@ from evals.__main__ import main
 from evals.measures.heads import learned
 from evals.options import Options
 from evals.plan import plan_study
-from evals.reporting.scores import of_group
-from evals.reporting.tables import legend, more_tables
+from evals.reporting.shown import ShownGroup
+from evals.reporting.tables import notes
 from evals.results.store import read_rows
 from evals.results.summary import groups
-from evals.results.summary_csv import csv_text
+from evals.results.summary_csv import csv_text, summary_of
 from evals.task import HeadSample
 from evals.tasks import TASKS
 from evals.tasks.families.outputs import EPSILON
@@ -146,15 +146,15 @@ def test_results_with_and_without_an_output_layer_are_separate_groups() -> None:
     by_output = {group.settings.get("output"): group for group in groups(rows)}
     plain, sparse = by_output[None], by_output["sparsemax"]
     assert (plain.distinction, sparse.distinction) == ("output default", "output sparsemax")
-    titles = [table.title for table in more_tables(sparse)]
+    titles = [table.title for table in ShownGroup(sparse).tables]
     assert "Number of tokens with probability above 0" in titles
-    assert not {table.title for table in more_tables(plain)} & set(titles[-3:])
+    assert not {table.title for table in ShownGroup(plain).tables} & set(titles[-4:-1])
     assert "support" not in csv_text([plain]).splitlines()[0]
     assert "missed" in csv_text([plain, sparse]).splitlines()[0]
-    (remark,) = legend(sparse)
+    (remark,) = notes(summary_of(sparse))
     assert remark.startswith("output layer: sparsemax; ")
-    assert of_group(sparse, TASK.score).notes()[0] == remark
-    assert legend(plain) == []
+    assert notes(summary_of(sparse), TASK.score)[0] == remark
+    assert notes(summary_of(plain)) == []
 
 
 @pytest.mark.parametrize(

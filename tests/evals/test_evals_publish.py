@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from evals.reporting.pretrained_pages import documented
-from evals.reporting.readme_tables import scores
-from evals.results.pretrained import groups, summary_csv
+from evals.reporting.pages import documented, scores
 from evals.results.provenance import provenance, sentence
+from evals.results.summary import groups
+from evals.results.summary_csv import csv_text
 from helpers.evals_rows import SETTINGS, row, written
 from scripts import publish
 
@@ -182,7 +182,7 @@ def test_tables_of_a_pretrained_model_show_the_paired_rise_of_the_loss(tmp_path:
         for n in (64, 128)
         for sample in range(2)
     ]
-    (tmp_path / "pretrained.csv").write_text(summary_csv(groups(result_rows)))
+    (tmp_path / "pretrained.csv").write_text(csv_text(groups(result_rows)))
     record = provenance(result_rows, "python -m evals pretrained")
     assert record["samples"] == {"64": 2, "128": 2}
     assert "seed 0; [all settings](x.json)" in sentence(record, "x.json")
@@ -210,4 +210,4 @@ def test_figures_of_a_pretrained_model_are_published(tmp_path: Path) -> None:
 
 def test_intervals_do_not_depend_on_the_order_of_rows() -> None:
     result_rows = [pretrained_row("as loaded", 64, sample, sample**1.5) for sample in range(20)]
-    assert summary_csv(groups(result_rows)) == summary_csv(groups(result_rows[::-1]))
+    assert csv_text(groups(result_rows)) == csv_text(groups(result_rows[::-1]))

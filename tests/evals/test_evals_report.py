@@ -19,7 +19,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 from evals.reporting.pictures import pictures
-from evals.reporting.report import ShownGroup, report_html
+from evals.reporting.report import report_html
+from evals.reporting.shown import ShownGroup
 from evals.results.store import Row
 from evals.results.summary import groups
 from evals.tasks import TASKS

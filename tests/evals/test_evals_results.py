@@ -12,49 +12,17 @@ import pytest
 from commandline.errors import UsageError
 from commandline.table import Table
 from evals.__main__ import main
-from evals.reporting.readme_tables import scores as scores_table
-from evals.reporting.tables import cost_table, learned_table, legend, score_tables
+from evals.reporting.pages import scores as scores_table
+from evals.reporting.shown import ShownGroup
+from evals.results import load
 from evals.results.old_rows import converted
+from evals.results.statistics import estimate
 from evals.results.store import Folder, Shard, read_rows
-from evals.results.summary import (
-    Series,
-    bootstrap,
-    estimate,
-    failures,
-    groups,
-    version_warnings,
-)
+from evals.results.summary import Series, failures, groups, version_warnings
 from evals.results.summary_csv import csv_text
 from helpers.evals_rows import SETTINGS, row, written
 
-SOFTMAX, SSMAX = Series("softmax", "none"), Series("ssmax", "none")
-
-
-def test_estimate_of_three_one_and_no_seeds() -> None:
-    three = estimate([0.5, 0.7, 0.9])
-    assert three is not None
-    assert three.text(100) == "70.0 ±11.5"  # the standard error 0.2 / √3
-    single = estimate([0.25])
-    assert single is not None
-    assert single.text(100, 1, sign=True) == "+25.0"
-    assert single.interval is None
-    assert single.span() == ""
-    assert estimate([]) is None
-
-
-def test_the_bootstrap_of_few_seeds_enumerates_resamples() -> None:
-    # Three seeds have 27 resamples. The smallest mean has probability 1/27 > 2.5 %.
-    assert bootstrap([0.0, 3.0, 6.0]) == (0.0, 6.0)
-    # Four seeds have 256 resamples. Means 0, 1 and 2 have probabilities 1/256, 4/256, 10/256.
-    assert bootstrap([0.0, 4.0, 8.0, 12.0]) == pytest.approx((2.0, 10.0))
-
-
-def test_the_bootstrap_of_many_seeds_is_reproducible_and_near_normal() -> None:
-    values = [float(i) for i in range(20)]
-    low, high = bootstrap(values)
-    assert (low, high) == bootstrap(values)
-    error = (sum((v - 9.5) ** 2 for v in values) / 20 / 20) ** 0.5
-    assert (low, high) == pytest.approx((9.5 - 1.96 * error, 9.5 + 1.96 * error), abs=0.2)
+SOFTMAX, SSMAX = Series("softmax"), Series("ssmax")
 
 
 def test_rows_are_grouped_by_task_settings_device_and_data() -> None:
@@ -81,12 +49,11 @@ def test_differences_from_the_baseline_are_paired_by_seed() -> None:
     ]
     (group,) = groups(rows)
     point = group.points[SSMAX, 16]
-    assert point.versus_baseline is not None
-    assert point.versus_baseline.mean == pytest.approx(0.15)  # (0.1 + 0.2) / 2
-    assert point.metrics["accuracy"].count == 2
-    assert point.failures == {"oom": 1}
-    assert group.points[SOFTMAX, 16].versus_baseline is None
-    assert failures(group) == ["failed: ssmax, n = 16: out of memory (1 of 3 seeds)"]
+    assert point.versus_baseline == pytest.approx([0.1, 0.2])
+    assert point.mean("accuracy") == estimate([0.6, 0.8])
+    assert point.failures == {"oom": [2]}
+    assert group.points[SOFTMAX, 16].versus_baseline == []
+    assert failures(group) == ["failed: ssmax, n = 16: out of memory (1 of 3 seeds: 2)"]
 
 
 def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
@@ -94,10 +61,10 @@ def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
     (group,) = groups(rows)
     assert group.untrained(SOFTMAX) == 0
     assert group.untrained(SSMAX) == 1
-    shown = score_tables(group)[0]
-    assert [line[0] for line in shown.rows] == ["softmax", "ssmax † 1/1"]
-    assert "chance 10 %" in shown.title
-    assert legend(group) == [
+    shown = ShownGroup(group)
+    assert {line[0] for line in shown.tables[0].rows} == {"softmax", "ssmax † 1/1"}
+    assert "chance 10.0" in shown.tables[0].title
+    assert shown.notes == [
         "† 1/1: did not reach 95 % at the train length (n = 16) with these settings, not tuned"
     ]
     seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
@@ -119,17 +86,16 @@ def test_tables_show_intervals_differences_costs_and_learned_parameters() -> Non
     rows = [row("softmax", 0.5 + seed / 10, seed=seed) for seed in range(2)]
     rows += [row("ssmax", 0.7, seed=seed, learned={"s": [0.2, 0.4]}) for seed in range(2)]
     (group,) = groups(rows)
-    score, spans, published, versus = score_tables(group)
-    assert score.rows[0] == ["softmax † 2/2", "55.0 ±5.0"]
-    assert spans.rows[0][1] == "50.0 … 60.0"
-    assert published.rows[0] == ["softmax, here", "55.0 ±5.0"]
-    assert published.rows[1] == ["softmax, paper", "98.6"]
-    assert versus.rows == [["ssmax † 2/2", "+15.0 ±5.0"]]
-    costs = ["2.0 (2.0 to 2.0)", "200.0 (200.0 to 200.0)", "1.0 (1.0 to 1.0)"]
-    assert cost_table(group).rows[0] == ["softmax", *costs]
-    learned = learned_table(group)
-    assert learned is not None
-    assert learned.rows == [["ssmax", "s", "0.300 (0.200 to 0.400)"]]
+    score, spans, published, versus, *_, learned, costs = (
+        table.rows for table in ShownGroup(group).tables
+    )
+    assert score == [["ssmax † 2/2", "70.0 ±0.0", "—"], ["softmax † 2/2", "55.0 ±5.0", "—"]]
+    assert spans[0][1] == "50.0 … 60.0"
+    assert published[:2] == [["softmax, here", "55.0"], ["softmax, paper", "98.6"]]
+    assert versus == [["ssmax † 2/2", "+15.0 ±5.0"]]
+    assert learned == [["ssmax", "s", "0.300 (0.200 to 0.400)"]]
+    assert costs[0] == ["softmax", "2.0 (2.0 to 2.0)", "200.0 (200.0 to 200.0)",
+                        "1.0 (1.0 to 1.0)"]  # fmt: skip
 
 
 def test_table_columns_are_aligned() -> None:
@@ -159,7 +125,7 @@ def test_two_versions_of_a_variant_are_never_averaged() -> None:
     rows = [row("mine", 0.1, seed=seed, version="old") for seed in (0, 1)]
     rows += [row("mine", 0.9, seed=0, version="new", key="other")]
     (group,) = groups(rows)
-    assert group.points[Series("mine", "none"), 16].metrics["accuracy"].mean == 0.9
+    assert group.points[Series("mine"), 16].values("accuracy") == {0: 0.9}
     assert [line.split("warning: max-retrieval: ")[1] for line in version_warnings([group])] == [
         "mine: left out 2 result(s) of other versions or settings of the variant"
     ]
@@ -173,7 +139,7 @@ def test_results_with_two_tuned_values_are_never_averaged() -> None:
         for score, seed, rate in ((0.1, 0, 0.001), (0.1, 1, 0.001), (0.9, 0, 0.003))
     ]
     (group,) = groups(rows)
-    assert group.points[Series("softmax", "none"), 16].metrics["accuracy"].mean == 0.9
+    assert group.points[SOFTMAX, 16].values("accuracy") == {0: 0.9}
 
 
 def test_series_with_different_lengths_are_in_one_group() -> None:
@@ -197,9 +163,9 @@ def test_results_with_different_settings_or_test_sizes_are_separate_groups() -> 
             (group.distinction, group.rows[0]["metrics"]["accuracy"]) for group in all_groups
         } == {
             ("steps 10, device cpu, test sequences 8 at 16", 0.1),
-            ("steps 11", 0.2),
+            ("steps 11, device cpu, test sequences 8 at 16", 0.2),
             ("steps 10, device cpu, test sequences 4 at 16", 0.3),
-            ("steps 10, device cuda", 0.4),
+            ("steps 10, device cuda, test sequences 8 at 16", 0.4),
         }
         assert version_warnings(all_groups) == []
         lines = list(csv.DictReader(io.StringIO(csv_text(all_groups))))
@@ -230,6 +196,19 @@ def test_the_readme_table_shows_the_summary(tmp_path: Path) -> None:
 
 
 # ---- results on disk
+
+
+def test_load_gives_a_tidy_table_of_all_kinds_of_results(tmp_path: Path) -> None:
+    rows = [row("softmax", score, seed=seed) for seed, score in enumerate((0.5, None))]
+    trial = row("sink", 0.7) | {"task": "classification", "condition": "clean", "key": "trial"}
+    table = load(written(tmp_path, [*rows, trial]))
+    columns = ["task", "variant", "positions", "x", "seed", "metric", "status", "settings.steps"]
+    lines = table[[*columns, "value"]].astype(object).where(table.notna(), None).values.tolist()
+    assert lines == [
+        ["classification", "sink", None, "clean", 0, "accuracy", "ok", 10, 0.7],
+        ["max-retrieval", "softmax", "none", 16, 0, "accuracy", "ok", 10, 0.5],
+        ["max-retrieval", "softmax", "none", 16, 1, None, "oom", 10, None],
+    ]
 
 
 def test_results_are_read_from_an_output_folder_or_from_one_task_folder(tmp_path: Path) -> None:

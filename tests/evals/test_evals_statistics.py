@@ -1,4 +1,4 @@
-"""Paired tests, Holm's correction, and the marks of tables for them and for unstable rows."""
+"""Means, intervals, paired tests and Holm's correction, and the marks of tables for them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,67 @@ import math
 import pytest
 import scipy.stats
 
-from evals.reporting.scores import of_group, of_summary
-from evals.reporting.tables import legend, score_tables
-from evals.results.paired import holm, t_test
+from evals.reporting.tables import ERROR, notes, shown, tables_of_task, verdict
+from evals.results.statistics import bootstrap, estimate, holm, t_test
 from evals.results.summary import Series, groups
-from evals.results.summary_csv import csv_text
+from evals.results.summary_csv import csv_text, summary_of
+from evals.task import Metric
 from helpers.evals_rows import row
 
-SSMAX = Series("ssmax", "none")
+SSMAX = Series("ssmax")
+PERCENT = Metric("", "", factor=100, digits=1)
+
+
+def test_estimates_of_three_one_and_no_seeds() -> None:
+    # The standard error is 0.2 / √3.
+    assert shown(estimate([0.5, 0.7, 0.9]), PERCENT, ERROR) == "70.0 ±11.5"
+    assert shown(estimate([0.25]), PERCENT, ERROR, sign=True) == "+25.0"
+    assert shown(estimate([]), PERCENT) == "—"
+
+
+@pytest.mark.parametrize(
+    ("values", "interval"),
+    [
+        # Three seeds have 27 resamples. The smallest mean has probability 1/27 > 2.5 %.
+        ([0.0, 3.0, 6.0], (0.0, 6.0)),
+        # Four seeds have 256. Means 0, 1 and 2 have probabilities 1/256, 4/256, 10/256.
+        ([0.0, 4.0, 8.0, 12.0], (2.0, 10.0)),
+    ],
+)
+def test_the_bootstrap_of_few_seeds_enumerates_resamples(
+    values: list[float], interval: tuple[float, float]
+) -> None:
+    assert bootstrap(values) == pytest.approx(interval)
+
+
+def test_the_bootstrap_of_many_seeds_is_near_normal() -> None:
+    error = 1.96 * (sum((v - 9.5) ** 2 for v in range(20)) / 20 / 20) ** 0.5
+    assert bootstrap(range(20)) == pytest.approx((9.5 - error, 9.5 + error), abs=0.2)
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 10, 11])
-def test_the_paired_t_test_agrees_with_scipy(count: int) -> None:
+def test_the_paired_t_test_is_student_s(count: int) -> None:
     for case in range(10):
         differences = [math.sin(1 + 7 * case + i) + 0.1 * case for i in range(count)]
-        expected = scipy.stats.ttest_1samp(differences, 0).pvalue
+        mean = sum(differences) / count
+        error = (sum((x - mean) ** 2 for x in differences) / (count - 1) / count) ** 0.5
+        expected = 2 * scipy.stats.t.sf(abs(mean / error), count - 1)
         assert t_test(differences) == pytest.approx(expected, rel=1e-9, abs=1e-14)
 
 
-def test_the_paired_t_test_of_equal_differences_and_of_few() -> None:
-    assert t_test([0.25, 0.25, 0.25]) == 0
-    assert t_test([0.9 - 0.6, 0.8 - 0.5, 0.7 - 0.4]) == 0  # these differ by rounding only
-    assert t_test([0.0, 0.0, 0.0]) == 1
-    assert t_test([0.5, 0.4]) is None
+@pytest.mark.parametrize(
+    ("differences", "p"),
+    [
+        ([0.25, 0.25, 0.25], 0),
+        ([0.9 - 0.6, 0.8 - 0.5, 0.7 - 0.4], 0),  # these differ by rounding only
+        ([0.0, 0.0, 0.0], 1),
+        ([0.5, 0.4], None),
+    ],
+)
+def test_the_paired_t_test_of_equal_differences_and_of_few(
+    differences: list[float], p: float | None
+) -> None:
+    assert t_test(differences) == p
 
 
 def test_holm_multiplies_by_the_number_of_remaining_comparisons() -> None:
@@ -52,21 +90,22 @@ def test_differences_from_softmax_are_marked_after_the_correction() -> None:
         for seed in range(5)
     ]  # fmt: skip
     (group,) = groups(rows)
-    scores = of_group(group, group.task.score)
-    marks = {line.variant: [scores.mark(value) for value in line.values] for line in scores.lines}
+    summary = summary_of(group)
+    marks = {s.variant: [verdict(summary, s, x) for x in (16, 64)] for s in group.series}
     assert marks == {"ssmax": ["", "⁺"], "softmax": ["", ""], "sigmoid": ["", "⁻"]}
-    p = group.p_values()
-    assert len(p) == 4  # two variants at two lengths
-    assert p[SSMAX, 64] == 4 * min(point.p for point in group.points.values() if point.p)
+    assert len(summary.p) == 4  # two variants at two lengths
+    tests = [t_test(point.versus_baseline) for point in group.points.values()]
+    assert group.p_values()[SSMAX, 64] == 4 * min(p for p in tests if p)
     # A table of one length has fewer comparisons, so their p values are smaller.
-    assert group.p_values([64])[SSMAX, 64] == p[SSMAX, 64] / 2
-    assert any("Holm's correction for the 4 comparisons" in line for line in legend(group))
-    text = "\n".join(cell for line in score_tables(group)[-1].rows for cell in line)
-    assert "(p < 0.001)" in text
+    assert group.p_values([64])[SSMAX, 64] == group.p_values()[SSMAX, 64] / 2
+    assert any("Holm's correction for the 4 comparisons" in line for line in notes(summary))
+    (table,) = (t for t in tables_of_task(group, summary) if "paired by seed" in t.title)
+    assert [line[0] for line in table.rows] == ["ssmax", "sigmoid"]
+    assert "(p < 0.001)" in table.rows[0][2]
     (bits,) = groups([r | {"task": "language-model", "metrics": {"bits": r["metrics"]["accuracy"]}}
                       for r in rows])  # fmt: skip
-    scores = of_group(bits, bits.task.score)  # of a loss, the lower value is better
-    assert {line.variant: scores.mark(line.values[1]) for line in scores.lines}["sigmoid"] == "⁺"
+    # Of a loss, the lower value is better.
+    assert verdict(summary_of(bits), Series("sigmoid"), 64) == "⁺"
 
 
 @pytest.mark.parametrize(
@@ -80,11 +119,9 @@ def test_notes_name_untrained_rows_with_a_choice_at_the_edge_of_the_sweep(
     tuned = {"values": {"learning_rate": chosen}, "tried": tried}
     (group,) = groups([row("sigmoid", score) | {"tuned": tuned}])
     text = "For sigmoid the best value was the smallest or largest of the sweep"
-    assert any(text in line for line in legend(group)) == noted
-    summary = csv_text([group])
-    assert [line["at_edge"] for line in csv.DictReader(io.StringIO(summary))] == [str(int(noted))]
-    scores = of_summary("max-retrieval", list(csv.DictReader(io.StringIO(summary))))
-    assert any(text in line for line in scores.notes()) == noted
+    assert any(text in line for line in notes(summary_of(group))) == noted
+    (line,) = csv.DictReader(io.StringIO(csv_text([group])))
+    assert line["at_edge"] == str(int(noted))
 
 
 def test_a_row_whose_seeds_disagree_is_marked_unstable() -> None:
@@ -95,10 +132,12 @@ def test_a_row_whose_seeds_disagree_is_marked_unstable() -> None:
     ]
     rows += [row("softmax", 0.1 * seed, seed=seed, length=64) for seed in range(3)]
     (group,) = groups(rows)
-    assert [group.name(series) for series in group.series] == ["softmax", "ssmax † 1/3 ‡"]
-    assert any("differ by more than 10 points at the train" in line for line in legend(group))
-    lines = list(csv.DictReader(io.StringIO(csv_text([group]))))
+    assert list(map(group.name, group.series)) == ["softmax", "ssmax † 1/3 ‡"]
+    assert any("differ by more than 10 points" in line for line in notes(summary_of(group)))
+    lines = csv.DictReader(io.StringIO(csv_text([group])))
     assert {line["variant"]: line["unstable"] for line in lines} == {"softmax": "0", "ssmax": "1"}
-    losses = [r | {"task": "language-model", "metrics": {"bits": 5 * r["metrics"]["accuracy"]}}
-              for r in rows]  # fmt: skip
-    assert not any(map(groups(losses)[0].unstable, groups(losses)[0].series))
+    (losses,) = groups([
+        r | {"task": "language-model", "metrics": {"bits": 5 * r["metrics"]["accuracy"]}}
+        for r in rows
+    ])  # fmt: skip
+    assert not any(map(losses.unstable, losses.series))

@@ -17,10 +17,10 @@ from evals.__main__ import main
 from evals.measures.metrics import Outcome
 from evals.options import Options
 from evals.plan import plan_study
-from evals.reporting.tables import legend, settings_table
-from evals.results.old_rows import with_old_fields
+from evals.reporting.tables import notes, settings_table
 from evals.results.store import Row, Shard
 from evals.results.summary import Series, groups
+from evals.results.summary_csv import summary_of
 from evals.run import NOT_TRAINED
 from evals.sweeps import SWEEP_SEEDS, Choice, Sweep, choose
 from evals.tasks import TASKS
@@ -158,9 +158,7 @@ def test_reported_rows_have_the_choice_and_the_validation_scores(undisturbed: Pa
         )
         assert result["tuned"]["values"] == chosen
         assert result["settings"]["learning_rate"] == chosen["learning_rate"]
-    (group,) = groups(
-        map(with_old_fields, rows)
-    )  # one table, although the learning rates may differ
+    (group,) = groups(rows)  # one table, although the learning rates may differ
     assert group.settings["learning_rate"] == "tuned"
     with (undisturbed / TASK / "summary.csv").open() as file:
         summary = list(csv.DictReader(file))
@@ -299,7 +297,7 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
         return [row(variant, 0.5, **fields) for variant in variants]  # type: ignore[arg-type]
 
     (plain,) = groups(rows("softmax", "ssmax"))
-    assert legend(plain)[0].endswith("with these settings, not tuned")
+    assert notes(summary_of(plain))[0].endswith("with these settings, not tuned")
     assert settings_table(plain) is None
     fields = {
         "settings": {**SETTINGS, "learning_rate": 1e-3},
@@ -314,11 +312,15 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
         },
     }
     result_rows = rows("softmax", "ssmax", **fields)
-    assert legend(groups(result_rows)[0])[0].endswith(", with the best values of a sweep")
+    assert notes(summary_of(groups(result_rows)[0]))[0].endswith(
+        ", with the best values of a sweep"
+    )
     result_rows[1]["tuned"] = {"values": {}, "tried": []}
     (group,) = groups(result_rows)
-    assert legend(group)[0].endswith("best values of a sweep")
-    assert legend(group)[1] == "Trained with the settings of the preset, not tuned: ssmax"
+    assert notes(summary_of(group))[0].endswith("best values of a sweep")
+    assert (
+        notes(summary_of(group))[1] == "Trained with the settings of the preset, not tuned: ssmax"
+    )
     table = settings_table(group)
     assert table is not None
     assert table.header[3:] == [f"learning_rate {x}" for x in (0.0003, 0.001, 0.003)]
@@ -326,7 +328,7 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
         ["softmax", "—", "learning_rate 0.001", "30.0", "60.0", "—"],
         ["ssmax", "—", "not tuned", "—", "—", "—"],
     ]
-    assert group.tuned(Series("softmax", "none")) == fields["tuned"]
+    assert group.tuned(Series("softmax")) == fields["tuned"]
 
 
 def test_settings_that_papers_require_are_the_variants_own() -> None:

@@ -1,0 +1,180 @@
+"""Tables of one metric as Markdown, CSV and LaTeX, for the documentation and for papers.
+
+A LaTeX table is a ``tabular`` without caption, for the package booktabs.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from commandline.table import markdown
+from evals.reporting.tables import (
+    BETTER,
+    EFFECTIVE,
+    NONE,
+    PARTIAL,
+    RANGE,
+    WORSE,
+    effective_text,
+    entry,
+    has_effective,
+    heads,
+    is_partial,
+    marks,
+    notes,
+    number,
+    title_of,
+    verdict,
+)
+from evals.results.provenance import BROKEN
+from evals.results.summary import Series
+from evals.results.summary_csv import Summary, difference, number_text, numbers
+from evals.task import Metric
+
+CSV_HEADER = (
+    "task", "settings", "variant", "position_encoding", "length", "metric", "mean",
+    "standard_error", "interval_low", "interval_high", "seeds", "failed", "untrained_seeds",
+    "chance", "train_length", "effective_length", "drops", "difference_from_softmax", "p_holm",
+    "unstable", "tuned",
+)  # fmt: skip
+
+
+def csv_tables(tables: Sequence[tuple[Summary, Metric]]) -> str:
+    """CSV text with a line per task, variant, position encoding, length and metric. Scores are not
+    scaled to percent. The column ``drops`` is 0 if the effective length is a lower bound.
+
+    The length of an experiment is its condition; the position encoding of a pretrained model is the
+    layers.
+    """
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(CSV_HEADER)
+    for summary, metric in tables:
+        score = metric is summary.task.score
+        for series in summary.ranked(metric):
+            line = summary.lines[series]
+            effective = summary.effective(series, metric) or ("", "")
+            for x in summary.xs:
+                value = summary.mean(series, x, metric.name)
+                versus = summary.mean(series, x, difference(summary.task)) if score else None
+                writer.writerow([
+                    summary.task.name, summary.distinction, series.variant,
+                    series.detail or "none", x, metric.name, *numbers(value),
+                    0 if value is None else value.count, summary.failed.get((series, x), ""),
+                    line.untrained, number_text(summary.chance if score else None),
+                    summary.train_length, *(n if n == "" else int(n) for n in effective),
+                    number_text(versus.mean if versus else None),
+                    number_text(summary.p.get((series, x)) if score else None),
+                    int(line.unstable), line.tuned,
+                ])  # fmt: skip
+    return file.getvalue()
+
+
+# ---- Markdown
+
+
+def markdown_table(summary: Summary, metric: Metric, broken: Sequence[str] = ()) -> str:
+    """A Markdown table by variant and length: mean and 95 % interval over seeds, the best first.
+
+    The rows with labels in ``broken`` get a mark.
+    """
+    effective = has_effective(summary, metric)
+    rows = [[*heads(summary.task, summary.xs), *[EFFECTIVE] * effective]]
+    for series in summary.ranked(metric):
+        cells = [entry(summary, series, x, metric, RANGE, marked=True) for x in summary.xs]
+        cells += [effective_text(summary, series, metric)] * effective
+        rows.append([code_label(summary, series) + f" {BROKEN}" * (series.label in broken), *cells])
+    name = summary.task.name
+    title = title_of(summary, metric).replace(name, f"**{name}**", 1)
+    title += f" Training schedule: {summary.schedule}." * bool(summary.schedule)
+    lines = " ".join(f"{note}." for note in notes(summary, metric))
+    end = f"\n{escaped(lines)}\n" if lines else ""
+    return f"{title}\n\n{markdown(rows, right=True)}{end}"
+
+
+def code_label(summary: Summary, series: Series) -> str:
+    """The name of a line in Markdown, with its marks."""
+    detail = f" {series.detail}" if series.detail else ""
+    return f"`{' '.join(series.variant.split())}`{detail}{marks(summary, series)}"
+
+
+def escaped(text: str) -> str:
+    """Notes in which Markdown reads no mark as emphasis."""
+    return text.replace(f"{PARTIAL} ", f"\\{PARTIAL} ")
+
+
+# ---- LaTeX
+
+_ESCAPES = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#",
+    "%": r"\%", "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
+    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", NONE: "---",
+    "[": "{[}", "]": "{]}", "*": "{*}",  # after \\ LaTeX would read [ and * as options
+}  # fmt: skip
+_VERDICTS = {BETTER: "$^{+}$", WORSE: "$^{-}$", "": ""}
+
+
+def escape(text: str) -> str:
+    """The text on one line with LaTeX's special characters escaped; "->" becomes an arrow."""
+    parts = " ".join(text.split()).split("->")
+    return r"$\to$".join("".join(_ESCAPES.get(c, c) for c in part) for part in parts)
+
+
+def latex_table(summary: Summary, metric: Metric) -> str:
+    """A table of mean and 95 % interval by variant and length.
+
+    LaTeX comments above the table give the text for a caption.
+    """
+    count, extra = len(summary.xs), has_effective(summary, metric)
+    comments = [title_of(summary, metric), *notes(summary, metric), r"needs \usepackage{booktabs}"]
+    over = "Eval length $n$" if summary.task.axis == "n" else summary.task.axis.capitalize()
+    body = [
+        rf"\begin{{tabular}}{{l{'r' * (count + extra)}}}",
+        r"\toprule",
+        rf" & \multicolumn{{{count}}}{{c}}{{{over}}}{' & Effective' * extra} \\",
+        rf"\cmidrule(lr){{2-{count + 1}}}",
+        _row(["Variant", *(escape(str(x)) for x in summary.xs), *["length"] * extra]),
+        r"\midrule",
+    ]
+    for series in summary.ranked(metric):
+        cells = [_cell(summary, series, x, metric) for x in summary.xs]
+        length = escape(effective_text(summary, series, metric)).replace("≥", r"$\geq$")
+        body.append(_row([_label(summary, series), *cells, *[length] * extra]))
+    if summary.chance is not None and metric is summary.task.score:
+        chance = [number(metric, summary.chance)] * count
+        body += [r"\midrule", _row(["Chance", *chance, *[""] * extra])]
+    body += [r"\bottomrule", r"\end{tabular}"]
+    return "\n".join([*(f"% {' '.join(comment.split())}" for comment in comments), *body, ""])
+
+
+def _row(cells: list[str]) -> str:
+    return rf"{' & '.join(cells)} \\"
+
+
+def _label(summary: Summary, series: Series) -> str:
+    line, detail = summary.lines[series], f", {escape(series.detail)}" if series.detail else ""
+    mark = rf"$^{{\dagger\,{line.untrained}/{summary.seeds}}}$" if line.untrained else ""
+    return f"{escape(series.variant)}{detail}{mark}" + r"$^{\ddagger}$" * line.unstable
+
+
+def _cell(summary: Summary, series: Series, x: Any, metric: Metric) -> str:
+    value = summary.mean(series, x, metric.name)
+    if value is None:
+        return escape(summary.failed.get((series, x), NONE))
+    mark = verdict(summary, series, x) if metric is summary.task.score else ""
+    text = number(metric, value.mean) + _VERDICTS[mark]
+    text += rf"\textsuperscript{{{PARTIAL}}}" * is_partial(summary, value)
+    if value.interval is None:
+        return text
+    low, high = (number(metric, end) for end in value.interval)
+    return rf"{text} {{\scriptsize [{low}, {high}]}}"
+
+
+FORMATS = {
+    "csv": (".csv", csv_tables),
+    "latex": (".tex", lambda tables: "\n".join(latex_table(*table) for table in tables)),
+    "markdown": (".md", lambda tables: "\n".join(markdown_table(*table) for table in tables)),
+}

@@ -1,0 +1,154 @@
+"""Tables and figures in README and documentation: the tasks, and the results in docs/results.
+
+NAME.csv in docs/results is the summary.csv of one task, experiment or pretrained model,
+NAME.PRESET.csv that of another preset, and NAME.OTHER-WORDS.csv that of other variants. The JSON
+file of the same name says what made it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from commandline.table import Table, markdown
+from evals.reporting.formats import code_label, escaped, markdown_table
+from evals.reporting.pretrained_tables import published_tables, samples_text
+from evals.reporting.tables import (
+    BETTER,
+    EFFECTIVE_NOTE,
+    chance_text,
+    effective_text,
+    notes,
+    notes_of_experiment,
+    published_table,
+    shown,
+    tables_of_experiment,
+)
+from evals.results.provenance import sentence
+from evals.results.summary import UNTRAINED
+from evals.results.summary_csv import read_summary
+from evals.tasks import EXPERIMENTS, TASKS
+
+MEASURED = Path(__file__).parents[2] / "docs" / "results"
+NONE_YET = "Nothing has been measured yet.\n"
+CURVE_OF = "softmax"  # the documentation shows the curve of this output layer only
+FIGURES = {  # of pretrained models
+    "loss-by-position": "Loss by position at the longest length",
+    "by-length": "Loss, retrieval and weight on the needle by length",
+}
+
+
+def tasks_table() -> str:
+    """A list of the tasks, with descriptions and the lengths of the smallest preset that trains."""
+    lines = []
+    for name, task in TASKS.items():
+        size = "quick" if "quick" in task.presets else "paper"
+        preset = task.presets[size]
+        trained, longest = preset.settings.train_longest, max(preset.lengths)
+        lengths = f"{size}: train length {trained}, eval lengths up to {longest}"
+        lines.append(f"- `{name}`: {task.about} ({lengths})\n")
+    return "".join(lines)
+
+
+def scores(folder: Path = MEASURED) -> str:
+    """The Markdown tables of scores, one for each summary of a task in the folder."""
+    paths = [
+        path
+        for name in TASKS
+        for path in (folder / f"{name}.csv", *sorted(folder.glob(f"{name}.*.csv")))
+        if path.exists()
+    ]
+    return "\n".join(map(_scores, paths)) or NONE_YET
+
+
+def _scores(path: Path) -> str:
+    """The Markdown table of a summary, the published scores, and what made the results."""
+    summary, name = read_summary(path), path.stem.partition(".")[2]
+    preset = name in summary.task.presets
+    if name:
+        words = f"preset {name}" if preset else name.replace("-", " ")
+        summary = replace(summary, distinction=words)
+    # The rows that do not hold in the second arithmetic.
+    held = _made(path).get("arithmetic", {}).get("holds", {})
+    broken = [label for label, holds in held.items() if not holds]
+    text = markdown_table(summary, summary.task.score, broken)
+    if preset and (table := published_table(summary, code="`")) is not None:
+        text += f"\n{table.title}\n\n{_markdown(table)}"
+    return text + made_by(path)
+
+
+def _made(path: Path) -> dict[str, Any]:
+    file = path.with_suffix(".json")
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def made_by(path: Path) -> str:
+    """A paragraph that says what made a summary; empty for a file without provenance."""
+    made = _made(path)
+    return f"\n{sentence(made, f'results/{path.stem}.json')}\n" if made else ""
+
+
+def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
+    """A table of one task: variant, score at the train length, score at the longest eval length,
+    and effective length."""
+    path = folder / f"{task}.csv"
+    if not path.exists():
+        return NONE_YET
+    summary = read_summary(path)
+    score, ends = summary.task.score, (summary.train_length, summary.xs[-1])
+    name = score.title.split(":")[0].lower().replace(", %", " (%)")
+    header = ["variant", f"{name} at the train length, n = {ends[0]}", f"{name} at n = {ends[1]}",
+              "effective length, n"]  # fmt: skip
+    rows = [
+        [
+            code_label(summary, series),
+            *(shown(summary.mean(series, x, score.name), score) for x in ends),
+            effective_text(summary, series, score),
+        ]
+        for series in summary.ranked(score)
+    ]
+    seeds = "one seed" if summary.seeds == 1 else f"mean of {summary.seeds} seeds"
+    lines = [
+        f"`{task}`, {seeds}, chance {chance_text(score, summary.chance or 0.0)}.",
+        f"Effective length: {EFFECTIVE_NOTE}. Variants with {UNTRAINED} have none.",
+        # The overview has no intervals and no marks of tests.
+        *(f"{x}." for x in notes(summary, score) if "interval" not in x and x[0] != BETTER),
+    ]
+    return f"{_markdown(Table('', header, rows))}\n{' '.join(lines)}\n"
+
+
+def documented(folder: Path, name: str) -> str:
+    """The tables of an experiment or of pretrained models in Markdown, with figures if there are
+    any, from a summary in a folder of the documentation."""
+    path = folder / f"{name}.csv"
+    if not path.exists():
+        return NONE_YET
+    summary = read_summary(path)
+    if name in EXPERIMENTS:
+        tables, pictures = tables_of_experiment(summary, curve_of=CURVE_OF), []
+        text = escaped("; ".join(notes_of_experiment(summary)))
+        foot = f"{text[0].upper()}{text[1:]}.\n"
+    else:
+        tables = published_tables(summary)
+        files = [(text, figure_path(folder, name, figure)) for figure, text in FIGURES.items()]
+        pictures = [f"![{t}]({folder.name}/{file.name})\n" for t, file in files if file.exists()]
+        foot = (
+            "Means over samples with 95 % bootstrap intervals. Samples: "
+            f"{samples_text(summary)}.\n{made_by(path)}"
+        )
+    texts = []
+    for table in tables:
+        coded = Table("", table.header, [[f"`{row[0]}`", *row[1:]] for row in table.rows])
+        texts.append(f"**{table.title}**\n\n{_markdown(coded)}")
+    return "\n".join([*pictures, *texts, foot])
+
+
+def _markdown(table: Table) -> str:
+    return markdown([table.header, *table.rows], right=True)
+
+
+def figure_path(folder: Path, results: str, figure: str) -> Path:
+    """The file of a figure in a folder of published results."""
+    return folder / f"{results}-{figure}.png"

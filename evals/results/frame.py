@@ -1,0 +1,62 @@
+"""Result rows as a table of pandas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def load(
+    folder: str | Path | Sequence[str | Path], plugin: str | Path | None = None
+) -> pd.DataFrame:
+    """The results in a folder, or in several, as a tidy table: a line for each row and metric.
+
+    Args:
+        folder: as for ``python -m evals report``: folders with rows.jsonl, also in subfolders.
+        plugin: the file of a plugin whose task the results have.
+
+    Returns:
+        A DataFrame with the columns
+
+        - task, variant;
+        - positions, of tasks, or layers, of pretrained models;
+        - x: the eval length, or the condition of an experiment;
+        - seed: of a pretrained model, the number of the sample;
+        - metric, value: a row that failed has one line, with NaN;
+        - status, key;
+        - settings.NAME for each setting of the run.
+
+        A cell is NaN if the kind of result has no such column. Results of sweeps are left out.
+
+    Raises:
+        UsageError: a folder has no results, or one of its files has a line that is not a row.
+    """
+    import pandas as pd
+
+    from commandline.variants import load_plugin
+    from evals.results.old_rows import converted
+    from evals.results.rows import is_validation
+    from evals.results.store import read_rows
+
+    if plugin is not None:
+        load_plugin(Path(plugin), need_variant=False)
+    folders = [folder] if isinstance(folder, str | Path) else folder
+    lines = [
+        {
+            **{name: row[name] for name in ("task", "variant")},
+            **row["series"],
+            **{name: row[name] for name in ("x", "seed")},
+            "metric": metric,
+            "value": value,
+            **{name: row[name] for name in ("status", "key")},
+            **{f"settings.{name}": setting for name, setting in row["settings"].items()},
+        }
+        for row in map(converted, read_rows([Path(path) for path in folders]))
+        if not is_validation(row)
+        for metric, value in (row["metrics"] or {None: float("nan")}).items()
+    ]
+    return pd.DataFrame(lines)
