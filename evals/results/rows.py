@@ -68,9 +68,6 @@ class RowFields(BaseModel):
     key: str
     task: str
     variant: str
-    x: Annotated[Any, AfterValidator(_checked_x)]
-    series: dict[str, str]
-    group: dict[str, Any]
     seed: NotNegative
     status: Literal["ok", "nan", "oom"]
     message: str
@@ -83,6 +80,9 @@ class RowFields(BaseModel):
     torch: str
     attnzoo: str
     commit: str
+    x: Annotated[Any, AfterValidator(_checked_x)]
+    series: dict[str, str]
+    group: dict[str, Any]
     arithmetic: str = ""  # the CPU's vector instructions, which decide how sums are rounded
 
 

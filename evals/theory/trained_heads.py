@@ -182,8 +182,8 @@ def heads_of(group: Group, series: Series) -> Heads | None:
             learned[name] = all_heads[indices].expand(shape)
     names = head_names(len(last), len(last) // group.settings.get("depth", 1))
     keys = [group.task.tokens(point.x) for point in points]
-    heads = Heads(series, spec.test, [names[i] for i in indices], indices, len(last), keys, peaks,
-                  learned)  # fmt: skip
+    heads = Heads(series, spec.test, [names[i] for i in indices], indices, len(last), keys,
+                  [point.curves for point in points], peaks, learned)  # fmt: skip
     if why or len(keys) < 2:
         return replace(heads, why=why or "one length: no fit")
     try:

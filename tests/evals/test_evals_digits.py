@@ -330,13 +330,3 @@ def test_a_diverging_layer_gives_rows_with_status_nan(tmp_path: Path) -> None:
     rows = lines(tmp_path, "classification")
     assert [row["status"] for row in rows] == ["nan"] * 3
     assert all("finite" in row["message"] or "nan" in row["message"] for row in rows)
-
-
-def test_commands_for_tasks_leave_out_experiments(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*SMALL, "--variants", "softmax", "--out", str(tmp_path)]) == 0
-    assert main(["report", str(tmp_path)]) == 2
-    assert "report needs results of tasks, got only those of classification" in (
-        capsys.readouterr().err
-    )
