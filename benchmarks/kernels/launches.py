@@ -143,7 +143,7 @@ def describe_flash(spec: Specialization) -> Any:
     stat = None if rule.normalize == "none" else new_vector(q)
     weight_sum = new_vector(q) if saves_weight_sum(rule, layout, vectors, terms, lse) else None
     differentiable = {**vectors._asdict(), **terms._asdict(), "relative_bias": layout.relative_bias}
-    wanted = [name for name, x in differentiable.items() if x is not None]
+    wanted = ["k", *(name for name, x in differentiable.items() if x is not None)]
     if "learned-keys" in extras_of(spec):
         wanted.append("key_bias")
     bias = layout.mask if spec.kernel == "dbias" else None

@@ -314,6 +314,19 @@ def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
     assert bool(out[:, :, 4:].isfinite().all())
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+@pytest.mark.parametrize(
+    ("backend", "variant"), [("flash", "softmax"), ("flash", "entmax"), ("decode", "softmax")]
+)
+def test_nan_in_a_mask_only_affects_its_row(backend: str, variant: str) -> None:
+    q, k, v = (rand(1, 1, n, 16, seed=n).float() for n in (5, 70, 70))
+    mask = rand(5, 70, seed=1).float()
+    mask[2, 40] = mask[0, 69] = float("nan")  # causality hides the second from its query
+    out = attnzoo.attention(q, k, v, variant, attn_mask=mask, is_causal=True, backend=backend)
+    assert bool(out[:, :, 2].isnan().all())
+    assert bool(out[:, :, [0, 1, 3, 4]].isfinite().all())
+
+
 @pytest.mark.parametrize("b", [1e4, 1e6])
 @pytest.mark.parametrize("computed", ["flash", "tiled"])
 def test_gradient_of_lse_agrees_with_a_large_sink(computed: str, b: float) -> None:

@@ -294,7 +294,7 @@ def test_blocks_divide_the_tiles_of_the_block_map(
     assert solved.blocks.shape[1:] == (256 // tile[0], 256 // tile[1])
     (forward,), (out, stat, _, _) = describe_forward(q, q, q, *call, solved, False, arch, 132)
     backward, _ = describe_backward(
-        out, None, q, q, q, out, stat, None, *call, solved, None, [], arch, 132
+        out, None, q, q, q, out, stat, None, *call, solved, None, "k", arch, 132
     )
     dq, dkdv = backward[0], backward[-1]
     for launched in (forward, dq):

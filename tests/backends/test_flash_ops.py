@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import attnzoo
 from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
@@ -147,6 +148,20 @@ def test_a_double_backward_of_a_learned_mask_raises(shape: tuple[int, ...]) -> N
     (gradient,) = torch.autograd.grad(out.square().sum(), mask, create_graph=True)
     with pytest.raises(RuntimeError, match="eager"):
         torch.autograd.grad(gradient.square().sum(), mask)
+
+
+# For forward-mode derivatives torch imports code that uses its deprecated torch.jit.script.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["flash", "decode"])
+def test_forward_mode_raises_and_names_eager(backend: str) -> None:
+    """Without the error, the tangent would silently be 0."""
+    q, k, v = qkv()
+    slopes, mask = torch.tensor([0.5, 0.25]), rand(9, 9, seed=3).float()
+    for name, x in (("q", q), ("alibi", slopes), ("attn_mask", mask), ("b", slopes)):
+        with forward_ad.dual_level():
+            arguments = {"q": q, "k": k, "v": v, name: forward_ad.make_dual(x, torch.ones_like(x))}
+            with torch.no_grad(), pytest.raises(ValueError, match="forward-mode.*backend='eager'"):
+                attnzoo.attention(variant="sink", backend=backend, enable_gqa=True, **arguments)
 
 
 def test_a_learned_mask_runs_without_gradients() -> None:

@@ -157,7 +157,7 @@ def dkdv(batch: int, heads: tuple[int, int], queries: int, keys: int) -> common.
     stat = q.new_empty(q.shape[:3], dtype=torch.float32)
     layout = Layout(0.1, None, 0, None, None, None, None)
     launches, _ = describe_backward(
-        q, None, q, k, k, q, stat, None, layout, SOFTMAX, Vectors(), Terms(), Solved(), None, [],
+        q, None, q, k, k, q, stat, None, layout, SOFTMAX, Vectors(), Terms(), Solved(), None, "k",
         90, 132,
     )  # fmt: skip
     return launches[-1]

@@ -152,8 +152,12 @@ def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr
 
 @triton.jit
 def in_unit(x, UNIT: tl.constexpr):
-    """x times the unit, clamped: the lowest fp32 number, a common mask value, would overflow."""
-    return tl.minimum(tl.maximum(x * UNIT, -3e38), 3e38)
+    """x times the unit, clamped: the lowest fp32 number, a common mask value, would overflow.
+
+    NaN stays NaN.
+    """
+    ALL: tl.constexpr = tl.PropagateNan.ALL
+    return tl.minimum(tl.maximum(x * UNIT, -3e38, propagate_nan=ALL), 3e38, propagate_nan=ALL)
 
 
 @triton.jit

@@ -36,13 +36,14 @@ def unsupported(form: Form, call: Call) -> str | None:
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
-    reject_transforms("decode", q, k, v)
+    reject_transforms("decode", q, k, v, call.mask, call.relative_bias)
     q, k, v = pad_columns(q), pad_columns(k), pad_columns(v)
     layout, gain, products = layout_of(call), form.gain, None
     if isinstance(gain, FromStatistics):
         products, *statistics = ops.decode_statistics(q=q, k=k, layout=layout)
         gain = gain.of(Statistics(*statistics))
     layout, vectors, terms = operands_of(form, gain, call, layout)
+    reject_transforms("decode", *vectors, *terms)
     attended = ops.decode_forward(
         q=q, k=k, v=v, products=products, vectors=vectors, terms=terms, layout=layout,
         rule=rule_of(form), want_lse=call.return_lse,

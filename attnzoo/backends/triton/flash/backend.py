@@ -113,7 +113,7 @@ def unsupported_here(call: Call, other: str) -> str | None:
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
-    reject_transforms("flash", q, k, v)
+    reject_transforms("flash", q, k, v, call.mask, call.relative_bias)
     q, k, v = pad_columns(q), pad_columns(k), pad_columns(v)
     layout, gain = layout_of(call), form.gain
     solved, rule = UNSOLVED, rule_of(form)
@@ -122,6 +122,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
             statistics = ops.flash_statistics(q=q.detach(), k=k.detach(), layout=layout)
         gain = gain.of(statistics)
     layout, vectors, terms = operands_of(form, gain, call, layout)
+    reject_transforms("flash", *vectors, *terms)
     operands = {"vectors": vectors, "terms": terms, "layout": layout, "rule": rule}
     if form.normalize == "threshold":
         with torch.no_grad():

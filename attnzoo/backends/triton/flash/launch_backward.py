@@ -33,7 +33,8 @@ def describe_backward(
     """Return the launches, and the gradients of q, k, v and the wanted vectors by name.
 
     The gradients of k and v are sums over the query heads of a group. If the groups are split (see
-    `parts`), they are in fp32 with one head per part, and the caller adds the parts.
+    `parts`), they are in fp32 with one head per part, and the caller adds the parts. They are
+    uninitialized if none of "k", "v" and "key_bias" is wanted.
     ``bias``: the dense float mask if its gradient is wanted, else None. Its expanded dimensions may
     have size 1 in the mask of the layout.
     """
@@ -86,7 +87,8 @@ def describe_backward(
     ranges, before_dkdv = (
         (None, []) if size else ranges_of(layout, of_dkdv.block_n, arch, of_keys=True)
     )
-    parts = parts_of_group(q, k, of_dkdv.block_n, processors)
+    of_keys = not {"k", "v", "key_bias"}.isdisjoint(wanted)
+    parts = parts_of_group(q, k, of_dkdv.block_n, processors) if of_keys else 1
     if parts > 1:
         for name, x in (("k", k), ("v", v)):
             b, h, n, dim = x.shape
@@ -113,6 +115,8 @@ def describe_backward(
         config = flash.config_of("dbias", arch, q, v, layout, rule, vectors, terms, None)
         tile = flash.tile_constants(config, q, v, layout, TRANSPOSED=True)
         of_bias = [_describe_dbias(args, grads["mask"], arch, config, tile)]
+    if not of_keys:
+        return [*before_dq, dq, *of_bias], grads
     args["group"] //= parts
     args["maps"], lists = _describe_lists(solved.live, args)
     zeroed = (grads["key_bias"],) if "key_bias" in grads else ()
