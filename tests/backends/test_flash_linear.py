@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import attnzoo
 from attnzoo.backends import linear
@@ -267,3 +268,15 @@ def test_a_split_state_adds_up_to_the_state() -> None:
     total = torch.cat([parts[..., :5] + parts[..., 8:13], parts[..., 16:].sum(-1, True)], dim=-1)
     assert torch.allclose(total, torch.cat(unpack(state, 5), -1).double(), rtol=2**-16, atol=0)
     assert split(state, 5, torch.float32) is state
+
+
+# For forward-mode derivatives torch imports code that uses its deprecated torch.jit.script.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_tangents_of_parameters_are_refused() -> None:
+    """Without the error, the tangent would silently be 0."""
+    q, k, v = (rand(1, 2, 9, 8, seed=seed).float() for seed in range(3))
+    key_map = torch.eye(8).expand(2, 8, 8).contiguous()
+    with forward_ad.dual_level(), torch.no_grad():
+        learned = forward_ad.make_dual(key_map, torch.ones_like(key_map))
+        with pytest.raises(ValueError, match="forward-mode.*backend='eager'"):
+            attnzoo.attention(q, k, v, variant="hedgehog", backend="flash_linear", key_map=learned)

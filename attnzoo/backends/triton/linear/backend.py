@@ -39,7 +39,6 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, None]:
     assert isinstance(form, Linear)
-    reject_transforms("flash_linear", q, k, v)
     return scan(q, k, v, call, form)[0], None
 
 
@@ -57,6 +56,7 @@ def scan(
     positions = call.query_positions[keyless:]
     x = _features(form.of_queries, call.scale, q[:, :, keyless:], positions, call)
     v = _unmasked(v, call)
+    reject_transforms("flash_linear", x, y, v, sums)  # features may have tangents of parameters
     y_before, y = y[:, :, :lead].contiguous(), y[:, :, lead:].contiguous()
     size, out, states = form.size(call.head_dim), [], []
     widest = LINEAR_WIDEST[8 * x.element_size()]
