@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from evals.reporting.pretrained_tables import published_tables, samples_text
 from evals.reporting.tables import (
     BETTER,
     EFFECTIVE_NOTE,
+    HALF,
+    HALF_NOTE,
+    MOST_LENGTHS,
     chance_text,
     effective_text,
     notes,
@@ -89,8 +93,8 @@ def _scores(path: Path) -> str:
         heading,
         f"{score.title}. {seeds}, train length n = {summary.train_length}, chance {chance}.",
         f"<!-- curves: {path.stem} -->" * bool(curves.figure(summary)),
-        f"<div class='short'>\n\n{short_table(summary, broken)}\n</div>",
-        f"<details><summary>{FOLDED}</summary>\n\n{details}{made_by(path)}\n</details>",
+        _short(short_table(summary, broken), more=" with-curves"),
+        _folded(FOLDED, details + made_by(path)),
         f"All metrics: {{download}}`{path.name} <{data}>`",
     ]
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
@@ -154,24 +158,42 @@ def documented(folder: Path, name: str) -> str:
     path = folder / f"{name}.csv"
     if not path.exists():
         return NONE_YET
-    summary = read_summary(path)
+    summary, pictures, folded = read_summary(path), [], []
     if name in EXPERIMENTS:
-        tables, pictures = tables_of_experiment(summary, curve_of=CURVE_OF), []
+        tables = tables_of_experiment(summary, curve_of=CURVE_OF)
         text = escaped("; ".join(notes_of_experiment(summary)))
         foot = f"{text[0].upper()}{text[1:]}.\n"
     else:
-        tables = published_tables(summary)
+        tables, intervals = published_tables(summary, HALF), published_tables(summary)
+        folded = [_folded("Both ends of each interval", "\n".join(map(_titled, intervals)))]
         files = [(text, figure_path(folder, name, figure)) for figure, text in FIGURES.items()]
         pictures = [f"![{t}]({folder.name}/{file.name})\n" for t, file in files if file.exists()]
         foot = (
-            "Means over samples with 95 % bootstrap intervals. Samples: "
+            f"Over samples: {HALF_NOTE}, which may be asymmetric. Samples: "
             f"{samples_text(summary)}.\n{made_by(path)}"
         )
-    texts = []
-    for table in tables:
-        coded = Table("", table.header, [[f"`{row[0]}`", *row[1:]] for row in table.rows])
-        texts.append(f"**{table.title}**\n\n{_markdown(coded)}")
-    return "\n".join([*pictures, *texts, foot])
+    texts = [
+        _short(_titled(table))
+        if len(table.header) <= MOST_LENGTHS + 2
+        else _folded(table.title, _titled(table))
+        for table in tables
+    ]
+    return "\n".join([*pictures, *texts, *folded, foot])
+
+
+def _titled(table: Table) -> str:
+    """A table with its title, in which the first column is code."""
+    coded = Table("", table.header, [[f"`{row[0]}`", *row[1:]] for row in table.rows])
+    return f"**{table.title}**\n\n{_markdown(coded)}"
+
+
+def _short(text: str, more: str = "") -> str:
+    """A table that fits into the page. more: other classes of its style."""
+    return f"<div class='short{more}'>\n\n{text}\n</div>\n"
+
+
+def _folded(title: str, text: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>\n\n{text}\n</details>\n"
 
 
 def _markdown(table: Table) -> str:
