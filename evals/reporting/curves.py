@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from evals.reporting.tables import number
 from evals.results.summary import BASELINE, Series
 from evals.results.summary_csv import Summary
 

@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,14 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
+from evals.reporting import curves
 from evals.reporting.pictures import pictures
 from evals.reporting.report import report_html
 from evals.reporting.shown import ShownGroup
+from evals.reporting.tables import short_lengths
 from evals.results.store import Row
 from evals.results.summary import groups
+from evals.results.summary_csv import summary_of
 from evals.tasks import TASKS
 from evals.theory.trained_heads import fitted
 from helpers import evals_rows
@@ -169,7 +173,14 @@ def test_page_loads_no_external_files(page: Page) -> None:
 
 def test_leaderboard_is_sorted_by_the_longest_length(page: Page) -> None:
     head, *lines, chance = page.boards[0]
-    assert head == ["variant", "n = 16train", "n = 644 ×", "n = 25616 ×", "effective length", "curve"]
+    assert head == [
+        "variant",
+        "n = 16train",
+        "n = 644 ×",
+        "n = 25616 ×",
+        "effective length",
+        "curve",
+    ]
     numbered = [f"{rank}. {label}" for rank, label in enumerate(RANKED, 1)]
     assert [line[0].split(" †")[0] for line in lines] == numbered
     assert [line[0] for line in lines if "†" in line[0]] == [f"3. {EVIL} † 2/2"]
@@ -187,6 +198,35 @@ def test_leaderboard_of_a_loss_is_sorted_ascending(page: Page) -> None:
     assert lines[0][1:] == ["2.20", "2.50", "2.75", ""]  # one seed has no interval
     sorts = [attrs["aria-sort"] for tag, attrs in page.tags if "aria-sort" in attrs]
     assert sorts == ["descending", "ascending"]
+
+
+def test_a_short_table_has_the_train_length_its_multiples_and_the_longest() -> None:
+    lengths = (16, 32, 64, 128, 256, 512)
+    (group,) = groups([row("needle", "softmax", n, 0, 0.5, 16) for n in lengths])
+    chosen = [(16, "train"), (64, "4 ×"), (256, "16 ×"), (512, "32 ×")]
+    assert short_lengths(summary_of(group)) == chosen
+
+
+def test_curves_can_be_seen_on_light_and_dark_pages() -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return sum(x * y for x, y in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    for colour in curves.COLOURS:
+        assert 1.05 / (luminance(colour) + 0.05) >= 3, colour
+        assert (luminance(colour) + 0.05) / (luminance("#14181e") + 0.05) >= 3, colour
+
+
+def test_the_numbers_at_the_ends_of_curves_do_not_touch() -> None:
+    """Nine rows end at the same score."""
+    every = [row("needle", f"softmax_{i}", n, 0, 0.9, 16) for i in range(9) for n in LENGTHS]
+    text = curves.figure(summary_of(groups(every)[0]))
+    ends = re.findall(r"<text x='462' y='([\d.]+)'[^>]*>(\d)</text>", text)
+    assert sorted(end for _, end in ends) == [str(rank) for rank in range(1, 10)]
+    heights = sorted(float(y) for y, _ in ends)
+    assert min(b - a for a, b in pairwise(heights)) >= 13.9
+    assert curves.figure(summary_of(groups(every[:3])[0])) == ""  # one row
 
 
 def test_every_link_has_a_target(page: Page) -> None:
