@@ -45,15 +45,17 @@ def number(metric: Metric, value: float, sign: bool = False) -> str:
 def shown(
     value: Estimate | None, metric: Metric, spread: str = BARE, sign: bool = False, mark: str = ""
 ) -> str:
-    """A mean with its spread, such as "98.6 ±0.1" or "98.6 (98.1–99.0)"; `NONE` for None."""
+    """A mean with its spread, such as "98.6 ±0.4" or "98.6 (98.1–99.0)"; `NONE` for None."""
     if value is None:
         return NONE
     text = number(metric, value.mean, sign) + mark
     if spread == ERROR:
         return text if value.error is None else f"{text} ±{number(metric, value.error)}"
     if spread == HALF:
-        low, high = value.interval or (None, None)
-        return text if low is None else f"{text} ±{number(metric, (high - low) / 2)}"
+        if value.interval is None:
+            return text
+        low, high = value.interval
+        return f"{text} ±{number(metric, (high - low) / 2)}"
     return f"{text} ({interval(value, metric, spread)})" if spread and value.interval else text
 
 
