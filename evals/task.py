@@ -326,7 +326,9 @@ class Eval(ABC):
 class Task(Eval):
     """A task: an instance of a subclass, which defines the model; see `evals.tasks.families`.
 
-    Attributes, besides those of `Eval`:
+    Besides those of `Eval`, it has
+
+    Attributes:
         positions: the position encodings that its model supports.
         splits: the data splits to evaluate. The key is the prefix of the names of the split's
             metrics, such as "sparse_" for the split "sparse".

@@ -207,6 +207,50 @@ def test_wide_tables_scroll_in_their_box(address: str, browser: webdriver.Chrome
     assert inner > outer
 
 
+# Texts of the open tables of results that are wider than the boxes around them.
+TOO_WIDE = """
+return [...document.querySelectorAll('.short table')].filter(
+  table => table.scrollWidth > table.closest('.pst-scrollable-table-container').clientWidth
+).map(table => table.innerText.slice(0, 80))
+"""
+
+
+@pytest.mark.parametrize("name", ["results", "pretrained", "output-layers-evals"])
+def test_tables_of_results_fit_into_the_page(
+    name: str, address: str, browser: webdriver.Chrome
+) -> None:
+    browser.get(f"{address}{name}.html")
+    for width in (1400, WIDTHS["phone"]):
+        resize(browser, width)
+        assert browser.find_elements(By.CSS_SELECTOR, ".short table")
+        assert browser.execute_script(TOO_WIDE) == [], width
+
+
+def test_the_first_column_stays_when_a_table_scrolls(
+    address: str, browser: webdriver.Chrome
+) -> None:
+    resize(browser, WIDTHS["phone"])
+    browser.get(f"{address}results.html")
+    left, scrolled = browser.execute_script("""
+        const box = document.querySelector('details .pst-scrollable-table-container');
+        box.closest('details').open = true;
+        box.scrollLeft = 100;
+        const name = box.querySelector('td');
+        return [name.getBoundingClientRect().left - box.getBoundingClientRect().left,
+                box.scrollLeft];
+    """)
+    assert scrolled == 100
+    assert 0 <= left <= 1
+
+
+def test_each_task_has_an_anchor_and_a_figure(site: Path) -> None:
+    text = (site / "results.html").read_text()
+    for task in ("max-retrieval", "mqar"):
+        section = text[text.index(f'<section id="{task}">') :].split("<section id=", 2)[1]
+        assert section.count("<figure class='curves'>") == 1
+        assert "<svg" in section.split("<tbody>")[1].split("</tr>")[0]
+
+
 def test_search_finds_pages(address: str, browser: webdriver.Chrome) -> None:
     browser.get(f"{address}index.html")
     browser.find_element(By.TAG_NAME, "body").send_keys(Keys.CONTROL, "k")

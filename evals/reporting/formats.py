@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from commandline.table import markdown
+from evals.reporting import curves
 from evals.reporting.tables import (
     BETTER,
     EFFECTIVE,
+    HALF,
     NONE,
     PARTIAL,
     RANGE,
@@ -26,6 +28,7 @@ from evals.reporting.tables import (
     marks,
     notes,
     number,
+    short_lengths,
     title_of,
     verdict,
 )
@@ -86,7 +89,7 @@ def markdown_table(summary: Summary, metric: Metric, broken: Sequence[str] = ())
     for series in summary.ranked(metric):
         cells = [entry(summary, series, x, metric, RANGE, marked=True) for x in summary.xs]
         cells += [effective_text(summary, series, metric)] * effective
-        rows.append([code_label(summary, series) + f" {BROKEN}" * (series.label in broken), *cells])
+        rows.append([code_label(summary, series, broken), *cells])
     name = summary.task.name
     title = title_of(summary, metric).replace(name, f"**{name}**", 1)
     title += f" Training schedule: {summary.schedule}." * bool(summary.schedule)
@@ -95,10 +98,29 @@ def markdown_table(summary: Summary, metric: Metric, broken: Sequence[str] = ())
     return f"{title}\n\n{markdown(rows, right=True)}{end}"
 
 
-def code_label(summary: Summary, series: Series) -> str:
+def short_table(summary: Summary, broken: Sequence[str] = ()) -> str:
+    """A Markdown table of the score with at most six columns of numbers, and a curve in each row.
+
+    The rows are numbered, the best first.
+    """
+    score, lengths = summary.task.score, short_lengths(summary)
+    effective = has_effective(summary, score)
+    columns = [f"n = {x} <small>{distance}</small>" for x, distance in lengths]
+    columns += ["effective <small>length</small>"] * effective
+    rows = [["variant", *columns, "curve"]]
+    for rank, series in enumerate(summary.ranked(score)):
+        cells = [entry(summary, series, x, score, HALF, marked=True) for x, _ in lengths]
+        cells += [effective_text(summary, series, score)] * effective
+        label = f"{rank + 1}. {code_label(summary, series, broken)}"
+        rows.append([label, *cells, curves.sparkline(summary, rank, series)])
+    return markdown(rows, right=True)
+
+
+def code_label(summary: Summary, series: Series, broken: Sequence[str] = ()) -> str:
     """The name of a line in Markdown, with its marks."""
     detail = f" {series.detail}" if series.detail else ""
-    return f"`{' '.join(series.variant.split())}`{detail}{marks(summary, series)}"
+    mark = f" {BROKEN}" * (series.label in broken)
+    return f"`{' '.join(series.variant.split())}`{detail}{marks(summary, series)}{mark}"
 
 
 def escaped(text: str) -> str:

@@ -8,16 +8,22 @@ file of the same name says what made it.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from commandline.table import Table, markdown
-from evals.reporting.formats import code_label, escaped, markdown_table
+from evals.reporting import curves
+from evals.reporting.formats import code_label, escaped, markdown_table, short_table
 from evals.reporting.pretrained_tables import published_tables, samples_text
 from evals.reporting.tables import (
     BETTER,
     EFFECTIVE_NOTE,
+    HALF,
+    HALF_NOTE,
+    MOST_LENGTHS,
     chance_text,
     effective_text,
     notes,
@@ -32,6 +38,7 @@ from evals.results.summary_csv import read_summary
 from evals.tasks import EXPERIMENTS, TASKS
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results"
+FOLDED = "All lengths, intervals, notes and settings"
 NONE_YET = "Nothing has been measured yet.\n"
 CURVE_OF = "softmax"  # the documentation shows the curve of this output layer only
 FIGURES = {  # of pretrained models
@@ -53,7 +60,7 @@ def tasks_table() -> str:
 
 
 def scores(folder: Path = MEASURED) -> str:
-    """The Markdown tables of scores, one for each summary of a task in the folder."""
+    """A heading for each task and each other summary of it in the folder, with tables of scores."""
     paths = [
         path
         for name in TASKS
@@ -64,19 +71,45 @@ def scores(folder: Path = MEASURED) -> str:
 
 
 def _scores(path: Path) -> str:
-    """The Markdown table of a summary, the published scores, and what made the results."""
+    """A summary: the figure and the short table, and folded the table of all lengths with its
+    notes, the published scores and what made the results."""
     summary, name = read_summary(path), path.stem.partition(".")[2]
-    preset = name in summary.task.presets
+    task, score, preset = summary.task, summary.task.score, name in summary.task.presets
+    heading = f"### {task.name}"
     if name:
         words = f"preset {name}" if preset else name.replace("-", " ")
         summary = replace(summary, distinction=words)
+        heading = f"#### {task.name}: {words}"
     # The rows that do not hold in the second arithmetic.
     held = _made(path).get("arithmetic", {}).get("holds", {})
     broken = [label for label, holds in held.items() if not holds]
-    text = markdown_table(summary, summary.task.score, broken)
+    details = markdown_table(summary, score, broken)
     if preset and (table := published_table(summary, code="`")) is not None:
-        text += f"\n{table.title}\n\n{_markdown(table)}"
-    return text + made_by(path)
+        details += f"\n{table.title}\n\n{_markdown(table)}"
+    seeds = "One seed" if summary.seeds == 1 else f"{summary.seeds} seeds"
+    chance = chance_text(score, summary.chance or 0.0)
+    data = f"results/{path.name}"
+    parts = [
+        heading,
+        f"{score.title}. {seeds}, train length n = {summary.train_length}, chance {chance}.",
+        f"<!-- curves: {path.stem} -->" * bool(curves.figure(summary)),
+        _short(short_table(summary, broken), more=" with-curves"),
+        _folded(FOLDED, details + made_by(path)),
+        f"All metrics: {{download}}`{path.name} <{data}>`",
+    ]
+    return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
+
+
+def with_curves(text: str, folder: Path = MEASURED) -> str:
+    """The text of a page in which the marks that `_scores` left are replaced by figures.
+
+    GitHub shows the page without figures, because it removes SVG but not the text inside.
+    """
+
+    def drawn(match: re.Match[str]) -> str:
+        return curves.figure(read_summary(folder / f"{match[1]}.csv"))
+
+    return re.sub(r"<!-- curves: (\S+) -->\n", drawn, text)
 
 
 def _made(path: Path) -> dict[str, Any]:
@@ -125,24 +158,42 @@ def documented(folder: Path, name: str) -> str:
     path = folder / f"{name}.csv"
     if not path.exists():
         return NONE_YET
-    summary = read_summary(path)
+    summary, pictures, folded = read_summary(path), [], []
     if name in EXPERIMENTS:
-        tables, pictures = tables_of_experiment(summary, curve_of=CURVE_OF), []
+        tables = tables_of_experiment(summary, curve_of=CURVE_OF)
         text = escaped("; ".join(notes_of_experiment(summary)))
         foot = f"{text[0].upper()}{text[1:]}.\n"
     else:
-        tables = published_tables(summary)
+        tables, intervals = published_tables(summary, HALF), published_tables(summary)
+        folded = [_folded("Both ends of each interval", "\n".join(map(_titled, intervals)))]
         files = [(text, figure_path(folder, name, figure)) for figure, text in FIGURES.items()]
         pictures = [f"![{t}]({folder.name}/{file.name})\n" for t, file in files if file.exists()]
         foot = (
-            "Means over samples with 95 % bootstrap intervals. Samples: "
+            f"Over samples: {HALF_NOTE}, which may be asymmetric. Samples: "
             f"{samples_text(summary)}.\n{made_by(path)}"
         )
-    texts = []
-    for table in tables:
-        coded = Table("", table.header, [[f"`{row[0]}`", *row[1:]] for row in table.rows])
-        texts.append(f"**{table.title}**\n\n{_markdown(coded)}")
-    return "\n".join([*pictures, *texts, foot])
+    texts = [
+        _short(_titled(table))
+        if len(table.header) <= MOST_LENGTHS + 2
+        else _folded(table.title, _titled(table))
+        for table in tables
+    ]
+    return "\n".join([*pictures, *texts, *folded, foot])
+
+
+def _titled(table: Table) -> str:
+    """A table with its title, in which the first column is code."""
+    coded = Table("", table.header, [[f"`{row[0]}`", *row[1:]] for row in table.rows])
+    return f"**{table.title}**\n\n{_markdown(coded)}"
+
+
+def _short(text: str, more: str = "") -> str:
+    """A table that fits into the page. more: other classes of its style."""
+    return f"<div class='short{more}'>\n\n{text}\n</div>\n"
+
+
+def _folded(title: str, text: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>\n\n{text}\n</details>\n"
 
 
 def _markdown(table: Table) -> str:

@@ -30,42 +30,44 @@ _RETRIEVAL = {
 }
 
 
-def by_length(summary: Summary) -> dict[str, Table]:
+def by_length(summary: Summary, spread: str = WIDE_RANGE) -> dict[str, Table]:
     """A table of each metric that was measured, and of the rise of the loss."""
     score = summary.task.score
-    tables = {score.name: _table(summary, score, score.title, _NOTES[score.name])}
+    tables = {score.name: _table(summary, score, score.title, _NOTES[score.name], spread)}
     title = f"Rise of the loss above the model {BASELINE}, nats per token"
     note = f"Minus the loss of the model {BASELINE}, paired by sample."
-    tables[RISE] = metric_table(summary, score, title, WIDE_RANGE, RISE, note)
+    tables[RISE] = metric_table(summary, score, title, spread, RISE, note)
     for metric in summary.task.metrics[1:]:
         note = _NOTES.get(metric.name, "")
-        tables[metric.name] = _table(summary, metric, metric.title, note)
+        tables[metric.name] = _table(summary, metric, metric.title, note, spread)
     return {name: table for name, table in tables.items() if table is not None}
 
 
-def _table(summary: Summary, metric: Metric, title: str, note: str) -> Table | None:
-    return metric_table(summary, metric, title, WIDE_RANGE, note=note)
+def _table(summary: Summary, metric: Metric, title: str, note: str, spread: str) -> Table | None:
+    return metric_table(summary, metric, title, spread, note=note)
 
 
-def retrieval(summary: Summary, length: int, end: str = "") -> Table | None:
+def retrieval(
+    summary: Summary, length: int, end: str = "", spread: str = WIDE_RANGE
+) -> Table | None:
     """The scores of each retrieval task at one length."""
     title, factor, digits = _RETRIEVAL[end]
     rows = []
     for series in summary.lines:
         metrics = [Metric(name + end, "", factor, digits) for name in RETRIEVAL]
-        cells = [entry(summary, series, length, metric, WIDE_RANGE) for metric in metrics]
+        cells = [entry(summary, series, length, metric, spread) for metric in metrics]
         if any((series, length, metric.name) in summary.means for metric in metrics):
             rows.append([series.label, *cells])
     header = ["variant", *RETRIEVAL.values()]
     return Table(title.format(n=length), header, rows) if rows else None
 
 
-def published_tables(summary: Summary) -> list[Table]:
+def published_tables(summary: Summary, spread: str = WIDE_RANGE) -> list[Table]:
     """The tables of the documentation: some by length, and the retrieval tasks at the longest
     length that has the most samples."""
-    tables = by_length(summary)
+    tables = by_length(summary, spread)
     samples = [(mean.count, x) for (_, x, name), mean in summary.means.items() if name in RETRIEVAL]
-    tasks = retrieval(summary, max(samples)[1]) if samples else None
+    tasks = retrieval(summary, max(samples)[1], spread=spread) if samples else None
     chosen = [tables[name] for name in _PUBLISHED if name in tables]
     return [*chosen, *([tasks] if tasks else [])]
 

@@ -16,17 +16,17 @@ from markupsafe import Markup
 
 from commandline.files import write_whole
 from commandline.table import Table
-from evals.reporting import tables
+from evals.reporting import curves, tables
 from evals.reporting.pictures import Picture
 from evals.reporting.shown import ShownGroup
 from evals.reporting.tables import (
-    BARE,
     EFFECTIVE_NOTE,
+    HALF,
+    HALF_NOTE,
     NONE,
     chance_text,
     entry,
     has_effective,
-    interval,
 )
 from evals.results.rows import Row
 from evals.results.summary import UNTRAINED, Group, Point, Series, at, version_warnings
@@ -84,18 +84,9 @@ class Section:
         assert self.shown is not None
         return self.shown.summary
 
-    @property
-    def columns(self) -> list[tuple[int, str]]:
-        """The lengths of the leaderboard with their distance, such as (256, "4 × train")."""
-        longest = self.group.settings["train_longest"]
-        return [
-            (x, "train length" if x == longest else f"{x / longest:.3g} × train")
-            for x in self.group.xs
-        ]
-
-    def cell(self, series: Series, x: int) -> tuple[str, str, float | None, float | None, str]:
-        """An entry of the leaderboard: the score as shown, its interval, the score for sorting, the
-        width of the bar (None if the score is not a percentage), and the HTML id of its rows."""
+    def cell(self, series: Series, x: int) -> tuple[str, float | None, float | None, str]:
+        """An entry of the leaderboard: the score as shown, the score for sorting, the width of the
+        bar (None if the score is not a percentage), and the HTML id of its rows."""
         score, mean = (
             self.group.task.score,
             self.summary.mean(series, x, self.group.task.score.name),
@@ -104,7 +95,7 @@ class Section:
         if mean is not None and score.factor == 100 and not score.lower_is_better:
             percent = round(min(100.0, max(0.0, 100 * mean.mean)), 2)
         return (
-            entry(self.summary, series, x, score, BARE, marked=True), interval(mean, score),
+            entry(self.summary, series, x, score, HALF, marked=True),
             None if mean is None else mean.mean, percent,
             row_ident(self.ident, self.group.points[series, x]),
         )  # fmt: skip
@@ -113,7 +104,7 @@ class Section:
         """The line of a task in the table of contents."""
         group, score = self.group, self.group.task.score
         best = self.summary.ranked(score)[0]
-        top, _, value, *_ = self.cell(best, group.xs[-1])
+        top, value, *_ = self.cell(best, group.xs[-1])
         failed = sum(len(x) for p in group.points.values() for x in p.failures.values())
         return [
             score.title.split(":")[0], at(group.task, group.settings["train_longest"]),
@@ -126,7 +117,7 @@ class Section:
         better = "Lower" if score.lower_is_better else "Higher"
         means = "One seed, so there are no intervals."
         if seeds > 1:
-            means = f"Large numbers: mean over {seeds} seeds; small: its 95 % bootstrap interval."
+            means = f"Over {seeds} seeds: {HALF_NOTE}, whose ends are in a table below."
         effective = f" Effective length: {EFFECTIVE_NOTE}; {NONE} for variants with {UNTRAINED}."
         return (
             f"{score.title}, by variant and eval length n. "
@@ -193,7 +184,7 @@ def report_html(shown: Sequence[ShownGroup], note: str, stored: Sequence[Section
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"tables": tables}
+    environment.globals |= {"tables": tables, "curves": curves}
     environment.filters["base64"] = lambda data: b64encode(data).decode()
     failed = [(one.heading, *line) for one in sections if one.shown for line in one.failed()]
     return environment.get_template("report.html.j2").render(

@@ -27,8 +27,11 @@ EFFECTIVE_NOTE = (
 )
 ENOUGH_FOR_INTERVALS = 30  # with fewer seeds, a 95 % bootstrap interval is too narrow
 ENOUGH_FOR_ERRORS = 6  # with fewer seeds, the estimated standard errors vary much
-# What a table shows besides the mean: nothing, the standard error, or the ends of the interval.
-BARE, ERROR, RANGE, WIDE_RANGE = "", "±", "–", " … "
+# What a table shows besides the mean: nothing, the standard error, half the width of the interval,
+# or its ends.
+BARE, ERROR, HALF, RANGE, WIDE_RANGE = "", "±", "half", "–", " … "
+HALF_NOTE = "mean ± half the width of its 95 % bootstrap interval"
+MOST_LENGTHS = 5  # columns of a short table; the effective length is the sixth
 
 
 # ---- entries
@@ -42,12 +45,17 @@ def number(metric: Metric, value: float, sign: bool = False) -> str:
 def shown(
     value: Estimate | None, metric: Metric, spread: str = BARE, sign: bool = False, mark: str = ""
 ) -> str:
-    """A mean with its spread, such as "98.6 ±0.1" or "98.6 (98.1–99.0)"; `NONE` for None."""
+    """A mean with its spread, such as "98.6 ±0.4" or "98.6 (98.1–99.0)"; `NONE` for None."""
     if value is None:
         return NONE
     text = number(metric, value.mean, sign) + mark
     if spread == ERROR:
         return text if value.error is None else f"{text} ±{number(metric, value.error)}"
+    if spread == HALF:
+        if value.interval is None:
+            return text
+        low, high = value.interval
+        return f"{text} ±{number(metric, (high - low) / 2)}"
     return f"{text} ({interval(value, metric, spread)})" if spread and value.interval else text
 
 
@@ -158,6 +166,17 @@ def heads(task: Any, xs: Iterable[Any]) -> list[str]:
     if task.axis == "n":
         return ["variant", *(f"n = {x}" for x in xs)]
     return ["output layer", *xs]
+
+
+def short_lengths(summary: Summary) -> list[tuple[int, str]]:
+    """The lengths of a short table with their distance, such as (64, "4 ×"): all lengths if
+    they are few, otherwise the train length, 4 and 16 times as much, and the longest."""
+    train, longest = summary.train_length, summary.xs[-1]
+    assert train is not None
+    chosen = summary.xs
+    if len(chosen) > MOST_LENGTHS:
+        chosen = [x for x in chosen if x in (train, 4 * train, 16 * train, longest)]
+    return [(x, "train" if x == train else f"{x / train:.3g} ×") for x in chosen]
 
 
 def metric_table(

@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 import attnzoo
 from commandline.table import markdown
 from commandline.variants import VariantCall, complete
+from evals.reporting.pages import with_curves
 from scripts import variant_facts as facts
 from scripts.site import variant_plots
 
@@ -139,7 +140,7 @@ def on_read(app: Any, docname: str, source: list[str]) -> None:
 
 def on_include(app: Any, path: Path, docname: str, source: list[str]) -> None:
     docs = Path(app.srcdir)
-    source[0] = relink(source[0], (docs / path).resolve().parent, docs)
+    source[0] = relink(with_curves(source[0]), (docs / path).resolve().parent, docs)
 
 
 def setup(app: Any) -> dict[str, bool]:

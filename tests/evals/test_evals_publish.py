@@ -70,7 +70,8 @@ def test_the_name_gives_the_title_and_the_published_scores(
 ) -> None:
     assert published(tmp_path, rows(), "--name", f"max-retrieval.{name}") == 0
     text = scores(tmp_path / "docs")
-    assert text.startswith(f"**max-retrieval** ({title}): Accuracy")
+    assert text.startswith(f"#### max-retrieval: {title}\n\nAccuracy, %. 2 seeds, ")
+    assert f"\n**max-retrieval** ({title}): Accuracy" in text
     assert ("| `softmax`, here |" in text) == paper
     assert ("| `softmax`, paper | 98.6 |" in text) == paper
 

@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,14 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
+from evals.reporting import curves
 from evals.reporting.pictures import pictures
 from evals.reporting.report import report_html
 from evals.reporting.shown import ShownGroup
+from evals.reporting.tables import short_lengths
 from evals.results.store import Row
 from evals.results.summary import groups
+from evals.results.summary_csv import summary_of
 from evals.tasks import TASKS
 from evals.theory.trained_heads import fitted
 from helpers import evals_rows
@@ -169,22 +173,60 @@ def test_page_loads_no_external_files(page: Page) -> None:
 
 def test_leaderboard_is_sorted_by_the_longest_length(page: Page) -> None:
     head, *lines, chance = page.boards[0]
-    assert head[:3] == ["variant", "n = 16train length", "n = 644 × train"]
-    assert head[3:] == ["n = 25616 × train", "effective length"]
-    assert [line[0].split(" †")[0] for line in lines] == RANKED
-    assert [line[0] for line in lines if "†" in line[0]] == [f"{EVIL} † 2/2"]
-    assert lines[0] == ["ssmax", "98.097.0 … 99.0", "89.0*", "80.079.0 … 81.0", "64"]
-    assert lines[-1][-2:] == ["nan", "16"]
-    assert [line[-1] for line in lines if "†" in line[0]] == ["—"]  # no effective length
-    assert chance == ["chance", "10.0", "10.0", "10.0", ""]
+    assert head == [
+        "variant",
+        "n = 16train",
+        "n = 644 ×",
+        "n = 25616 ×",
+        "effective length",
+        "curve",
+    ]
+    numbered = [f"{rank}. {label}" for rank, label in enumerate(RANKED, 1)]
+    assert [line[0].split(" †")[0] for line in lines] == numbered
+    assert [line[0] for line in lines if "†" in line[0]] == [f"3. {EVIL} † 2/2"]
+    assert lines[0] == ["1. ssmax", "98.0 ±1.0", "89.0*", "80.0 ±1.0", "64", ""]
+    assert lines[-1][-3:] == ["nan", "16", ""]
+    assert [line[-2] for line in lines if "†" in line[0]] == ["—"]  # no effective length
+    assert chance == ["chance", "10.0", "10.0", "10.0", "", ""]
 
 
 def test_leaderboard_of_a_loss_is_sorted_ascending(page: Page) -> None:
     lines = page.boards[1][1:-1]
-    assert [line[0] for line in lines] == ["ssmax · rope", "sigmoid · rope", "softmax · rope"]
-    assert lines[0][1:] == ["2.20", "2.50", "2.75"]  # one seed has no interval
+    assert [line[0] for line in lines] == [
+        "1. ssmax · rope", "2. sigmoid · rope", "3. softmax · rope"
+    ]  # fmt: skip
+    assert lines[0][1:] == ["2.20", "2.50", "2.75", ""]  # one seed has no interval
     sorts = [attrs["aria-sort"] for tag, attrs in page.tags if "aria-sort" in attrs]
     assert sorts == ["descending", "ascending"]
+
+
+def test_a_short_table_has_the_train_length_its_multiples_and_the_longest() -> None:
+    lengths = (16, 32, 64, 128, 256, 512)
+    (group,) = groups([row("needle", "softmax", n, 0, 0.5, 16) for n in lengths])
+    chosen = [(16, "train"), (64, "4 ×"), (256, "16 ×"), (512, "32 ×")]
+    assert short_lengths(summary_of(group)) == chosen
+
+
+def test_curves_can_be_seen_on_light_and_dark_pages() -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return sum(x * y for x, y in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    for colour in curves.COLOURS:
+        assert 1.05 / (luminance(colour) + 0.05) >= 3, colour
+        assert (luminance(colour) + 0.05) / (luminance("#14181e") + 0.05) >= 3, colour
+
+
+def test_the_numbers_at_the_ends_of_curves_do_not_touch() -> None:
+    """Nine rows end at the same score."""
+    every = [row("needle", f"softmax_{i}", n, 0, 0.9, 16) for i in range(9) for n in LENGTHS]
+    text = curves.figure(summary_of(groups(every)[0]))
+    ends = re.findall(r"<text x='462' y='([\d.]+)'[^>]*>(\d)</text>", text)
+    assert sorted(end for _, end in ends) == [str(rank) for rank in range(1, 10)]
+    heights = sorted(float(y) for y, _ in ends)
+    assert min(b - a for a, b in pairwise(heights)) >= 13.9
+    assert curves.figure(summary_of(groups(every[:3])[0])) == ""  # one row
 
 
 def test_every_link_has_a_target(page: Page) -> None:
@@ -244,7 +286,7 @@ def test_pictures_are_embedded_in_the_page(drawn: list[ShownGroup]) -> None:
         f"data:image/png;base64,{b64encode(p.data).decode()}" for p in needle.pictures
     ]
     opened = [tag for tag, attrs in page.tags if tag == "details" and "open" in attrs]
-    assert len(opened) == 3  # failures, score and law
+    assert len(opened) == 2  # failures and law
     for heading in ("Length curves", "Heat maps"):
         assert f"<h3>{heading}" in html
         assert f"<h3>{heading}" not in report_html([replace(needle, pictures=())], "")
@@ -283,6 +325,14 @@ def browser(tmp_path: Path, drawn: list[ShownGroup]) -> Iterator[webdriver.Chrom
         driver.quit()
 
 
+# Texts of the open tables that are wider than the boxes around them.
+TOO_WIDE = """
+return [...document.querySelectorAll('.wide > table')].filter(
+  table => !table.closest('details') && table.scrollWidth > table.parentElement.clientWidth
+).map(table => table.innerText.slice(0, 80))
+"""
+
+
 def click(browser: webdriver.Chrome, element: WebElement) -> None:
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
     element.click()
@@ -298,7 +348,7 @@ def test_sorting_links_and_phone_width_in_a_browser(
 
     def names() -> list[str]:
         cells = browser.find_elements(By.CSS_SELECTOR, "#needle .sortable tbody th")
-        return [cell.text.split(" †")[0] for cell in cells]
+        return [cell.text.split(" †")[0].split(". ")[1] for cell in cells]
 
     assert names()[0] == "ssmax"
     heads = browser.find_elements(By.CSS_SELECTOR, "#needle .sortable thead button")
@@ -319,10 +369,12 @@ def test_sorting_links_and_phone_width_in_a_browser(
     assert folded.get_attribute("open") is not None
     assert "#needle-" in browser.current_url
 
-    browser.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True},
-    )
+    for width in (1400, 360):
+        browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": 740, "deviceScaleFactor": 1, "mobile": width < 600},
+        )
+        assert browser.execute_script(TOO_WIDE) == []
     browser.execute_script("for (const d of document.querySelectorAll('details')) d.open = true")
     assert browser.execute_script(
         "return [innerWidth, document.documentElement.scrollWidth]"

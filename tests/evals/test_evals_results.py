@@ -186,6 +186,11 @@ def test_the_readme_table_shows_the_summary(tmp_path: Path) -> None:
     text = scores_table(tmp_path)
     assert "**max-retrieval**: Accuracy, %, by eval length n. Mean of 2 seeds (95 % " in text
     assert "Train length n = 16, chance 10 %." in text
+    short = [line.split(" | <svg")[0] for line in text.splitlines() if "<svg" in line]
+    assert short == [
+        "| 1. `ssmax` † 1/2 | 93.0 ±3.0 | 60.0* | —",
+        "| 2. `softmax` | 97.0 ±1.0 | 50.0 ±0.0 | 16",
+    ]
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     assert lines == [
         "| `ssmax` † 1/2 | 93.0 (90.0–96.0) | 60.0* | — |",

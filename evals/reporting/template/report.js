@@ -14,7 +14,7 @@ document.addEventListener("click", (event) => {
 });
 
 function sortable(table) {
-  const heads = all("thead th", table), body = table.tBodies[0];
+  const heads = all("th[data-first]", table), body = table.tBodies[0];
   heads.forEach((head, column) => head.firstElementChild.addEventListener("click", () => {
     const first = head.dataset.first, now = head.getAttribute("aria-sort");
     const way = now !== first ? first : first === "ascending" ? "descending" : "ascending";
