@@ -100,6 +100,14 @@ def integer(low: int, high: int = MOST) -> Callable[[str], int]:
     return read
 
 
+def number(text: str) -> float:
+    """An argument type for argparse: a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+
+
 # At most 32 bits, so that seeds computed from this one fit into the 64 bits of a torch seed.
 seed = integer(0, 2**32 - 1)
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from commandline.arguments import Parser, add_plugin, seed
+from commandline.arguments import Parser, add_plugin, number, seed
 from commandline.errors import UsageError
 from evals.command import run_tasks
 from evals.options import add_arguments, gather, plugin_of_file
@@ -53,7 +53,7 @@ def parser() -> Parser:
     one.add_argument("a", type=Path, metavar="A", help="Read the first results from folder A")
     one.add_argument("b", type=Path, metavar="B", help="Read the second results from folder B")
     text = "Exit with 1 if a gain is missing or below X (table units); -1 allows a drop of 1"
-    one.add_argument("--fail-below", type=float, metavar="X", help=text)
+    one.add_argument("--fail-below", type=number, metavar="X", help=text)
     text = "Print which rows of A hold in B: their intervals overlap; exit with 1 if one does not"
     one.add_argument("--holds", action="store_true", help=text)
     add_plugin(one, " or tasks")

@@ -110,7 +110,7 @@ class Studies:
 
     def show_estimates(self) -> None:
         """Print the number of runs and, from the medians of stored results, their time."""
-        total = 0.0
+        total, unknown = 0.0, 0
         for name in self.studies:
             runs = [run for run in self.runs if run.task == name]
             rows = list(self.folders[name].by_key.values())
@@ -127,11 +127,16 @@ class Studies:
                 time += f"; {counted(missing, 'run')} without stored results of the same kind"
             print(f"{name}: {counted(len(runs), 'run')}, {time}")
             total += sum(known)
+            unknown += missing
         workers = max(1, min(self.workers, len(self.runs)))
-        print(
-            f"Total: {counted(len(self.runs), 'run')}, about {clock(total / workers)} (h:mm:ss or "
-            f"m:ss) on {counted(workers, 'worker')}, from the medians of stored results."
+        time = (
+            f"about {clock(total / workers)} (h:mm:ss or m:ss) on {counted(workers, 'worker')}, "
+            "from the medians of stored results"
         )
+        if unknown:
+            known_runs = len(self.runs) - unknown
+            time = f"{time}, for {known_runs} of them" if known_runs else "no estimate"
+        print(f"Total: {counted(len(self.runs), 'run')}, {time}.")
 
     def execute(self) -> list[Failure]:
         """Execute the runs and return the failures."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from commandline.arguments import add_plugin, integer, numbers, seed
+from commandline.arguments import add_plugin, integer, number, numbers, seed
 from commandline.errors import UsageError
 from commandline.variants import split_list
 from evals.options import Options
@@ -143,7 +143,7 @@ def _measures(text: str) -> tuple[str, ...]:
 
 
 def _rate(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be finite and > 0, got {text}")
     return value

@@ -73,6 +73,8 @@ def main(args: argparse.Namespace) -> int:
                 for drawing in figures(group, heads, metrics):
                     path = args.out / f"{name}-{drawing.name}.{kind}"
                     files[path] = FIGURES[kind](drawing.figure)
+    if args.figures and not files:
+        raise UsageError("--figures needs results that have figures of these metrics, got none")
     if args.format is not None:
         suffix, render = FORMATS[args.format]
         if args.out is None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from evals.results.rows import Row
 
 
 def load(
@@ -28,15 +30,19 @@ def load(
         - seed: of a pretrained model, the number of the sample;
         - metric, value: a row that failed has one line, with NaN;
         - status, key;
-        - settings.NAME for each setting of the run.
+        - version: rows of a variant whose plugin changed differ in it;
+        - settings.NAME for each setting of the run and for whatever else separates tables: data and
+          device, and of a pretrained model also model, fingerprint, dtype, text, seed and planted.
 
         A cell is NaN if the kind of result has no such column. Results of sweeps are left out.
 
     Raises:
-        UsageError: a folder has no results, or one of its files has a line that is not a row.
+        UsageError: there is no folder, a folder has no results, or one of its files has a line
+            that is not a row.
     """
     import pandas as pd
 
+    from commandline.errors import UsageError
     from commandline.variants import load_plugin
     from evals.results.old_rows import converted
     from evals.results.rows import is_validation
@@ -44,7 +50,9 @@ def load(
 
     if plugin is not None:
         load_plugin(Path(plugin), need_variant=False)
-    folders = [folder] if isinstance(folder, str | Path) else folder
+    folders = [folder] if isinstance(folder, str | Path) else list(folder)
+    if not folders:
+        raise UsageError(f"folder must be a path or a list of paths, got {folder!r}")
     lines = [
         {
             **{name: row[name] for name in ("task", "variant")},
@@ -52,11 +60,17 @@ def load(
             **{name: row[name] for name in ("x", "seed")},
             "metric": metric,
             "value": value,
-            **{name: row[name] for name in ("status", "key")},
-            **{f"settings.{name}": setting for name, setting in row["settings"].items()},
+            **{name: row[name] for name in ("status", "key", "version")},
+            **{f"settings.{name}": setting for name, setting in _settings(row).items()},
         }
         for row in map(converted, read_rows([Path(path) for path in folders]))
         if not is_validation(row)
         for metric, value in (row["metrics"] or {None: float("nan")}).items()
     ]
     return pd.DataFrame(lines)
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    """The settings of a run, after what else its table shares."""
+    names = {name: row[name] for name in ("model", "text") if name in row}
+    return {**row["group"], **names, **row["settings"]}

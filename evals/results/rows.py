@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 import attnzoo
 from commandline.checkout import commit
 from evals.task import VALIDATION
-from evals.tasks import EVALS, EXPERIMENTS
+from evals.tasks import EVALS, EXPERIMENTS, TASKS
 
 PRETRAINED = "pretrained"  # the task of rows of pretrained models
 Row = dict[str, Any]
@@ -162,6 +162,13 @@ def problem(row: object) -> str | None:
         for name in ("train_shortest", "train_longest"):
             if getattr(fields.settings, name) is None:
                 return f"settings.{name} is missing"
+            if name not in fields.group:
+                return f"group.{name} is missing"
+    if fields.task in EXPERIMENTS and fields.x not in EXPERIMENTS[fields.task].conditions:
+        known = ", ".join(EXPERIMENTS[fields.task].conditions)
+        return f"x must be among {known}, got {fields.x!r}"
+    if fields.task in (PRETRAINED, *TASKS) and isinstance(fields.x, str):
+        return f"x must be a length >= 1, got {fields.x!r}"
     if fields.status == "ok" and fields.task in EVALS:
         score = EVALS[fields.task].score.name
         if score not in fields.metrics:

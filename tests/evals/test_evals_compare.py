@@ -50,6 +50,9 @@ def test_compare_rejects_a_nan_bound_and_reports_different_data(
 ) -> None:
     folders = both(tmp_path, [row("softmax", 0.5)], [row("softmax", 0.5, data="other")])
     assert main(["compare", *folders, "--fail-below", "nan"]) == 2
+    with pytest.raises(SystemExit):
+        main(["compare", *folders, "--fail-below", "x"])
+    assert "error: --fail-below must be a number, got 'x'\n" in capsys.readouterr().err
     assert main(["compare", *folders, "--fail-below", "-100"]) == 0
     assert "has data = made by hand in A and other in B" in capsys.readouterr().out
 

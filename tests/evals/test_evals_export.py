@@ -256,6 +256,15 @@ def test_wrong_arguments_are_errors_and_write_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"there.txt", "results"}
 
 
+def test_results_without_figures_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial = row("sink", 0.7) | {"task": "classification", "condition": "clean"}
+    folder = written(tmp_path / "results", [trial])
+    assert main(["export", str(folder), "--figures", "svg", "--out", str(tmp_path / "out")]) == 2
+    assert "error: --figures needs results that have figures" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_written_is_an_error(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

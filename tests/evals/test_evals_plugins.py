@@ -87,7 +87,11 @@ def test_a_task_from_a_plugin_runs_in_workers_and_is_compared(
     with file.open("a") as more:
         more.write("# changed\n")
     assert main(["recall", *plugin, *SMALL, "--dry-run", "--out", out]) == 0
-    assert "2 runs to do" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "2 runs to do" in shown
+    assert "Total: 2 runs, about 0:0" in shown  # from the rows of the older file
+    assert main(["recall", *plugin, *SMALL, "--dry-run", "--out", f"{out}-new"]) == 0
+    assert "Total: 2 runs, no estimate.\n" in capsys.readouterr().out
     del TASKS["recall"]
     assert main(["report", out]) == 2
     assert "unknown task 'recall': load its file with --plugin" in capsys.readouterr().err

@@ -216,6 +216,21 @@ def test_load_gives_a_tidy_table_of_all_kinds_of_results(tmp_path: Path) -> None
     ]
 
 
+def test_load_separates_rows_that_belong_to_different_tables_or_versions(tmp_path: Path) -> None:
+    rows = [row("softmax", 0.5, version=text, key=text, data=text) for text in ("old", "new")]
+    model = dict.fromkeys(("model", "text", "fingerprint", "dtype", "data"), "m")
+    read = row("softmax", 0.5, task="needle", key="read", sample=0, layers="all")
+    read |= model | {"task": "pretrained", "limit": None, "planted": True, "metrics": {"loss": 1.0}}
+    table = load(written(tmp_path, [*rows, read])).set_index("task")
+    trained, pretrained = table.loc["max-retrieval"], table.loc["pretrained"]
+    for name in ("version", "settings.data"):
+        assert sorted(trained[name]) == ["new", "old"]
+    for name in model:
+        assert pretrained[f"settings.{name}"] == "m"
+    with pytest.raises(UsageError, match=r"folder must be a path or a list of paths, got \[\]"):
+        load([])
+
+
 def test_results_are_read_from_an_output_folder_or_from_one_task_folder(tmp_path: Path) -> None:
     folder = written(tmp_path, [row("softmax", 0.5), row("softmax", 0.5, task="needle")])
     assert len(read_rows([folder])) == 2
@@ -253,6 +268,12 @@ def changed_row(**changes: object) -> dict:
         (changed_row(settings={"steps": 3}), "settings.train_shortest is missing"),
         (changed_row(task=["x"]), "task must be text, got ['x']"),
         (changed_row(length=0), "x must be a length >= 1 or a condition, got 0"),
+        (changed_row(condition="clean"), "x must be a length >= 1, got 'clean'"),
+        (changed_row(x=16, series={}, group={}), "group.train_shortest is missing"),
+        (
+            changed_row(task="classification"),
+            "x must be among clean, label-noise, long-tail, got 16",
+        ),
         (
             changed_row(tuned={"values": {"warmup": 0.1}, "tried": [{"values": {}, "scores": []}]}),
             "tuned must have warmup in every candidate, got {}",

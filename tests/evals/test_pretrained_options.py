@@ -60,6 +60,7 @@ WRONG = {
         "--text nowhere": "--text must be a file, got 'nowhere'",
         "--steps 0": "--steps must be an int >= 1, got '0'",
         "--learning-rate 0": "--learning-rate must be finite and > 0",
+        "--learning-rate a": "--learning-rate must be a number, got 'a'",
         f"--save {__file__}": f"--save {NO_FOLDER}'",
         f"--out {__file__}": f"--out {NO_FOLDER}'",
         f"--save {__file__}/below": f"--save {NO_FOLDER}/below'",
