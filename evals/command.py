@@ -10,7 +10,6 @@ from typing import Any
 
 from commandline.errors import UsageError
 from commandline.files import check_folder, check_writable
-from evals.experiment import Experiment
 from evals.launch import Failure, default_workers, execute
 from evals.loggers import Logger, open_loggers
 from evals.measures.metrics import Outcome
@@ -25,6 +24,7 @@ from evals.run import AnyRun, Run, RunContext
 from evals.study import Study
 from evals.sweeps import RECORD, record
 from evals.task import NOTES, TUNABLE, Task
+from evals.tasks.digits.experiment import Experiment
 
 # Writes and prints results, given (rows, results folder, note, verbose).
 Write = Callable[[list[Row], Path, str, bool], None]
@@ -50,28 +50,23 @@ class Studies:
         self.studies = {study.name: study for study in studies}
         self.folders = self._read_folders()
         # The runs to do. Those that wait for a sweep have the settings of its first candidate.
-        self.runs = [*self._sweep_runs(), *self._reported_runs(undecided=True)]
+        self.runs = [*self._missing_runs(True), *self._missing_runs(False, undecided=True)]
         self.loggers: list[Logger] = []
 
     def _read_folders(self) -> dict[str, Folder]:
         shard = self.options.shard
         return {name: Folder(x.folder(self.out), shard) for name, x in self.studies.items()}
 
-    def _sweep_runs(self) -> list[AnyRun]:
-        shard, retry = self.options.shard, self.options.retry_failed
-        return [
-            run
-            for name, study in self.studies.items()
-            for run in study.sweep_runs(self.folders[name].by_key, shard, retry)
-        ]
-
-    def _reported_runs(self, undecided: bool = False) -> list[AnyRun]:
-        shard, retry = self.options.shard, self.options.retry_failed
-        return [
-            run
-            for name, study in self.studies.items()
-            for run in study.runs(self.folders[name].by_key, shard, retry, undecided)
-        ]
+    def _missing_runs(self, sweep: bool, undecided: bool = False) -> list[AnyRun]:
+        """The runs of sweeps, or those after the sweeps."""
+        shard, retry, runs = self.options.shard, self.options.retry_failed, list[AnyRun]()
+        for name, study in self.studies.items():
+            by_key = self.folders[name].by_key
+            if not sweep:
+                runs += study.runs(by_key, shard, retry, undecided)
+            elif isinstance(study, Study):
+                runs += study.sweep_runs(by_key, shard, retry)
+        return runs
 
     @property
     def swept(self) -> dict[str, Study]:
@@ -159,9 +154,11 @@ class Studies:
         context = RunContext(self.options.device, self.options.plugin, self.out, self.plugin_hash)
         progress = Progress(len(self.runs), verbose=self.options.verbose)
         try:
-            failures = execute(self._sweep_runs(), context, self, progress, self.workers)
-            # Only now the settings that the sweep chose are known.
-            return failures + execute(self._reported_runs(), context, self, progress, self.workers)
+            failures = []
+            for sweep in (True, False):  # the runs after a sweep have the settings that it chose
+                runs = self._missing_runs(sweep)
+                failures += execute(runs, context, self, progress, self.workers)
+            return failures
         finally:
             progress.close()
             for logger in self.loggers:
@@ -248,7 +245,8 @@ def run_tasks(
     shared = next(iter(options.values()))
     check_folder("--out", out)
     plugins = load_plugins(shared.plugin)
-    planned = [plan_study(task, options[task.name], plugins) for task in tasks]
+    several = len(tasks) > 1
+    planned = [plan_study(task, options[task.name], plugins, several) for task in tasks]
     if not any(study.total for study in planned):
         raise UsageError(f"nothing to run: {', '.join(task.name for task in tasks)} has no variant")
     studies = Studies(planned, shared, out, plugins)

@@ -31,7 +31,7 @@ from evals.pretrained.substitution import Substitution, is_converted, substitute
 from evals.pretrained.training import Adapted, read_stored
 from evals.progress import counted
 from evals.results.rows import PRETRAINED, Row, key_of, origin
-from evals.results.store import UNSHARDED, Shard
+from evals.results.store import Shard
 from evals.run import AnyRun, Emit, RunContext
 from evals.study import to_do
 from evals.tasks.draws import GENERATOR
@@ -295,28 +295,16 @@ class PretrainedStudy:
         keys = [key for run in self._every_run() for tests in run.tests.values() for key in tests]
         return [by_key[key] for key in keys if key in by_key]
 
-    def runs(
-        self,
-        by_key: Mapping[str, Row],
-        shard: Shard = UNSHARDED,
-        retry: bool = False,
-        undecided: bool = False,
-    ) -> list[Reading]:
+    def runs(self, by_key: Mapping[str, Row], shard: Shard, retry: bool, *_: Any) -> list[Reading]:
         """The runs of a shard with the points that have no result, or with retry a failed one."""
-        runs = []
-        for run in self._every_run()[shard.index :: shard.count]:
-            missing = {
-                point: tests
-                for point, tests in run.tests.items()
+        runs = [
+            replace(run, tests={
+                point: tests for point, tests in run.tests.items()
                 if any(to_do(key, by_key, retry) for key in tests)
-            }
-            if missing:
-                runs.append(replace(run, tests=missing))
-        return runs
-
-    def sweep_runs(self, *_: Any) -> list[Reading]:
-        """Nothing is tuned."""
-        return []
+            })
+            for run in self._every_run()[shard.index :: shard.count]
+        ]  # fmt: skip
+        return [run for run in runs if run.tests]
 
     def headline(self, runs: Sequence[Any]) -> str:
         """The study and the number of contexts to read, in one line."""

@@ -25,10 +25,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from evals.experiment import Result, Trial
 from evals.task import Metric, Preset
 from evals.tasks.digits.data import TRAIN, Images, batches, order, split
-from evals.tasks.digits.experiment import DigitsExperiment
+from evals.tasks.digits.experiment import Experiment, Result, Trial
 from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
 
 TRIMMED = "-trimmed"
@@ -138,7 +137,7 @@ def _loss(model: Classifier, images: Images, index: Tensor, step: int) -> Tensor
     return model.loss(images.at(index[step]))
 
 
-class ActiveLearning(DigitsExperiment):
+class ActiveLearning(Experiment):
     name = "active-learning"
     about = (
         "Label the most uncertain digits, round by round, with several measures of uncertainty, "

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from evals.experiment import Result, Trial
 from evals.task import EVERY_VARIANT, Metric, Preset
 from evals.tasks.digits.data import Images, batches, long_tailed, noisy, split
-from evals.tasks.digits.experiment import DigitsExperiment
+from evals.tasks.digits.experiment import Experiment, Result, Trial
 from evals.tasks.digits.model import Classifier, ClassifierSettings, measures
 
 CONDITIONS = {
@@ -48,7 +47,7 @@ def training_images(condition: str, images: Images, seed: int, settings: NoiseSe
     return images
 
 
-class Classification(DigitsExperiment):
+class Classification(Experiment):
     name = "classification"
     about = (
         "Classify the digits of scikit-learn with clean labels, label noise and a long tail of "

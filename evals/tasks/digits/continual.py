@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from commandline.variants import VariantCall
-from evals.experiment import Result, Trial
 from evals.task import Metric, Preset
 from evals.tasks.digits import layers
 from evals.tasks.digits.data import CLASSES, Images, batches, order, split
-from evals.tasks.digits.experiment import DigitsExperiment
+from evals.tasks.digits.experiment import Experiment, Result, Trial
 from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
 
 TASKS = 5
@@ -112,7 +111,7 @@ def step_loss(
     return model.loss(images) if value is None else model.masked_loss(images, masks, value)
 
 
-class Continual(DigitsExperiment):
+class Continual(Experiment):
     name = "continual"
     about = (
         "Learn five tasks of two digits one after the other, with and without masking the classes "
@@ -140,7 +139,7 @@ class Continual(DigitsExperiment):
     }
 
     def unsupported(self, variant: VariantCall, condition: str) -> str | None:
-        reason = layers.unsupported(variant)
+        reason = super().unsupported(variant, condition)
         if reason is None and "masked" in condition and variant.name in layers.FUNCTIONS:
             return f"{variant.name} has no class mask"
         if reason is None and "value" in condition and variant != VariantCall("softmax"):
