@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from evals.task import Metric, Preset
-from evals.tasks.digits.data import TRAIN, Images, batches, order, split
+from evals.tasks.digits.data import TRAIN, Images, order, split
 from evals.tasks.digits.experiment import Experiment, Result, Trial
 from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
 
@@ -165,7 +165,7 @@ class ActiveLearning(Experiment):
     }
 
     def train_and_measure(self, trial: Trial) -> Result:
-        variant, condition, seed, settings, device, fit = trial
+        seed, settings, device = trial.seed, trial.settings, trial.device
         images, test = (part.to(device) for part in split(seed))
         count = len(images.labels)
         drawn = order(seed, "pool", count).to(device)
@@ -173,11 +173,9 @@ class ActiveLearning(Experiment):
         curve: dict[int, float] = {}
         for number in range(settings.rounds + 1):
             # The weights of a round do not depend on the condition.
-            torch.manual_seed(seed * (settings.rounds + 1) + number)
-            known = images.at(labelled)
-            index = batches(seed, settings.steps, settings.batch, len(labelled)).to(device)
-            model = Classifier(variant, settings).to(device)
-            fit(model, partial(_loss, model, known, index))
+            model = trial.classifier(seed * (settings.rounds + 1) + number)
+            index = trial.batches(len(labelled))
+            trial.fit(model, partial(_loss, model, images.at(labelled), index))
             model.eval()
             curve[len(labelled)] = accuracy(model, test)
             if number < settings.rounds:
@@ -185,7 +183,7 @@ class ActiveLearning(Experiment):
                 unlabelled[labelled] = False
                 pool = unlabelled.nonzero()[:, 0]
                 next_labelled = next_images(
-                    model, images.at(pool), condition, drawn[pool], settings
+                    model, images.at(pool), trial.condition, drawn[pool], settings
                 )
                 labelled = torch.cat([labelled, pool[next_labelled]])
         values = [*curve.values()]

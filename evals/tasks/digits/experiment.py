@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from commandline.variants import VariantCall
 from evals.task import Eval
 from evals.tasks.digits import layers
-from evals.tasks.digits.data import CLASSES, version
+from evals.tasks.digits.data import CLASSES, batches, version
+from evals.tasks.digits.model import Classifier
 
 # A function (model, loss_at) that minimizes loss_at(step) over the steps of the schedule.
 FitFunction = Callable[[nn.Module, Callable[[int], Tensor]], None]
@@ -32,6 +34,16 @@ class Trial(NamedTuple):
     settings: Any
     device: str
     fit: FitFunction
+
+    def classifier(self, seed: int) -> Classifier:
+        """An untrained classifier on the device; its weights depend on this seed."""
+        torch.manual_seed(seed)
+        return Classifier(self.variant, self.settings).to(self.device)
+
+    def batches(self, count: int) -> Tensor:
+        """The indices of each training step, (steps, batch), in ``count`` images, on the device."""
+        steps, size = self.settings.steps, self.settings.batch
+        return batches(self.seed, steps, size, count).to(self.device)
 
 
 @dataclass(frozen=True)
