@@ -16,7 +16,6 @@ from evals.measures.metrics import Outcome
 from evals.options import Options
 from evals.plan import plan_study
 from evals.plugins import load_plugins
-from evals.pretrained.study import PretrainedStudy
 from evals.progress import Progress, clock, counted
 from evals.results.rows import Row, is_validation
 from evals.results.store import Folder
@@ -35,13 +34,14 @@ Show = Callable[[list[Row], list[Row]], None]
 class Studies:
     """Studies that one pool of workers executes. The loggers get every result too.
 
-    options: an `Options`, or the options of `pretrained` or `adapt`, which have the same names.
+    studies: each a `Study` or a `PretrainedStudy` (`evals.pretrained`). options: an `Options`, or
+    the options of `pretrained` or `adapt`, which have the same names.
     plugins: maps the names that a plugin registers to the hash of its file.
     """
 
     def __init__(
         self,
-        studies: Sequence[Study | PretrainedStudy],
+        studies: Sequence[Any],
         options: Any,
         out: Path,
         plugins: Mapping[str, str],
