@@ -1,5 +1,5 @@
-# make eval             run the eval TASK (default: max-retrieval; all for all evals); further
-#                       variables: PRESET=smoke|quick|paper, OUT=DIR, ARGS="…"
+# make eval             run the eval TASK (default: max-retrieval; all for all tasks and the experiments
+#                       on digits); further variables: PRESET=smoke|quick|paper, OUT=DIR, ARGS="…"
 # make test             run all tests except those marked slow
 # make test-slow        run the tests marked slow
 # make test-all         run all tests

@@ -11,13 +11,14 @@ from pathlib import Path
 from commandline.arguments import Parser, add_plugin, number, seed
 from commandline.errors import UsageError
 from evals.command import run_tasks
-from evals.options import add_arguments, gather, plugin_of_file
+from evals.options import add_arguments, flag, gather, plugin_of_file
 from evals.plugins import load, load_plugins
 from evals.pretrained import command as pretrained
 from evals.pretrained import options as pretrained_options
 from evals.pretrained import sharpness
 from evals.reporting import artifacts, compare, export, in_context, laws
-from evals.tasks import EVALS, TASKS
+from evals.tasks import EVALS, EXPERIMENTS, TASKS
+from evals.tasks.digits.experiment import Experiment
 from evals.theory import ranks
 
 ALL = "all"
@@ -34,7 +35,7 @@ def parser() -> Parser:
     def command(name: str, text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=f"{text}.")
 
-    one = command(ALL, "Run all tasks (not the experiments on digits) and write one report")
+    one = command(ALL, "Run all tasks and the experiments on digits, and write one report")
     add_arguments(one, next(iter(TASKS.values())))
     text = f"Run {sharpness.NAME} on this pretrained model too (with --shard: in shard 0 only); "
     text += "needs --text"
@@ -138,8 +139,8 @@ def dispatch(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run one task, or all of them and, with ``--model``, `sharpness`."""
-    names = list(TASKS) if args.command == ALL else [args.command]
+    """Run one task or experiment, or all of them and, with ``--model``, `sharpness`."""
+    names = list(EVALS) if args.command == ALL else [args.command]
     model, text = (getattr(args, name, None) for name in ("model", "text"))
     if (model is None) != (text is None):
         raise UsageError("--model and --text must be given together")
@@ -152,9 +153,13 @@ def _run(args: argparse.Namespace) -> int:
         sharpness.check(model, text)
     out = shared.out or Path("results") / shared.preset
     for name in names.copy() if args.command == ALL else ():
-        if shared.preset not in TASKS[name].presets:
+        if shared.preset not in EVALS[name].presets:
             print(f"left out: {name} has no preset {shared.preset!r}")
             names.remove(name)
+    if args.command == ALL and set(names) & EXPERIMENTS.keys():
+        for name in Experiment.refused:
+            if any(getattr(one, name) not in (None, False) for one in options.values()):
+                print(f"{flag(name)} applies to the tasks only, not to {', '.join(EXPERIMENTS)}")
     status = run_tasks([EVALS[name] for name in names], options, out, artifacts.write_results)
     if model is not None and not shared.dry_run:
         line = [sharpness.NAME, "--model", model, "--text", str(text)]

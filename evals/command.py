@@ -10,57 +10,69 @@ from typing import Any
 
 from commandline.errors import UsageError
 from commandline.files import check_folder, check_writable
-from evals.experiment import Experiment
 from evals.launch import Failure, default_workers, execute
 from evals.loggers import Logger, open_loggers
 from evals.measures.metrics import Outcome
 from evals.options import Options
 from evals.plan import plan_study
-from evals.plugins import hash_in, load_plugins
+from evals.plugins import load_plugins
 from evals.progress import Progress, clock, counted
 from evals.results.rows import Row, is_validation
 from evals.results.store import Folder
-from evals.run import Run, RunContext
+from evals.run import AnyRun, Run, RunContext
 from evals.study import Study
 from evals.sweeps import RECORD, record
 from evals.task import NOTES, TUNABLE, Task
+from evals.tasks.digits.experiment import Experiment
 
 # Writes and prints results, given (rows, results folder, note, verbose).
-Show = Callable[[list[Row], Path, str, bool], None]
+Write = Callable[[list[Row], Path, str, bool], None]
+# Shows results, given the rows of the command and the other rows in its folders.
+Show = Callable[[list[Row], list[Row]], None]
 
 
 class Studies:
-    """The studies of several tasks, executed by one pool of workers.
+    """Studies that one pool of workers executes. The loggers get every result too.
 
-    The result rows and models of a task are stored in ``out``/<task>. The loggers get every result
-    too.
+    studies: each a `Study` or a `PretrainedStudy` (`evals.pretrained`). options: an `Options`, or
+    the options of `pretrained` or `adapt`, which have the same names.
+    plugins: maps the names that a plugin registers to the hash of its file.
     """
 
     def __init__(
-        self, studies: Sequence[Study], options: Options, out: Path, plugin_hash: str | None
+        self,
+        studies: Sequence[Any],
+        options: Any,
+        out: Path,
+        plugins: Mapping[str, str],
     ) -> None:
-        self.options, self.out, self.plugin_hash = options, out, plugin_hash
-        self.studies = {study.task.name: study for study in studies}
-        self.folders = {name: Folder(out / name, options.shard) for name in self.studies}
+        self.options, self.out = options, out
+        self.plugin_hash = next(iter(plugins.values()), None)
+        self.studies = {study.name: study for study in studies}
+        self.folders = self._read_folders()
         # The runs to do. Those that wait for a sweep have the settings of its first candidate.
-        self.runs = [*self._sweep_runs(), *self._reported_runs(undecided=True)]
+        self.runs = [*self._missing_runs(True), *self._missing_runs(False, undecided=True)]
         self.loggers: list[Logger] = []
 
-    def _sweep_runs(self) -> list[Run]:
-        shard, retry = self.options.shard, self.options.retry_failed
-        return [
-            run
-            for name, study in self.studies.items()
-            for run in study.sweep_runs(self.folders[name].by_key, shard, retry)
-        ]
+    def _read_folders(self) -> dict[str, Folder]:
+        shard = self.options.shard
+        return {name: Folder(x.folder(self.out), shard) for name, x in self.studies.items()}
 
-    def _reported_runs(self, undecided: bool = False) -> list[Run]:
-        shard, retry = self.options.shard, self.options.retry_failed
-        return [
-            run
-            for name, study in self.studies.items()
-            for run in study.runs(self.folders[name].by_key, shard, retry, undecided)
-        ]
+    def _missing_runs(self, sweep: bool, undecided: bool = False) -> list[AnyRun]:
+        """The runs of sweeps, or those after the sweeps."""
+        shard, retry, runs = self.options.shard, self.options.retry_failed, list[AnyRun]()
+        for name, study in self.studies.items():
+            by_key = self.folders[name].by_key
+            if not sweep:
+                runs += study.runs(by_key, shard, retry, undecided)
+            elif isinstance(study, Study):
+                runs += study.sweep_runs(by_key, shard, retry)
+        return runs
+
+    @property
+    def swept(self) -> dict[str, Study]:
+        """The studies of tasks. Only these have sweeps."""
+        return {n: x for n, x in self.studies.items() if isinstance(x, Study) and x.has_lengths}
 
     @property
     def workers(self) -> int:
@@ -68,16 +80,17 @@ class Studies:
         return default_workers(self.options.device) if workers is None else workers
 
     def row(
-        self, run: Run, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
+        self, run: Any, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
     ) -> None:
         """Store and log one result row of a run."""
         study = self.studies[run.task]
         row = study.row(run, key, point, outcome, training)
         self.folders[run.task].append(row)
-        at, step = study.log_at(run, row)
-        for logger in self.loggers:
-            for name, value in outcome.metrics.items():
-                logger.scalar(at, f"test/{name}", value, step)
+        if isinstance(study, Study):
+            at, step = study.log_at(run, row)
+            for logger in self.loggers:
+                for name, value in outcome.metrics.items():
+                    logger.scalar(at, f"test/{name}", value, step)
 
     def loss(self, run: Run, step: int, value: float) -> None:
         """Log a training loss of a run."""
@@ -90,19 +103,18 @@ class Studies:
         shard = self.options.shard
         part = f" in shard {shard.index} of {shard.count}" if shard.count > 1 else ""
         for name, study in self.studies.items():
-            folder = self.out / name
+            folder = self.folders[name].path
             stored = len(study.rows(self.folders[name].by_key))
             runs = [run for run in self.runs if run.task == name]
-            print(f"{study.headline(len(runs))}{part}")
+            print(f"{study.headline(runs)}{part}")
             if stored:
-                total = sum(1 for _ in study.row_specs())
-                print(f"  {stored} of {total} results are already in {folder}")
+                print(f"  {stored} of {study.total} results are already in {folder}")
             if self.options.verbose:
                 workers = self.workers
                 place = f"on {counted(workers, 'worker')}" if workers else "in this process"
                 lines = study.details(runs, self.out)
                 print("\n".join(lines), f"{place}; results in {folder}")
-            for line in study.left_out_lines():
+            for line in study.remarks():
                 print(line)
             if damaged := self.folders[name].damaged:
                 print(f"  warning: skipped {damaged} unreadable line(s) in {folder}")
@@ -143,14 +155,16 @@ class Studies:
         if not self.runs:
             return []
         # If results cannot be written, the error comes before the training.
-        for name in self.studies:
-            check_writable("--out", self.out / name)
+        for folder in self.folders.values():
+            check_writable("--out", folder.path)
         context = RunContext(self.options.device, self.options.plugin, self.out, self.plugin_hash)
         progress = Progress(len(self.runs), verbose=self.options.verbose)
         try:
-            failures = execute(self._sweep_runs(), context, self, progress, self.workers)
-            # Only now the settings that the sweep chose are known.
-            return failures + execute(self._reported_runs(), context, self, progress, self.workers)
+            failures = []
+            for sweep in (True, False):  # the runs after a sweep have the settings that it chose
+                runs = self._missing_runs(sweep)
+                failures += execute(runs, context, self, progress, self.workers)
+            return failures
         finally:
             progress.close()
             for logger in self.loggers:
@@ -158,7 +172,7 @@ class Studies:
 
     def record(self) -> None:
         """Record the choices of the sweeps."""
-        for name, study in self.studies.items():
+        for name, study in self.swept.items():
             choices = study.choices(self.folders[name].by_key).items()
             record(
                 name, [(str(variant), at, choice) for (at, variant), choice in choices if choice]
@@ -166,14 +180,13 @@ class Studies:
         print(f"recorded: {RECORD}")
 
     def missing(self) -> dict[str, int]:
-        """The incomplete tasks by name, each with the number of its missing result rows."""
-        missing = {}
-        for name, study in self.studies.items():
-            self.folders[name] = Folder(self.out / name, self.options.shard)
-            total = sum(1 for _ in study.row_specs())
-            if count := total - len(study.rows(self.folders[name].by_key)):
-                missing[name] = count
-        return missing
+        """The incomplete studies by name, each with the number of its missing result rows."""
+        self.folders = self._read_folders()  # other shards have added rows
+        counts = {
+            name: study.total - len(study.rows(self.folders[name].by_key))
+            for name, study in self.studies.items()
+        }
+        return {name: count for name, count in counts.items() if count}
 
     def rows(self) -> list[Row]:
         """The stored result rows of these studies."""
@@ -184,18 +197,17 @@ class Studies:
         ]
 
     def other_rows(self) -> list[Row]:
-        """The stored result rows of these tasks that were produced with other options."""
+        """The stored result rows in these folders that were produced with other options."""
         keys = {row["key"] for row in self.rows()}
-        folders = self.folders.values()
         return [
             row
-            for folder in folders
+            for folder in self.folders.values()
             for row in folder.by_key.values()
             if row["key"] not in keys and not is_validation(row)
         ]
 
 
-def _seconds(run: Run, rows: Sequence[Row]) -> float | None:
+def _seconds(run: AnyRun, rows: Sequence[Row]) -> float | None:
     """The time of a run, from the medians of stored rows with the same settings, if there are any.
 
     Rows of other variants count where the variant has none.
@@ -220,7 +232,7 @@ def _kind(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _check_record(studies: Studies, options: Options) -> None:
     if options.preset != "quick":
         raise UsageError(f"--record needs --preset quick, got {options.preset!r}")
-    for name, study in studies.studies.items():
+    for name, study in studies.swept.items():
         if not study.sweep.grid:
             raise UsageError(f"--record needs a sweep, and {name} has none here")
         preset = study.task.presets["quick"].settings
@@ -233,16 +245,17 @@ def _check_record(studies: Studies, options: Options) -> None:
 
 
 def run_tasks(
-    tasks: Sequence[Task | Experiment], options: Mapping[str, Options], out: Path, show: Show
+    tasks: Sequence[Task | Experiment], options: Mapping[str, Options], out: Path, write: Write
 ) -> int:
     """Run tasks or experiments, show their rows, and return the exit status."""
     shared = next(iter(options.values()))
     check_folder("--out", out)
     plugins = load_plugins(shared.plugin)
-    planned = [plan_study(task, options[task.name], plugins) for task in tasks]
-    if not any(list(study.row_specs()) for study in planned):
+    several = len(tasks) > 1
+    planned = [plan_study(task, options[task.name], plugins, several) for task in tasks]
+    if not any(study.total for study in planned):
         raise UsageError(f"nothing to run: {', '.join(task.name for task in tasks)} has no variant")
-    studies = Studies(planned, shared, out, hash_in(plugins))
+    studies = Studies(planned, shared, out, plugins)
     if shared.record:
         _check_record(studies, shared)
     if studies.runs and not shared.dry_run:
@@ -251,28 +264,41 @@ def run_tasks(
     if shared.dry_run:
         studies.show_estimates()
         return 0
-    failures = studies.execute()
-    for failure in failures:
-        print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
-        if shared.verbose:
-            print(failure.traceback, file=sys.stderr)
-    if any(failure.traceback for failure in failures) and not shared.verbose:
-        print("Repeat the command with --verbose for the traceback.", file=sys.stderr)
-    missing = studies.missing()
-    if missing and shared.shard.count > 1 and not failures:
-        left = ", ".join(f"{count} of {name}" for name, count in missing.items())
-        print(f"This shard is done. Results of other shards are missing: {left}. The shard that "
-              "finishes last prints the scores and writes the report.")  # fmt: skip
-        return 0
-    if shared.record and not missing:
-        studies.record()
-    rows, others = studies.rows(), studies.other_rows()
-    if rows:
+
+    def show(rows: list[Row], others: list[Row]) -> None:
+        if shared.record and not studies.missing():
+            studies.record()
         note = NOTES[shared.preset]
         if others:
             note += f" The folder also has {len(others)} results made with other options."
         # If rows have different versions of a variant, the version in the last of them is shown.
         # The rows of this command are therefore last.
-        show([*others, *rows], out, note, shared.verbose)
+        write([*others, *rows], out, note, shared.verbose)
+
+    return carry_out(studies, show)
+
+
+def carry_out(studies: Studies, show: Show, failures: Sequence[Failure] = ()) -> int:
+    """Execute the runs, show their rows, and return the exit status.
+
+    failures: of work before the runs.
+    """
+    options = studies.options
+    failures = [*failures, *studies.execute()]
+    for failure in failures:
+        print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
+        if options.verbose and failure.traceback:
+            print(failure.traceback, file=sys.stderr)
+    if any(failure.traceback for failure in failures) and not options.verbose:
+        print("Repeat the command with --verbose for the traceback.", file=sys.stderr)
+    missing = studies.missing()
+    if missing and options.shard.count > 1 and not failures:
+        left = ", ".join(f"{count} of {name}" for name, count in missing.items())
+        print(f"This shard is done. Results of other shards are missing: {left}. The shard that "
+              "finishes last prints the tables and writes the report.")  # fmt: skip
+        return 0
+    rows = studies.rows()
+    if rows:
+        show(rows, studies.other_rows())
     nothing = all(row["status"] != "ok" for row in rows)
     return 1 if failures or nothing else 0

@@ -8,18 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from commandline.errors import UsageError
 from evals.options import LoggerName
-
-
-class Logger(Protocol):
-    """Logs scalars."""
-
-    def scalar(self, run: str, name: str, value: float, step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -28,14 +20,12 @@ class TensorBoard:
     def __init__(self, out: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._open: Callable[[str], Any] = lambda run: SummaryWriter(
-            str(out / "tensorboard" / _file_name(run))
-        )
+        self._class, self._folder = SummaryWriter, out / "tensorboard"
         self._writers: dict[str, Any] = {}
 
     def scalar(self, run: str, name: str, value: float, step: int) -> None:
         if run not in self._writers:
-            self._writers[run] = self._open(run)
+            self._writers[run] = self._class(str(self._folder / _file_name(run)))
         self._writers[run].add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -72,6 +62,7 @@ class Wandb:
             run.finish()
 
 
+Logger = TensorBoard | Wandb
 _KINDS: dict[LoggerName, Callable[[Path], Logger]] = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 

@@ -249,8 +249,9 @@ def add_arguments(parser: argparse.ArgumentParser, task: Eval) -> None:
 def gather(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]:
     """The options of each named task, from the file and the command line; the command line wins.
 
-    In the file, a table named after a task has options for that task only. With several tasks, a
-    setting applies only to tasks that have it, and ``positions`` only to tasks with encodings.
+    In the file, a table named after a task has options for that task only. With several tasks, an
+    option or a setting applies only to those that have it, and ``positions`` only to tasks with
+    encodings.
 
     Raises:
         UsageError: the file cannot be read, or an option is unknown or out of bounds.
@@ -301,11 +302,12 @@ def no_setting(task: str, name: str, known: Collection[str]) -> str:
 
 
 def _supported(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop settings that this task does not have, and encodings if it supports only "none"."""
-    options, known = dict(layer), settings_of(task)
+    """Drop what this task does not have, and encodings if it supports only "none"."""
+    options = {name: value for name, value in layer.items() if name not in EVALS[task].refused}
+    known = settings_of(task)
     if "settings" in options:
         options["settings"] = {name: x for name, x in options["settings"].items() if name in known}
-    if EVALS[task].positions == ("none",):
+    if getattr(EVALS[task], "positions", None) == ("none",):
         options.pop("positions", None)
     if "output" not in known:
         options.pop("output", None)

@@ -14,18 +14,24 @@ import attnzoo
 from commandline.arguments import did_you_mean, either
 from commandline.errors import UsageError
 from commandline.variants import Spec, VariantCall, complete, every_variant, parse_specs
-from evals.experiment import Experiment
 from evals.measures.heads import own_parameters
 from evals.options import Options, check_device, check_unique, flag, no_setting
 from evals.study import Study
 from evals.sweeps import SWEEP_SEEDS, Sweep, plan_sweep
 from evals.task import EVERY_VARIANT, VALIDATION, Preset, Settings, Task
+from evals.tasks.digits import layers
+from evals.tasks.digits.experiment import Experiment
 
 _DRAWN = 8  # sequences of a length that are drawn to check a task's data
 
 
-def plan_study(task: Task | Experiment, options: Options, plugins: Mapping[str, str]) -> Study:
+def plan_study(
+    task: Task | Experiment, options: Options, plugins: Mapping[str, str], several: bool = False
+) -> Study:
     """Check the options and make the study.
+
+    several: whether the options are those of several evals. Variants that are no output layers are
+    then left out of an experiment.
 
     Raises:
         UsageError: an option is invalid, or a variant is unsupported everywhere.
@@ -43,7 +49,11 @@ def plan_study(task: Task | Experiment, options: Options, plugins: Mapping[str, 
     settings = _settings(task.name, preset.settings, options)
     texts = options.variants or preset.variants
     if tuple(texts) == EVERY_VARIANT:
-        texts = _every_variant(task, settings)
+        texts = (
+            layers.every_layer()
+            if isinstance(task, Experiment)
+            else every_variant(task.tokens(settings.train_longest))
+        )
     if options.variants is None:
         texts = [*texts, *(n for n in plugins if n not in texts and not n.startswith("task "))]
     study = Study(
@@ -51,14 +61,8 @@ def plan_study(task: Task | Experiment, options: Options, plugins: Mapping[str, 
         settings, options.device, plugins,
     )  # fmt: skip
     if isinstance(task, Experiment):
-        return _with_conditions(study, task, texts, options, preset)
+        return _with_conditions(study, task, texts, options, preset, several)
     return _with_lengths(study, task, texts, options, preset)
-
-
-def _every_variant(task: Task | Experiment, settings: Any) -> Sequence[str]:
-    if isinstance(task, Experiment):
-        return task.every_variant()
-    return every_variant(task.tokens(settings.train_longest))
 
 
 def _settings(task: str, preset: Any, options: Options) -> Any:
@@ -96,7 +100,12 @@ def _settings(task: str, preset: Any, options: Options) -> Any:
 
 
 def _with_conditions(
-    study: Study, task: Experiment, texts: Sequence[str], options: Options, preset: Preset
+    study: Study,
+    task: Experiment,
+    texts: Sequence[str],
+    options: Options,
+    preset: Preset,
+    several: bool,
 ) -> Study:
     conditions = tuple(options.conditions or preset.conditions or task.conditions)
     for name in conditions:
@@ -105,20 +114,39 @@ def _with_conditions(
             known = either(tuple(task.conditions))
             raise UsageError(f"--conditions of {task.name} must be {known}, got {name!r}{hint}")
     check_unique("--conditions", conditions)
-    layers = []
-    for spec in parse_specs(list(texts)):
-        if spec.is_substitution:
-            raise UsageError(f"--variants of {task.name} must be output layers, got {str(spec)!r}")
-        layers.append(task.completed(spec.train))
-    check_unique("--variants", list(map(str, layers)))
-    left_out: dict[tuple[Spec, str], str] = {}
-    for layer in layers:
-        reasons = {name: task.unsupported(layer, name) for name in conditions}
-        if all(reason is not None for reason in reasons.values()):
-            raise UsageError(f"output layer {layer}: {reasons[conditions[0]]}")
-        left_out |= {(Spec(layer, layer), n): why for n, why in reasons.items() if why is not None}
-    specs = tuple(Spec(layer, layer) for layer in layers)
-    return replace(study, specs=specs, xs=conditions, left_out=left_out)
+    left_out: dict[tuple[Any, str], str] = {}
+    specs: list[Spec] = []
+    for text in texts:
+        try:
+            layer, reasons = _output_layer(task, text, conditions)
+        except UsageError as error:
+            if not several:
+                raise
+            left_out[text, "every condition"] = str(error)
+            continue
+        specs.append(Spec(layer, layer))
+        left_out |= {(specs[-1], name): reason for name, reason in reasons.items()}
+    check_unique("--variants", list(map(str, specs)))
+    return replace(study, specs=tuple(specs), xs=conditions, left_out=left_out)
+
+
+def _output_layer(
+    task: Experiment, text: str, conditions: Sequence[str]
+) -> tuple[VariantCall, dict[str, str]]:
+    """An output layer, and the conditions under which it is not supported, with the reasons.
+
+    Raises:
+        UsageError: the text is of no output layer that is supported under a condition.
+    """
+    (spec,) = parse_specs([text])
+    if spec.is_substitution:
+        raise UsageError(f"--variants of {task.name} must be output layers, got {str(spec)!r}")
+    layer = layers.completed(spec.train)
+    reasons = {name: task.unsupported(layer, name) for name in conditions}
+    unsupported = {name: reason for name, reason in reasons.items() if reason is not None}
+    if len(unsupported) == len(conditions):
+        raise UsageError(f"output layer {layer}: {unsupported[conditions[0]]}")
+    return layer, unsupported
 
 
 # ------------------------------------------------------------------------------------- a task

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 
 import attnzoo
@@ -35,11 +34,6 @@ def load_plugins(path: Path | None) -> dict[str, str]:
         return {}
     plugin, tasks = load(path)
     return dict.fromkeys((*plugin.variants, *(f"task {name}" for name in tasks)), _hash(path))
-
-
-def hash_in(plugins: Mapping[str, str]) -> str | None:
-    """The hash of the plugin's file, from the dict of `load_plugins`; None without a plugin."""
-    return next(iter(plugins.values()), None)
 
 
 def check_unchanged(path: Path, expected: str | None) -> None:

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.files import write_whole
 from commandline.variants import VariantCall
-from evals.experiment import Experiment, Result, Trial
 from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.heads import learned
 from evals.measures.metrics import Outcome, Tally
 from evals.task import VALIDATION, HeadSample, Schedule, Settings, Task
 from evals.tasks import EVALS, TASKS
+from evals.tasks.digits.experiment import Experiment, Result, Trial
 from evals.tasks.draws import lengths
 
 JACOBIANS = 4  # number of sequences per length whose Jacobians are measured

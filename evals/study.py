@@ -67,6 +67,19 @@ class Study:
     variant_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
+    def name(self) -> str:
+        return self.task.name
+
+    def folder(self, out: Path) -> Path:
+        """The folder of the rows."""
+        return out / self.name
+
+    @property
+    def total(self) -> int:
+        """The number of result rows."""
+        return sum(1 for _ in self.row_specs())
+
+    @property
     def has_lengths(self) -> bool:
         """Whether x is a length and one training has all of them; otherwise x is a condition."""
         return self.task.axis == "n"
@@ -233,7 +246,7 @@ class Study:
             if choice is None:
                 continue
             key = self.row_key(row, choice.values)
-            if _to_do(key, by_key, retry):
+            if to_do(key, by_key, retry):
                 substitute = row.spec.test if row.spec.is_substitution else None
                 missing.setdefault(row.x, {})[key] = substitute
         if self.sweep.grid:
@@ -256,7 +269,7 @@ class Study:
             for positions, variant in self._swept(shard):
                 for values in self.sweep.candidates:
                     key = self._validation_key((positions, variant), values, seed)
-                    if _to_do(key, by_key, retry):
+                    if to_do(key, by_key, retry):
                         tests: dict[Any, Any] = {self.settings.train_longest: {key: None}}
                         run = self._run(variant, positions, seed, tests, Choice(values))
                         fields = {"split": VALIDATION}
@@ -350,9 +363,9 @@ class Study:
             return run.log_name(row["variant"], run.positions), row["x"]
         return run.log_name(row["variant"], row["x"]), self.settings.steps
 
-    def headline(self, runs: int) -> str:
-        """The study in one line; ``runs`` is the number of runs to execute."""
-        seeds, to_do = counted(self.seeds, "seed"), f"{counted(runs, 'run')} to do"
+    def headline(self, runs: Sequence[Any]) -> str:
+        """The study and the number of runs to execute, in one line."""
+        seeds, to_do = counted(self.seeds, "seed"), f"{counted(len(runs), 'run')} to do"
         if not self.has_lengths:
             layers, conditions = len(self.specs), counted(len(self.xs), "condition")
             layer_count = counted(layers, "output layer")
@@ -366,11 +379,11 @@ class Study:
             + (f", with a sweep of {' and '.join(self.sweep.grid)}" if self.sweep.grid else "")
         )
 
-    def details(self, runs: Sequence[Run], out: Path) -> list[str]:
+    def details(self, runs: Sequence[Any], out: Path) -> list[str]:
         """More lines about the study and its missing results."""
         reported = [run for run in runs if not run.candidate]
         missing = sum(len(tests) for run in reported for tests in run.tests.values())
-        results = f"{missing} of {sum(1 for _ in self.row_specs())} results"
+        results = f"{missing} of {self.total} results"
         trainings = sum(not run.model(out).exists() for run in runs)
         candidates = [values_text(values) for values in self.sweep.candidates]
         sweep = f"{len(runs) - len(reported)} runs to do with {'; '.join(candidates)}"
@@ -384,7 +397,7 @@ class Study:
             else f"  to do: {results}",
         ]
 
-    def left_out_lines(self) -> list[str]:
+    def remarks(self) -> list[str]:
         """A line for each unsupported combination."""
         link = "with position encoding" if self.has_lengths else "under"
         return [
@@ -393,6 +406,6 @@ class Study:
         ]
 
 
-def _to_do(key: str, by_key: Mapping[str, Row], retry: bool) -> bool:
+def to_do(key: str, by_key: Mapping[str, Row], retry: bool) -> bool:
     """Whether a row is missing, or with ``retry`` has failed."""
     return key not in by_key or (retry and by_key[key]["status"] != "ok")

@@ -1,7 +1,7 @@
 """The interface of a task: settings, presets, data, a model and metrics.
 
-`Eval` is what a task shares with an experiment (`evals.experiment`), which has conditions in place
-of lengths. Training, workers, results and reports are the same for all of them.
+`Eval` is what a task shares with an experiment (`evals.tasks.digits.experiment`), which has
+conditions in place of lengths. Training, workers, results and reports are the same for all of them.
 """
 
 from __future__ import annotations
@@ -287,8 +287,6 @@ class Eval(ABC):
         trained_score: a run with a lower score at the train length counts as not trained. None:
             every run counts as trained.
         published: a published table for comparison.
-        axis: what the x of a result row is: the eval length n.
-        versus, curve: see `evals.experiment.Experiment`.
     """
 
     name: str

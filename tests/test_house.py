@@ -82,7 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Subpackages and modules of evals and benchmarks. Each may import itself and those before it.
 ORDER = {
     "evals": [
-        *"task experiment measures tasks results plugins progress run options sweeps".split(),
+        *"task measures tasks results plugins progress run options sweeps".split(),
         *"study plan launch loggers command theory reporting pretrained __main__".split(),
     ],
     "benchmarks": "harness suites kernels gpu __main__".split(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,22 +14,20 @@ from typing import Any
 
 import torch
 
-from commandline.arguments import either
 from commandline.errors import UsageError
 from commandline.files import check_folder, check_writable
 from commandline.variants import complete, split_list
-from evals.launch import Failure, default_workers
-from evals.launch import execute as execute_runs
+from evals.command import Studies, carry_out
+from evals.launch import Failure
 from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
 from evals.options import check_device, check_unique
-from evals.plugins import hash_in, load_plugins
+from evals.plugins import load_plugins
 from evals.pretrained import training
 from evals.pretrained.loading import Source, load, outline
 from evals.pretrained.options import ADAPT, HELD_OUT, LORA_RATE, VARIANTS, samples_of
 from evals.pretrained.study import (
     PretrainedStudy,
     PretrainedTask,
-    Reading,
     drawn_from,
     measured,
     typical_tokens,
@@ -47,9 +44,8 @@ from evals.pretrained.substitution import (
 from evals.pretrained.training import Adapted, Recipe, Sequences, is_trained
 from evals.progress import Progress, clock, counted
 from evals.reporting.pretrained import print_tables, write_report
-from evals.results.rows import key_of
-from evals.results.store import Folder
-from evals.run import NotFinite, RunContext
+from evals.results.rows import Row, key_of
+from evals.run import NotFinite
 
 FOLDER = "trained"  # of the trained parameters, in --out
 
@@ -57,69 +53,40 @@ FOLDER = "trained"  # of the trained parameters, in --out
 def main(args: argparse.Namespace) -> int:
     """Train, measure, print the tables and write the report; returns 1 if a run failed, or 0."""
     study = plan(args)
-    runs = study.missing(args.retry_failed, args.shard)
     trained = [spec for spec in study.specs if isinstance(spec, Adapted)]
     trainings = [spec for spec in trained if not is_trained(spec)]
-    workers = default_workers(args.device) if args.workers is None else args.workers
-    part = f" in shard {args.shard.index} of {args.shard.count}" * (args.shard.count > 1)
-    to_do = f"{counted(len(trainings), 'training')} to do, " * (args.command == ADAPT)
-    print(f"{args.command}: {study.task.source}, {to_do}{counted(len(study.specs), 'variant')}, "
-          f"lengths up to {max(study.samples)}: "
-          f"{counted(sum(len(run.tests) for run in runs), 'context')} to read{part}")  # fmt: skip
-    beyond = [str(n) for n in sorted(study.samples) if n > (study.limit or n)]
-    if beyond:
-        print(f"  warning: the model was trained with {study.limit} positions; "
-              f"{either(beyond)} tokens are beyond its trained context")  # fmt: skip
-    sys.stdout.flush()
+    if args.command == ADAPT:
+        print(f"{ADAPT}: {counted(len(trainings), 'training')} to do")
+    studies = Studies([study], args, args.out, study.plugins)
+    studies.show_plan()
     if args.dry_run:
-        show_estimate(study, trainings, runs, max(1, workers))
+        show_estimate(study, trainings, studies)
         return 0
     for option in ("out", "save"):  # if results cannot be written, the error comes before the work
         if (path := getattr(args, option)) is not None:
             check_writable(f"--{option}", path)
     failed = _train(study, trainings, args.verbose)
-    study = replace(study, specs=[spec for spec in study.specs if spec not in failed])
-    failures = execute(study, study.missing(args.retry_failed, args.shard), workers, args)
-    for failure in failures:
-        print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
-        if args.verbose:
-            print(failure.traceback, file=sys.stderr)
-    folder = Folder(args.out, args.shard)  # with the rows of other shards
-    keys = {key for run in study.runs() for tests in run.tests.values() for key in tests}
-    missing_rows = len(keys - folder.by_key.keys())
-    if missing_rows and args.shard.count > 1 and not failures:
-        print(f"This shard is done. {counted(missing_rows, 'result')} of other shards are missing. "
-              "The shard that finishes last prints the tables and writes the report.")  # fmt: skip
-        return 0
-    rows = [row for key, row in folder.by_key.items() if key in keys]
-    if rows:
+    if failed:
+        study = replace(study, specs=[spec for spec in study.specs if str(spec) not in failed])
+        studies = Studies([study], args, args.out, study.plugins)
+    if studies.runs and studies.workers > 0:
+        for cached in (load, drawn_from, outline, typical_tokens):  # each worker has its own
+            cached.cache_clear()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def show(rows: list[Row], others: list[Row]) -> None:
         print_tables(rows, args.verbose)
-        print(f"\nReport: {write_report(list(folder.by_key.values()), args.out)}")
+        print(f"\nReport: {write_report([*others, *rows], args.out)}")
+
+    status = carry_out(studies, show, list(failed.values()))
     if args.save is not None and not failed:
         with _opened(study, trained[0]) as model:
             model.save_pretrained(args.save)
         load(study.task.source).tokenizer.save_pretrained(args.save)
         print(f"Model: {args.save}")
-    return 1 if failed or failures or all(row["status"] != "ok" for row in rows) else 0
-
-
-def execute(
-    study: PretrainedStudy, runs: list[Reading], workers: int, args: argparse.Namespace
-) -> list[Failure]:
-    if not runs:
-        return []
-    progress = Progress(len(runs), verbose=args.verbose)
-    context = RunContext(args.device, args.plugin, args.out, hash_in(study.plugins))
-    try:
-        if workers > 0:
-            for cached in (load, drawn_from, outline, typical_tokens):  # each worker has its own
-                cached.cache_clear()
-            gc.collect()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-        return execute_runs(runs, context, study, progress, workers)
-    finally:
-        progress.close()
+    return status
 
 
 @contextmanager
@@ -134,9 +101,9 @@ def _sequences(study: PretrainedStudy, spec: Adapted) -> Sequences:
     return Sequences(load(study.task.source), typical_tokens(study.task), spec.recipe)
 
 
-def _train(study: PretrainedStudy, specs: Sequence[Adapted], verbose: bool) -> list[Adapted]:
-    """Do the trainings; returns those that failed."""
-    failed: list[Adapted] = []
+def _train(study: PretrainedStudy, specs: Sequence[Adapted], verbose: bool) -> dict[str, Failure]:
+    """Do the trainings; returns the failures by the name of the variant."""
+    failed: dict[str, Failure] = {}
     progress = Progress(len(specs), verbose=verbose)
     try:
         for spec in specs:
@@ -147,17 +114,14 @@ def _train(study: PretrainedStudy, specs: Sequence[Adapted], verbose: bool) -> l
             except (NotFinite, MemoryError, RuntimeError) as error:
                 if not (isinstance(error, NotFinite) or is_out_of_memory(error)):
                     raise
-                print(f"failed: {spec}: {str(error).splitlines()[0]}", file=sys.stderr)
-                failed.append(spec)
-            progress.finish(str(spec), "failed" if spec in failed else "trained")
+                failed[str(spec)] = Failure(str(spec), str(error).splitlines()[0])
+            progress.finish(str(spec), "failed" if str(spec) in failed else "trained")
     finally:
         progress.close()
     return failed
 
 
-def show_estimate(
-    study: PretrainedStudy, trainings: Sequence[Adapted], runs: Sequence[Reading], workers: int
-) -> None:
+def show_estimate(study: PretrainedStudy, trainings: Sequence[Adapted], studies: Studies) -> None:
     """Time each variant on a short context and print the estimated time of all runs.
 
     A training is timed by its first two steps. Trained variants are timed at the start of the
@@ -171,6 +135,8 @@ def show_estimate(
                 training.loss_of(model, sequences.batch(0, spec.recipe.batch)).backward()
                 seconds = time.perf_counter() - began
         print(f"  {spec}: {clock(seconds * spec.recipe.steps)}")
+    runs: list[Any] = studies.runs
+    workers = max(1, studies.workers)
     loaded, shortest, total = load(study.task.source), min(study.samples), 0.0
     context = drawn_from(study.task).draw(shortest, 0)
     for spec in study.specs:
@@ -208,9 +174,7 @@ def plan(args: argparse.Namespace) -> PretrainedStudy:
         specs = _substitutions(args, max(samples), plugins)
     model_outline = outline(task.source)
     model_outline.check_length("--lengths", max(args.lengths))
-    study = PretrainedStudy(
-        task, specs, samples, plugins, "", model_outline.limit, Folder(args.out, args.shard)
-    )
+    study = PretrainedStudy(task, specs, samples, plugins, "", model_outline.limit)
     contexts = drawn_from(task)
     for share in study.shares():
         for point in share:

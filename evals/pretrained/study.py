@@ -15,11 +15,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from commandline.arguments import either
 from commandline.errors import UsageError
 from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.metrics import Outcome
@@ -28,9 +29,11 @@ from evals.pretrained.loading import Loaded, Source, load, outline, read_text
 from evals.pretrained.reading import Reader, only
 from evals.pretrained.substitution import Substitution, is_converted, substituted
 from evals.pretrained.training import Adapted, read_stored
+from evals.progress import counted
 from evals.results.rows import PRETRAINED, Row, key_of, origin
-from evals.results.store import UNSHARDED, Folder, Shard
+from evals.results.store import Shard
 from evals.run import AnyRun, Emit, RunContext
+from evals.study import to_do
 from evals.tasks.draws import GENERATOR
 
 MEASURES = ("loss", "retrieval", "sharpness", "dispersion")
@@ -200,10 +203,6 @@ class Reading(AnyRun):
     def __str__(self) -> str:
         return self.label
 
-    @property
-    def log_name(self) -> str:
-        return f"{self.task}/{self.substitution}"
-
     def point_text(self, point: ContextPoint) -> str:
         return f"n = {point[0]}, sample {point[1]}"
 
@@ -239,7 +238,7 @@ class PretrainedStudy:
     """A planned command.
 
     specs: the substitutions. samples: the number of samples of each length. plugins: maps variants
-    of the plugin to a hash of its file. fingerprint, limit: of the model. folder: of the rows.
+    of the plugin to a hash of its file. fingerprint, limit: of the model.
     """
 
     task: PretrainedTask
@@ -248,7 +247,17 @@ class PretrainedStudy:
     plugins: Mapping[str, str]
     fingerprint: str
     limit: int | None
-    folder: Folder
+
+    name: ClassVar = PRETRAINED
+
+    def folder(self, out: Path) -> Path:
+        """The folder of the rows."""
+        return out
+
+    @property
+    def total(self) -> int:
+        """The number of result rows."""
+        return len(self.specs) * sum(self.samples.values())
 
     def shares(self) -> Iterator[list[ContextPoint]]:
         """The points of one variant in lists of one length, the longest first. The work of a list
@@ -272,7 +281,7 @@ class PretrainedStudy:
     def device_kind(self) -> str:
         return self.task.source.device.split(":")[0]
 
-    def runs(self) -> list[Reading]:
+    def _every_run(self) -> list[Reading]:
         """All runs, also of points that have results."""
         return [
             Reading(PRETRAINED, spec.call, self.task.seed, self.task,
@@ -281,23 +290,49 @@ class PretrainedStudy:
             for spec in self.specs for points in self.shares()
         ]  # fmt: skip
 
-    def missing(self, retry: bool, shard: Shard = UNSHARDED) -> list[Reading]:
+    def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
+        """The stored rows that belong to this study."""
+        keys = [key for run in self._every_run() for tests in run.tests.values() for key in tests]
+        return [by_key[key] for key in keys if key in by_key]
+
+    def runs(self, by_key: Mapping[str, Row], shard: Shard, retry: bool, *_: Any) -> list[Reading]:
         """The runs of a shard with the points that have no result, or with retry a failed one."""
-        rows = self.folder.by_key.items()
-        done = {key for key, row in rows if not retry or row["status"] == "ok"}
         runs = [
-            replace(run, tests={at: x for at, x in run.tests.items() if not x.keys() <= done})
-            for run in self.runs()[shard.index :: shard.count]
-        ]
+            replace(run, tests={
+                point: tests for point, tests in run.tests.items()
+                if any(to_do(key, by_key, retry) for key in tests)
+            })
+            for run in self._every_run()[shard.index :: shard.count]
+        ]  # fmt: skip
         return [run for run in runs if run.tests]
 
-    def loss(self, run: AnyRun, step: int, value: float) -> None:
-        raise AssertionError("no run trains")
+    def headline(self, runs: Sequence[Any]) -> str:
+        """The study and the number of contexts to read, in one line."""
+        contexts = counted(sum(len(run.tests) for run in runs), "context")
+        return (
+            f"{self.task.source}: {counted(len(self.specs), 'variant')}, lengths up to "
+            f"{max(self.samples)}: {contexts} to read"
+        )
+
+    def details(self, runs: Sequence[Any], out: Path) -> list[str]:
+        """More lines about the study."""
+        samples = ", ".join(f"{count} at n = {length}" for length, count in self.samples.items())
+        return [f"  samples: {samples}"]
+
+    def remarks(self) -> list[str]:
+        """A warning of lengths that the model was not trained with."""
+        beyond = [str(n) for n in sorted(self.samples) if n > (self.limit or n)]
+        if not beyond:
+            return []
+        return [
+            f"  warning: the model was trained with {self.limit} positions; "
+            f"{either(beyond)} tokens are beyond its trained context"
+        ]
 
     def row(
         self, run: Any, key: str, point: ContextPoint, outcome: Outcome, training: dict[str, Any]
-    ) -> None:
-        """Store the result of one point."""
+    ) -> Row:
+        """The result row of one point."""
         task, spec = self.task, run.substitution
         plugin = self.plugins.get(spec.call.name)
         contexts_of = {"fingerprint": self.fingerprint, "dtype": task.source.dtype,
@@ -330,4 +365,4 @@ class PretrainedStudy:
             row["training"] = stored.fields
             if outcome.status == "ok":
                 row["curves"] = {**outcome.curves, **stored.curves}
-        self.folder.append(row)
+        return row

@@ -3,7 +3,6 @@
 from collections import ChainMap
 from typing import Any, cast
 
-from evals.experiment import Experiment
 from evals.task import Task
 from evals.tasks import (
     flip_flop,
@@ -20,6 +19,7 @@ from evals.tasks.checks import check_task
 from evals.tasks.digits.active import ACTIVE_LEARNING
 from evals.tasks.digits.classification import CLASSIFICATION
 from evals.tasks.digits.continual import CONTINUAL
+from evals.tasks.digits.experiment import Experiment
 
 TASKS: dict[str, Task] = {
     task.name: task

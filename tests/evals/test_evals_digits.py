@@ -12,7 +12,7 @@ import torch
 
 from commandline.variants import VariantCall, parse_spec
 from evals.__main__ import main
-from evals.tasks import EXPERIMENTS
+from evals.tasks import EVALS, EXPERIMENTS
 from evals.tasks.digits import data, layers
 from evals.tasks.digits.active import (
     CONDITIONS,
@@ -330,3 +330,24 @@ def test_a_diverging_layer_gives_rows_with_status_nan(tmp_path: Path) -> None:
     rows = lines(tmp_path, "classification")
     assert [row["status"] for row in rows] == ["nan"] * 3
     assert all("finite" in row["message"] or "nan" in row["message"] for row in rows)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_command_all_runs_tasks_and_experiments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What an experiment does not have applies to the tasks only, with a line that says so."""
+    names = ("copy", "continual")
+    monkeypatch.setattr("evals.__main__.EVALS", {name: EVALS[name] for name in names})
+    line = ["all", "--preset", "smoke", "--steps", "1", "--lengths", "16", "--workers", "0"]
+    line += ["--variants", "softmax,softmax->log_n,forgetting", "--out", str(tmp_path)]
+    assert main(line) == 0
+    printed = capsys.readouterr().out
+    assert "--lengths applies to the tasks only" in printed
+    assert "left out: softmax->log_n under every condition: --variants of continual" in printed
+    assert "left out: forgetting under every condition: output layer forgetting" in printed
+    stored = {name: (tmp_path / name / "rows.jsonl").read_text() for name in names}
+    assert stored["copy"].count('"variant": "softmax->log_n') == 1
+    variants = {json.loads(text)["variant"] for text in stored["continual"].splitlines()}
+    assert variants == {"softmax"}
+    assert (tmp_path / "report.html").exists()

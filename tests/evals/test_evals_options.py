@@ -126,10 +126,14 @@ def test_values_that_would_be_ignored_are_one_line_errors(
 
 def test_command_all_passes_each_task_the_options_that_it_supports() -> None:
     line = ["all", "--positions", "rope,none", "--set", "heads=4", "--set", "steps=9"]
-    options = gather(parser().parse_args(line), ["needle", "mqar"])
+    options = gather(
+        parser().parse_args([*line, "--lengths", "64"]), ["needle", "mqar", "continual"]
+    )
     assert (options["needle"].positions, options["needle"].settings) == (None, {"steps": 9})
     assert options["mqar"].positions == ["rope", "none"]
     assert options["mqar"].settings == {"heads": 4, "steps": 9}
+    assert (options["mqar"].lengths, options["continual"].lengths) == ([64], None)
+    assert (options["continual"].positions, options["continual"].settings) == (None, {"steps": 9})
     with pytest.raises(UsageError, match="no task has a setting 'head'"):
         gather(parser().parse_args(["all", "--set", "head=4"]), ["needle", "mqar"])
 

@@ -25,10 +25,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from evals.experiment import Result, Trial
 from evals.task import Metric, Preset
-from evals.tasks.digits.data import TRAIN, Images, batches, order, split
-from evals.tasks.digits.experiment import DigitsExperiment
+from evals.tasks.digits.data import TRAIN, Images, order, split
+from evals.tasks.digits.experiment import Experiment, Result, Trial
 from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
 
 TRIMMED = "-trimmed"
@@ -138,7 +137,7 @@ def _loss(model: Classifier, images: Images, index: Tensor, step: int) -> Tensor
     return model.loss(images.at(index[step]))
 
 
-class ActiveLearning(DigitsExperiment):
+class ActiveLearning(Experiment):
     name = "active-learning"
     about = (
         "Label the most uncertain digits, round by round, with several measures of uncertainty, "
@@ -166,7 +165,7 @@ class ActiveLearning(DigitsExperiment):
     }
 
     def train_and_measure(self, trial: Trial) -> Result:
-        variant, condition, seed, settings, device, fit = trial
+        seed, settings, device = trial.seed, trial.settings, trial.device
         images, test = (part.to(device) for part in split(seed))
         count = len(images.labels)
         drawn = order(seed, "pool", count).to(device)
@@ -174,11 +173,9 @@ class ActiveLearning(DigitsExperiment):
         curve: dict[int, float] = {}
         for number in range(settings.rounds + 1):
             # The weights of a round do not depend on the condition.
-            torch.manual_seed(seed * (settings.rounds + 1) + number)
-            known = images.at(labelled)
-            index = batches(seed, settings.steps, settings.batch, len(labelled)).to(device)
-            model = Classifier(variant, settings).to(device)
-            fit(model, partial(_loss, model, known, index))
+            model = trial.classifier(seed * (settings.rounds + 1) + number)
+            index = trial.batches(len(labelled))
+            trial.fit(model, partial(_loss, model, images.at(labelled), index))
             model.eval()
             curve[len(labelled)] = accuracy(model, test)
             if number < settings.rounds:
@@ -186,7 +183,7 @@ class ActiveLearning(DigitsExperiment):
                 unlabelled[labelled] = False
                 pool = unlabelled.nonzero()[:, 0]
                 next_labelled = next_images(
-                    model, images.at(pool), condition, drawn[pool], settings
+                    model, images.at(pool), trial.condition, drawn[pool], settings
                 )
                 labelled = torch.cat([labelled, pool[next_labelled]])
         values = [*curve.values()]

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
-from evals.experiment import Result, Trial
 from evals.task import EVERY_VARIANT, Metric, Preset
-from evals.tasks.digits.data import Images, batches, long_tailed, noisy, split
-from evals.tasks.digits.experiment import DigitsExperiment
-from evals.tasks.digits.model import Classifier, ClassifierSettings, measures
+from evals.tasks.digits.data import Images, long_tailed, noisy, split
+from evals.tasks.digits.experiment import Experiment, Result, Trial
+from evals.tasks.digits.model import ClassifierSettings, measures
 
 CONDITIONS = {
     "clean": "the training images with their labels",
@@ -48,7 +45,7 @@ def training_images(condition: str, images: Images, seed: int, settings: NoiseSe
     return images
 
 
-class Classification(DigitsExperiment):
+class Classification(Experiment):
     name = "classification"
     about = (
         "Classify the digits of scikit-learn with clean labels, label noise and a long tail of "
@@ -69,14 +66,12 @@ class Classification(DigitsExperiment):
     }
 
     def train_and_measure(self, trial: Trial) -> Result:
-        variant, condition, seed, settings, device, fit = trial
-        clean, test = split(seed)
-        images = training_images(condition, clean, seed, settings).to(device)
-        index = batches(seed, settings.steps, settings.batch, len(images.labels)).to(device)
-        torch.manual_seed(seed)  # the same initial weights for each condition
-        model = Classifier(variant, settings).to(device)
-        fit(model, lambda step: model.loss(images.at(index[step])))
-        return Result(measures(model.eval(), test.to(device)))
+        clean, test = split(trial.seed)
+        images = training_images(trial.condition, clean, trial.seed, trial.settings)
+        images, index = images.to(trial.device), trial.batches(len(images.labels))
+        model = trial.classifier(trial.seed)  # the same initial weights for each condition
+        trial.fit(model, lambda step: model.loss(images.at(index[step])))
+        return Result(measures(model.eval(), test.to(trial.device)))
 
 
 CLASSIFICATION = Classification()

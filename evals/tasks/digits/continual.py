@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from commandline.variants import VariantCall
-from evals.experiment import Result, Trial
 from evals.task import Metric, Preset
 from evals.tasks.digits import layers
-from evals.tasks.digits.data import CLASSES, Images, batches, order, split
-from evals.tasks.digits.experiment import DigitsExperiment
+from evals.tasks.digits.data import CLASSES, Images, order, split
+from evals.tasks.digits.experiment import Experiment, Result, Trial
 from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
 
 TASKS = 5
@@ -112,7 +111,7 @@ def step_loss(
     return model.loss(images) if value is None else model.masked_loss(images, masks, value)
 
 
-class Continual(DigitsExperiment):
+class Continual(Experiment):
     name = "continual"
     about = (
         "Learn five tasks of two digits one after the other, with and without masking the classes "
@@ -140,7 +139,7 @@ class Continual(DigitsExperiment):
     }
 
     def unsupported(self, variant: VariantCall, condition: str) -> str | None:
-        reason = layers.unsupported(variant)
+        reason = super().unsupported(variant, condition)
         if reason is None and "masked" in condition and variant.name in layers.FUNCTIONS:
             return f"{variant.name} has no class mask"
         if reason is None and "value" in condition and variant != VariantCall("softmax"):
@@ -148,11 +147,10 @@ class Continual(DigitsExperiment):
         return reason
 
     def train_and_measure(self, trial: Trial) -> Result:
-        variant, condition, seed, settings, device, fit = trial
-        training, test = (part.to(device) for part in split(seed))
-        groups = classes_of_tasks(seed).to(device)
-        torch.manual_seed(seed)  # the same initial weights for each condition
-        model = Classifier(variant, settings).to(device)
+        condition, seed, settings = trial.condition, trial.seed, trial.settings
+        training, test = (part.to(trial.device) for part in split(seed))
+        groups = classes_of_tasks(seed).to(trial.device)
+        model = trial.classifier(seed)  # the same initial weights for each condition
         size = settings.buffer if "replay" in condition else 0
         value = None
         if "masked" in condition:
@@ -163,9 +161,9 @@ class Continual(DigitsExperiment):
             tasks.append(of_classes(training, classes))
             old = replayed(tasks, seed, size) if size and number else None
             masks = one_hot(classes), one_hot(groups[: number + 1].flatten())
-            index = batches(seed, settings.steps, settings.batch, len(tasks[-1].labels)).to(device)
+            index = trial.batches(len(tasks[-1].labels))
             loss = partial(step_loss, model.train(), tasks[-1], old, *masks, value, index)
-            fit(model, loss)
+            trial.fit(model, loss)
             model.eval()
             for other in range(number + 1):
                 reached[number, other] = accuracy(model, of_classes(test, groups[other]))
