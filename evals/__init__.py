@@ -5,7 +5,6 @@ A plugin that defines a task imports the names below; see docs/evals.md.
 Each of these imports only those above it:
 
     task        the interface of a task: settings, presets, data, model, metrics
-    experiment  the interface of an experiment: output layers under several conditions
     measures    measurements on attention weights, heads and predictions
     tasks       one file per task, families that share a model, experiments on digits
     results     result rows, their files, and statistics over seeds
