@@ -304,7 +304,7 @@ def test_a_second_study_in_a_folder_keeps_the_first_results(
     assert {x["settings"] for x in lines} == {
         "steps 2, test sequences 100 at 16, 100 at 64",
         "steps 2, test sequences 40 at 16, 10 at 64",
-        "steps 3",
+        "steps 3, test sequences 100 at 16, 100 at 64",
     }
     assert capsys.readouterr().out.count(f"\n{TASK} (") == 5  # tables of 2 groups, then of 3
     page = (tmp_path / TASK / "report.html").read_text()

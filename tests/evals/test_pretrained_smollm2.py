@@ -61,7 +61,7 @@ def test_softmax_reproduces_the_loss_and_finds_a_needle_in_512_tokens(
     assert main([*line, "--variants", "softmax,adaptive_temperature"]) == 0
     rows = {}
     for hits in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()):
-        rows[hits["variant"], hits["sample"]] = hits["metrics"]
+        rows[hits["variant"], hits["seed"]] = hits["metrics"]
     loaded = load(Source(str(smollm2)))
     contexts = Contexts(loaded, text.read_text(), planted=True, seed=0)
     for sample in range(3):
