@@ -147,9 +147,15 @@ def beam() -> Any:
 
 
 def mpnet() -> Any:
-    """Attention that the model computes itself."""
+    """Attention that the model computes itself, and a bias by relative position."""
     config = {
-        "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": 40,
+        **SIZES, "pad_token_id": 1, "intermediate_size": 64, "num_hidden_layers": 2,
+        "max_position_embeddings": 300,
     }  # fmt: skip
     return _made("MPNetForMaskedLM", "MPNetConfig", config)
+
+
+def bloom() -> Any:
+    """Attention that the model computes itself, which nothing replaces."""
+    config = {**TOKENS, "hidden_size": 32, "n_layer": 1, "n_head": 4}
+    return _made("BloomForCausalLM", "BloomConfig", config)

@@ -15,6 +15,7 @@ from attnzoo.core.parameters import check_names
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Variant
 from attnzoo.functional.explain import explain
+from attnzoo.integrations.transformers.adapted import calls_interface
 from attnzoo.integrations.transformers.interface import (
     ObservedCall,
     eager_only,
@@ -127,7 +128,7 @@ def check_model(model: Any) -> None:
         raise TypeError(what)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
-    if not model._can_set_attn_implementation():
+    if not calls_interface(model):
         raise ValueError(
             f"model must use transformers' AttentionInterface, which {type(model).__name__} does "
             "not"

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from attnzoo.core.checks import check_bool
 from attnzoo.core.variant import Variant
+from attnzoo.integrations.transformers.adapted import adapt
 from attnzoo.integrations.transformers.checks import (
     check_convertible,
     check_loaded,
@@ -79,7 +80,8 @@ def convert(
     another variant.
 
     Args:
-        model: a `transformers.PreTrainedModel` that uses transformers' AttentionInterface.
+        model: a `transformers.PreTrainedModel` that uses transformers' AttentionInterface, or whose
+            attention is MPNet's.
         variant: a name from `attnzoo.list_variants`.
         layers: the layers to convert: numbers in the order of execution, or module names. None is
             all layers that run on ``inputs``. The minimal batch of a model for text and images is
@@ -264,6 +266,7 @@ def attach(
         undo.append(put(module, child.to(device).train(module.training)))
     undo.append(set_mark(model, True))
     undo.append(set_rows(model, True))
+    undo.append(adapt(model, True))
 
 
 def revert(model: ModelT) -> ModelT:
@@ -302,10 +305,12 @@ def revert(model: ModelT) -> ModelT:
             undo.append(put(module, None))
         undo.append(set_mark(host, False))
         undo.append(set_rows(host, False))
+        undo.append(adapt(host, False))
         for config in configs_of(host).values():
             clear_spec(config)
-        # Transformers loads the code of an implementation, if that is needed.
-        host.set_attn_implementation({"": spec["before"].get("", "eager")})
+        if host._can_set_attn_implementation():
+            # Transformers loads the code of an implementation, if that is needed.
+            host.set_attn_implementation({"": spec["before"].get("", "eager")})
         set_implementations(host, spec["before"])
     return model
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from attnzoo.core.checks import plain
+from attnzoo.integrations.transformers.adapted import adapt, calls_interface
 from attnzoo.integrations.transformers.interface import ObservedCall, observe_calls
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.wrapped import observe_hidden_states
@@ -34,7 +35,7 @@ class Observed(NamedTuple):
 
 def attention_modules(model: Any, batches: list[dict[str, Any]] | None = None) -> Observed:
     """The attention modules of a model. Does not change the model."""
-    restore = restorer(model)
+    restore, undo = restorer(model), adapt(model, True)
     try:
         set_implementations(model, NAME)
         with observe_calls() as calls, observe_hidden_states(model) as hidden:
@@ -44,6 +45,7 @@ def attention_modules(model: Any, batches: list[dict[str, Any]] | None = None) -
                 run_model(model, batches)
                 batch = batches[0]
     finally:
+        undo()
         restore()
     names = {id(module): name for name, module in model.named_modules()}
     merged: dict[str, ObservedCall] = {}
@@ -262,7 +264,7 @@ def set_implementations(
     stay as they are. Transformers' own setter skips some parts, and raises for a sub-config without
     a sub-model, which has None.
     """
-    fixed = [part.config for _, part in parts_of(model) if not part._can_set_attn_implementation()]
+    fixed = [part.config for _, part in parts_of(model) if not calls_interface(part)]
     for name, config in configs_of(model).items():
         if any(config is other for other in (*fixed, *excluded)):
             continue
