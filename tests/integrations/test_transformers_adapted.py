@@ -148,14 +148,18 @@ def test_a_compiled_model_computes_the_same() -> None:
 
 
 class ScaledBias(MPNetLayer):
-    def forward(self, states: Tensor, mask: Any, bias: Tensor, **options: Any) -> Any:
-        scale = torch.linspace(0, 1, bias.shape[-1])
-        return super().forward(states, mask, bias * scale, **options)
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any, position_bias: Any, **options: Any
+    ) -> Any:
+        position_bias = position_bias * torch.linspace(0, 1, position_bias.shape[-1])
+        return super().forward(hidden_states, attention_mask, position_bias, **options)
 
 
 class OtherAttention(MPNetSelfAttention):
-    def forward(self, states: Tensor, mask: Any, bias: Tensor, **options: Any) -> Any:
-        return super().forward(states, mask, 2 * bias, **options)
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any, position_bias: Any, **options: Any
+    ) -> Any:
+        return super().forward(hidden_states, attention_mask, 2 * position_bias, **options)
 
 
 @pytest.mark.parametrize("changed", [ScaledBias, OtherAttention])

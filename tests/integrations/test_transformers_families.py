@@ -14,7 +14,7 @@ pytestmark = quiet
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["bloom", "bridgetower", "llama", "t5"])
+@pytest.mark.parametrize("family", ["bloom", "bridgetower", "llama", "mpnet", "t5"])
 def test_trial_of_a_family_gives_the_stored_result(family: str) -> None:
     fields = "model", "result", "variant", "inputs", "converted"
     rows = json.loads(RESULTS.read_text())["rows"]
