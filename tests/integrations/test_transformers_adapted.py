@@ -149,17 +149,25 @@ def test_a_compiled_model_computes_the_same() -> None:
 
 class ScaledBias(MPNetLayer):
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any, position_bias: Any, **options: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_bias: Any = None,
+        **kw: Any,
     ) -> Any:
         position_bias = position_bias * torch.linspace(0, 1, position_bias.shape[-1])
-        return super().forward(hidden_states, attention_mask, position_bias, **options)
+        return super().forward(hidden_states, attention_mask, position_bias, **kw)
 
 
 class OtherAttention(MPNetSelfAttention):
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any, position_bias: Any, **options: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_bias: Any = None,
+        **kw: Any,
     ) -> Any:
-        return super().forward(hidden_states, attention_mask, 2 * position_bias, **options)
+        return super().forward(hidden_states, attention_mask, 2 * position_bias, **kw)
 
 
 @pytest.mark.parametrize("changed", [ScaledBias, OtherAttention])
