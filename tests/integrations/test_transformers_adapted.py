@@ -148,26 +148,16 @@ def test_a_compiled_model_computes_the_same() -> None:
 
 
 class ScaledBias(MPNetLayer):
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        position_bias: Any = None,
-        **kw: Any,
-    ) -> Any:
-        position_bias = position_bias * torch.linspace(0, 1, position_bias.shape[-1])
-        return super().forward(hidden_states, attention_mask, position_bias, **kw)
+    def forward(self, *args: Any, **options: Any) -> Any:
+        states, mask, bias = args
+        bias = bias * torch.linspace(0, 1, bias.shape[-1])
+        return super().forward(states, mask, bias, **options)
 
 
 class OtherAttention(MPNetSelfAttention):
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        position_bias: Any = None,
-        **kw: Any,
-    ) -> Any:
-        return super().forward(hidden_states, attention_mask, 2 * position_bias, **kw)
+    def forward(self, *args: Any, **options: Any) -> Any:
+        states, mask, bias = args
+        return super().forward(states, mask, 2 * bias, **options)
 
 
 @pytest.mark.parametrize("changed", [ScaledBias, OtherAttention])
