@@ -89,11 +89,14 @@ class SequenceSettings(Settings):
 VARIANT_SETTINGS = {"taylor": {"qk_dim": 16}}
 DEEP_VARIANT_SETTINGS = {**VARIANT_SETTINGS, "sigmoid": {"qk_norm": True, "layer_scale": 1e-4}}
 
+# Max-retrieval and copy run every variant in the preset smoke, other tasks only these.
+SMOKE_VARIANTS = ("softmax", "softmax->adaptive_temperature", "ssmax")
+
 # What the presets of most tasks have. Preset quick tunes learning rates, preset paper uses them.
 COMMON: dict[str, dict[str, Any]] = {
     "smoke": dict(
-        lengths=(16, 32, 64), positions=("rope",),
-        steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32,
+        lengths=(16, 64), positions=("rope",), variants=SMOKE_VARIANTS,
+        steps=20, batch=16, train_shortest=4, train_longest=16, test_sequences=16,
     ),
     "quick": dict(
         lengths=(32, 64, 128, 256), positions=("rope",), seeds=SEEDS,
