@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from evals.measures.heads import ROWS, Watch
+from evals.measures.heads import ROWS, measured_heads
 from evals.measures.sparsity import TITLES, sparsity
 from evals.results.summary import groups
 from evals.task import HeadSample
@@ -160,9 +160,8 @@ def test_heads_are_measured_on_the_keys_that_each_row_sees() -> None:
     """Equal scores: row i of a causal call sees i keys, with equal weights."""
     attention = attnzoo.nn.Attention("softmax", 1)
     q = torch.zeros(1, 1, 6, 2)
-    with Watch(attention, HeadSample(1, 0)) as watch:
+    with measured_heads(attention, HeadSample(1, 0)) as curves:
         attention(q, q, q, is_causal=True)
-    curves = watch.curves()
     for row in range(ROWS):
         n = 6 - ROWS + row + 1
         values = [curves[f"head_{name}"][row, 0].item() for name in TITLES]

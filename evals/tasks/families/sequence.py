@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from attnzoo.nn import Transformer
 from commandline.variants import VariantCall
-from evals.measures.heads import Watch, substituted
+from evals.measures.heads import measured_heads, substituted
 from evals.task import (
     RECORDED,
     SEEDS,
@@ -257,16 +256,13 @@ class SequenceTask(Task):
         asked = batch.asked
 
         def measured(substitute: VariantCall | None) -> BatchResult:
-            watching = Watch(model, sample) if sample.sequences else nullcontext()
-            with substituted(model, substitute), watching as watch:
+            with substituted(model, substitute), measured_heads(model, sample) as curves:
                 states = model.states(batch.tokens)[asked]
             logits, output_metrics = outputs.read(model, states, batch.answers[asked])
             result = self.read(logits, batch)
-            metrics, curves = result.metrics | output_metrics, dict(result.curves)
-            if watch is not None:
-                curves |= watch.curves()
-                if self.read_states is not None:
-                    metrics |= self.read_states(model, states, batch)
-            return BatchResult(metrics, curves)
+            metrics = result.metrics | output_metrics
+            if sample.sequences and self.read_states is not None:
+                metrics |= self.read_states(model, states, batch)
+            return BatchResult(metrics, {**result.curves, **curves})
 
         return measured
