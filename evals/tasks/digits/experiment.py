@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from commandline.variants import VariantCall
 from evals.task import Eval
 from evals.tasks.digits import layers
-from evals.tasks.digits.data import CLASSES, batches, version
+from evals.tasks.digits.data import CLASSES, Images, batches, version
 from evals.tasks.digits.model import Classifier
 
 # A function (model, loss_at) that minimizes loss_at(step) over the steps of the schedule.
@@ -39,6 +39,12 @@ class Trial(NamedTuple):
         """An untrained classifier on the device; its weights depend on this seed."""
         torch.manual_seed(seed)
         return Classifier(self.variant, self.settings).to(self.device)
+
+    def trained(self, seed: int, images: Images) -> Classifier:
+        """A classifier trained on these images, in evaluation mode."""
+        model, index = self.classifier(seed), self.batches(len(images.labels))
+        self.fit(model, lambda step: model.loss(images.at(index[step])))
+        return model.eval()
 
     def batches(self, count: int) -> Tensor:
         """The indices of each training step, (steps, batch), in ``count`` images, on the device."""

@@ -68,23 +68,15 @@ class Classifier(nn.Module):
         return probabilities.clamp(max=1.0)  # rounding can exceed 1
 
 
-def predicted(probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """The confidence and the predicted class, both (N,)."""
-    largest = probabilities.max(dim=-1)
-    return largest.values, largest.indices
-
-
 def accuracy(model: Classifier, images: Images) -> float:
     """The share of right predictions; NaN if a probability is NaN."""
-    probabilities = model.probabilities(images.pixels)
-    right = (predicted(probabilities)[1] == images.labels).double()
-    return right.mean().item() + 0 * probabilities.sum().item()
+    return measures(model, images)["accuracy"]
 
 
 def measures(model: Classifier, images: Images) -> dict[str, float]:
     """Accuracy, expected calibration error, AUROC, and for layers with zeros the support."""
     probabilities = model.probabilities(images.pixels)
-    confidence, classes = predicted(probabilities)
+    confidence, classes = probabilities.max(dim=-1)
     right = classes == images.labels
     measured = {
         "accuracy": right.double().mean().item() + 0 * probabilities.sum().item(),
