@@ -55,13 +55,6 @@ def test_training_and_test_images_are_disjoint_and_complete() -> None:
     assert len(set(every)) == data.TRAIN + data.TEST
 
 
-def test_splits_depend_on_the_seed_only() -> None:
-    first, again, other = data.split(0), data.split(0), data.split(1)
-    assert torch.equal(first[0].pixels, again[0].pixels)
-    assert torch.equal(first[1].labels, again[1].labels)
-    assert not torch.equal(first[1].pixels, other[1].pixels)
-
-
 def test_a_permutation_has_expected_values() -> None:
     """The order equals one computed from the numbers of numpy's Philox generator."""
     import numpy as np
