@@ -33,7 +33,7 @@ from evals.tasks.digits.continual import (
     replayed,
     step_loss,
 )
-from evals.tasks.digits.model import Classifier
+from evals.tasks.digits.experiment import Classifier
 
 CALLS = [parse_spec(text).train for text in layers.every_layer()]
 VARIANTS = [call for call in CALLS if call.name not in layers.FUNCTIONS]

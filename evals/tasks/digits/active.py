@@ -26,8 +26,14 @@ from torch import Tensor
 
 from evals.task import Metric, Preset
 from evals.tasks.digits.data import TRAIN, Images, order, split
-from evals.tasks.digits.experiment import Experiment, Result, Trial
-from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
+from evals.tasks.digits.experiment import (
+    Classifier,
+    ClassifierSettings,
+    Experiment,
+    Result,
+    Trial,
+    accuracy,
+)
 
 TRIMMED = "-trimmed"
 

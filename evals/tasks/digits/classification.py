@@ -7,8 +7,13 @@ from dataclasses import dataclass
 
 from evals.task import EVERY_VARIANT, Metric, Preset
 from evals.tasks.digits.data import long_tailed, noisy, split
-from evals.tasks.digits.experiment import Experiment, Result, Trial
-from evals.tasks.digits.model import ClassifierSettings, measures
+from evals.tasks.digits.experiment import (
+    ClassifierSettings,
+    Experiment,
+    Result,
+    Trial,
+    measures,
+)
 
 CONDITIONS = {
     "clean": "the training images with their labels",
@@ -52,7 +57,7 @@ class Classification(Experiment):
     )  # fmt: skip
 
     presets: Mapping[str, Preset] = {
-        "smoke": Preset((), NoiseSettings(steps=20, width=16), EVERY_VARIANT),
+        "smoke": Preset((), NoiseSettings(steps=5, width=16), EVERY_VARIANT),
         "quick": Preset((), NoiseSettings(), EVERY_VARIANT, seeds=5),
     }
 

@@ -26,8 +26,14 @@ from commandline.variants import VariantCall
 from evals.task import Metric, Preset
 from evals.tasks.digits import layers
 from evals.tasks.digits.data import CLASSES, Images, order, split
-from evals.tasks.digits.experiment import Experiment, Result, Trial
-from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
+from evals.tasks.digits.experiment import (
+    Classifier,
+    ClassifierSettings,
+    Experiment,
+    Result,
+    Trial,
+    accuracy,
+)
 
 TASKS = 5
 CONDITIONS = {
