@@ -155,7 +155,8 @@ def states(model: Any, ids: Tensor) -> tuple[Tensor, list[heads.LayerWeights]]:
     def record(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if isinstance(module, attnzoo.nn.Attention):
             masks = {name: kwargs[name] for name in _MASKS if name in kwargs}
-            layers.append((result[1], heads.visible_keys(*args[:2], masks)))
+            q, k, _ = args
+            layers.append((result[1], heads.visible_keys(q, k, masks)))
 
     hook = register_module_forward_hook(record, with_kwargs=True)
     try:
