@@ -68,15 +68,11 @@ def auroc(uncertainty: Tensor, right: Tensor) -> float:
         0.75
     """
     _check_shapes("uncertainty", uncertainty, right)
-    wrong = int((~right).sum())
-    pairs = wrong * (len(right) - wrong)
-    if pairs == 0 or uncertainty.isnan().any():
+    if right.all() or not right.any() or uncertainty.isnan().any():
         return math.nan
-    _, index, counts = uncertainty.unique(return_inverse=True, return_counts=True)
-    # Of equal values, each has the mean of their ranks.
-    ranks = counts.cumsum(0).double() - (counts.double() - 1) / 2
-    least = wrong * (wrong + 1) / 2
-    return (ranks[index][~right].sum().item() - least) / pairs
+    from sklearn.metrics import roc_auc_score
+
+    return float(roc_auc_score(~right.cpu().numpy(), uncertainty.cpu().numpy()))
 
 
 def _check_shapes(name: str, values: Tensor, right: Tensor) -> None:

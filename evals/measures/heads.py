@@ -19,7 +19,7 @@ and the measures of `evals.measures.sparsity`, such as entropy and n_eff.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,41 +85,44 @@ def substituted(model: nn.Module, call: VariantCall | None) -> Iterator[None]:
             setattr(parent, name, child)
 
 
-class Watch:
-    """Measures the heads of every attention layer while the model runs in this context."""
-
-    def __init__(self, model: nn.Module, sample: HeadSample) -> None:
-        self.model, self.sample = model, sample
-        self.layers: list[dict[str, Tensor]] = []
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> Watch:
-        for module in self.model.modules():
-            if isinstance(module, attnzoo.nn.Attention):
-                hook = module.register_forward_pre_hook(self._record, with_kwargs=True)
-                self._hooks.append(hook)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
+@contextmanager
+def attention_calls(model: nn.Module, record: Callable[..., None]) -> Iterator[None]:
+    """Call record(module, args, kwargs) before each call of an `attnzoo.nn.Attention` in the model,
+    or of the model if it is one."""
+    hooks = [module.register_forward_pre_hook(record, with_kwargs=True)
+             for module in model.modules() if isinstance(module, attnzoo.nn.Attention)]  # fmt: skip
+    try:
+        yield
+    finally:
+        for hook in hooks:
             hook.remove()
 
-    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert isinstance(module, attnzoo.nn.Attention)
-        q, k, v = args
+
+@contextmanager
+def measured_heads(model: nn.Module, sample: HeadSample) -> Iterator[dict[str, Tensor]]:
+    """Measure the heads of every attention layer while the model runs once in this context.
+
+    The dict is filled at the end. It has the measurements by name, such as "head_peak":
+    (measured rows, layers · heads). It stays empty if the sample has no sequences.
+    """
+    layers: list[dict[str, Tensor]] = []
+    curves: dict[str, Tensor] = {}
+
+    def record(module: Any, qkv: tuple[Tensor, Tensor, Tensor], kwargs: dict[str, Any]) -> None:
         harmless = {*_PASSED, *module.given, "need_weights"}
         other = {n for n, x in kwargs.items() if n not in harmless and x not in (None, False)}
         assert not other, f"cannot measure heads with {other}"
         options = {name: kwargs[name] for name in _PASSED if name in kwargs}
         params = {name: kwargs[name] for name in module.given}
-        self.layers.append(measure(module, q, k, v, options, self.sample, params))
+        layers.append(measure(module, *qkv, options, sample, params))
 
-    def curves(self) -> dict[str, Tensor]:
-        """The measurements by name, such as "head_peak": (measured rows, layers · heads)."""
-        names = self.layers[0] if self.layers else {}
-        return {
-            f"head_{name}": torch.cat([layer[name] for layer in self.layers], -1) for name in names
-        }
+    if sample.sequences == 0:
+        yield curves
+        return
+    with attention_calls(model, record):
+        yield curves
+    for name in layers[0] if layers else ():
+        curves[f"head_{name}"] = torch.cat([layer[name] for layer in layers], -1)
 
 
 def scores(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -11,31 +11,11 @@ entries of p in descending order:
     hoyer       (√n − ℓ1/ℓ2) / (√n − 1)
     gini        1 − (2/n) Σ_r p_(r) (r − ½)
 
-| weights               | entropies | n_eff | l1_l2 | hoyer | gini    |
-| --------------------- | --------- | ----- | ----- | ----- | ------- |
-| equal on all n keys   | 1         | n     | √n    | 0     | 0       |
-| all on one key        | 0         | 1     | 1     | 1     | 1 − 1/n |
-
-Entropies, n_eff and ℓ1/ℓ2 fall as weights become sparser; hoyer and gini rise.
-
-No measure depends on the scale of the weights. The measures therefore apply to weights that do not
-sum to 1, such as those of sigmoid, and say nothing about the sum. Negative weights count with their
-absolute values.
-
-Limits. If all weights of a row are 0, or the row sees no key, every measure is 0. With one visible
-key, hoyer, gini and the entropies are 0, n_eff and ℓ1/ℓ2 are 1. NaN weights give NaN.
-
-Hurley and Rickard name six properties that a measure of sparsity should have. Of the measures here,
-only gini has all six. Some of them are:
-
-    scaling       M(αw) = M(w) for α > 0
-    Robin Hood    moving weight from a larger to a smaller entry makes w less sparse
-    cloning       M([w, w]) = M(w)
-    rising tide   adding the same constant to all |w| makes w less sparse
-    babies        adding keys of weight 0 makes w sparser
-
-All others lack cloning. Added keys of weight 0 do not change n_eff and ℓ1/ℓ2. A Robin Hood transfer
-between keys other than the largest does not change renyi_inf.
+Entropies, n_eff and ℓ1/ℓ2 fall as weights become sparser; hoyer and gini rise. "Measures of
+sparsity" in docs/evals.md has their limits and properties. No measure depends on the scale of the
+weights. Negative weights count with their absolute values. If all weights of a row are 0, or the
+row sees no key, every measure is 0. With one visible key, hoyer, gini and the entropies are 0,
+n_eff and ℓ1/ℓ2 are 1. NaN weights give NaN.
 
 References:
     Hurley, Rickard 2009, "Comparing measures of sparsity", arXiv:0811.4706, tables I and III. Their

@@ -96,13 +96,22 @@ class _Facts:
 def _facts(raw: np.ndarray, words: Sequence[str], numbers: Sequence[str]) -> _Facts:
     """The facts of one context."""
     word_count = _KEYS + 1 + _CHAIN + 1 + _LISTS * (_LISTED - 1)
-    drawn_words = iter(pick_words(raw[:128], words, word_count))
-    drawn_numbers = iter(pick_numbers(raw[128:], numbers, 1 + _KEYS + _VALUES + 1))
+    if len(words) < word_count:
+        raise UsageError(
+            f"--text must lack at least {word_count} of the {len(POOL)} words that are planted in "
+            f"it, but it lacks {len(words)}"
+        )
+    order = draws.subsets(raw[None, : len(words)], word_count)[0]
+    drawn_words = iter([words[int(i)] for i in order])
+    # Without repetitions: raw has hundreds of times more random numbers than needed.
+    drawn_numbers = iter(
+        dict.fromkeys(numbers[int(i)] for i in draws.integers(raw[128:], len(numbers)))
+    )
     keys = list(islice(drawn_words, _KEYS))
     priced, *chain = islice(drawn_words, 1 + _CHAIN)
     common = next(drawn_words)
     needle, *values = islice(drawn_numbers, 1 + _KEYS)
-    first, second, start = drawn_numbers
+    first, second, start = islice(drawn_numbers, 3)
     lists = [list(islice(drawn_words, _LISTED - 1)) for _ in range(_LISTS)]
     for listed, position in zip(lists, raw[256:], strict=False):
         listed.insert(int(position % _LISTED), common)
@@ -258,27 +267,8 @@ def check_no_facts(text: str) -> None:
         )
 
 
-def pick_words(raw: np.ndarray, words: Sequence[str], count: int) -> list[str]:
-    """``count`` different words in random order; raw: at least len(words) random uint64."""
-    if len(words) < count:
-        raise UsageError(
-            f"--text must lack at least {count} of the {len(POOL)} words that are planted in it, "
-            f"but it lacks {len(words)}"
-        )
-    order = draws.subsets(raw[None, : len(words)], count)[0]
-    return [words[int(i)] for i in order]
-
-
 def absent_numbers(text: str) -> list[str]:
     """The numbers of four digits that are not in the text."""
     present = set(re.findall(r"\d+", text))
     every = map(str, range(_LOWEST, _LOWEST + _NUMBERS))
     return [number for number in every if number not in present]
-
-
-def pick_numbers(raw: np.ndarray, numbers: Sequence[str], count: int) -> list[str]:
-    """``count`` different numbers; raw: at least 8 · count random uint64."""
-    drawn = (numbers[int(i)] for i in draws.integers(raw, len(numbers)))
-    different = list(dict.fromkeys(drawn))[:count]
-    assert len(different) == count
-    return different

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import attnzoo
-from evals.measures.heads import own_parameters
+from evals.measures.heads import attention_calls, own_parameters
 from evals.measures.sparsity import TITLES, sparsity
 
 ROWS = 8  # the queries at the end of a context whose weights are measured
@@ -28,9 +28,8 @@ def recorded_weights(model: nn.Module, last: int) -> Iterator[list[LayerWeights]
     the order of execution."""
     layers: list[LayerWeights] = []
 
-    def record(module: nn.Module, args: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
-        assert isinstance(module, attnzoo.nn.Attention)
-        q, k, v = args
+    def record(module: Any, qkv: tuple[Tensor, Tensor, Tensor], kwargs: dict[str, Any]) -> None:
+        q, k, v = qkv
         rows = slice(max(0, q.shape[2] - last), None)
         options = {name: x for name, x in kwargs.items() if name not in _NOT_OF_WEIGHTS}
         masks = _masks(options, rows, q.shape[2])
@@ -41,13 +40,8 @@ def recorded_weights(model: nn.Module, last: int) -> Iterator[list[LayerWeights]
         w = attnzoo.attention_weights(q, k, v, module.variant, **options)
         layers.append((w.cpu(), visible_keys(q, k, masks).cpu()))
 
-    hooks = [module.register_forward_pre_hook(record, with_kwargs=True)
-             for module in model.modules() if isinstance(module, attnzoo.nn.Attention)]  # fmt: skip
-    try:
+    with attention_calls(model, record):
         yield layers
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _masks(options: dict[str, Any], rows: slice, queries: int) -> dict[str, Any]:

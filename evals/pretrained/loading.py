@@ -178,8 +178,8 @@ def _no_model(source: Source, error: Exception) -> UsageError:
 
 
 @cache
-def outline(source: Source) -> Loaded:
-    """The tokenizer of a causal language model, and the model without its weights; made once.
+def outline(source: Source, kind: str = "AutoModelForCausalLM") -> Loaded:
+    """The tokenizer of a model, and the model without its weights; made once.
 
     Options are checked with it, because the weights of a model take long to load.
 
@@ -187,11 +187,11 @@ def outline(source: Source) -> Loaded:
         UsageError: as for `from_source`.
     """
     tokenizer, config = from_source(source, "AutoTokenizer"), from_source(source, "AutoConfig")
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)
+            model = getattr(transformers, kind).from_config(config)
     except (ValueError, ImportError) as error:
         raise _no_model(source, error) from error
     return Loaded(model.eval(), tokenizer)

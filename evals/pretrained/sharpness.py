@@ -15,11 +15,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
+from torch.nn.modules.module import register_module_forward_hook
 
 import attnzoo
 from commandline.arguments import add_plugin, integer, numbers
@@ -29,7 +29,7 @@ from commandline.table import Table
 from commandline.variants import VariantCall, parse_specs, split_list
 from evals.options import check_registered
 from evals.pretrained import heads
-from evals.pretrained.loading import Source, from_source, read_text
+from evals.pretrained.loading import Source, from_source, outline, read_text
 from evals.pretrained.options import MODEL, adder, unique
 from evals.pretrained.substitution import (
     AS_LOADED,
@@ -103,18 +103,16 @@ def main(args: argparse.Namespace) -> int:
 
     model = from_source(Source(args.model), "AutoModel").eval()
     original = AS_LOADED if is_converted(model) else Substitution(VariantCall(ORIGINAL))
-    pieces = {n: cut(tokens, n, args.samples) for n in lengths}
     outputs: dict[int, Tensor] = {}
     frames: list[pd.DataFrame] = []
     for substitution in (original, *substitutions):
         lines = []
         with substituted(model, substitution, tokens) as changed:
             for n in lengths:
-                hidden, layers = states(changed, pieces[n])
-                if substitution is original:
-                    outputs[n], cosine = hidden, 1.0
-                else:
-                    cosine = float(cosine_similarity(hidden, outputs[n], dim=-1).mean())
+                hidden, layers = states(changed, cut(tokens, n, args.samples))
+                first = outputs.setdefault(n, hidden)
+                cosine = float(cosine_similarity(hidden, first, dim=-1).mean())
+                cosine = 1.0 if hidden is first else cosine
                 lines.append(measured(str(substitution), n, layers, cosine))
         if substitution is not original or substitution == AS_LOADED:
             frames += lines
@@ -129,13 +127,9 @@ def main(args: argparse.Namespace) -> int:
 def read(name: str, file: Path) -> tuple[Tensor, Any, int]:
     """The tokens of the text in ``file``, the config of the model, and the largest length that both
     allow."""
-    text = read_text(file)
-    tokenizer, config = (
-        from_source(Source(name), "AutoTokenizer"),
-        from_source(Source(name), "AutoConfig"),
-    )
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    return ids, config, min(len(ids), getattr(config, "max_position_embeddings", len(ids)))
+    model = outline(Source(name), "AutoModel")
+    tokens = model.tokens(read_text(file))
+    return tokens, model.model.config, min(len(tokens), model.limit or len(tokens))
 
 
 def usual_lengths(most: int) -> list[int]:
@@ -153,20 +147,22 @@ def cut(tokens: Tensor, length: int, samples: int) -> Tensor:
 def states(model: Any, ids: Tensor) -> tuple[Tensor, list[heads.LayerWeights]]:
     """The last hidden states, and the weights of each layer.
 
-    A layer that is not converted makes its attention module during the call, so the class is
-    changed, not modules.
+    A layer that is not converted makes its attention module during the call, so the hook is one for
+    all modules.
     """
     layers: list[heads.LayerWeights] = []
-    original_forward = attnzoo.nn.Attention.forward
 
-    def forward(self: attnzoo.nn.Attention, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
-        result = original_forward(self, q, k, v, **kwargs)
-        masks = {name: kwargs[name] for name in _MASKS if name in kwargs}
-        layers.append((result[1], heads.visible_keys(q, k, masks)))
-        return result
+    def record(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        if isinstance(module, attnzoo.nn.Attention):
+            masks = {name: kwargs[name] for name in _MASKS if name in kwargs}
+            q, k, _ = args
+            layers.append((result[1], heads.visible_keys(q, k, masks)))
 
-    with mock.patch.object(attnzoo.nn.Attention, "forward", forward):
+    hook = register_module_forward_hook(record, with_kwargs=True)
+    try:
         hidden = model(input_ids=ids, output_attentions=True).last_hidden_state
+    finally:
+        hook.remove()
     return hidden, layers
 
 

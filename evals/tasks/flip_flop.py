@@ -59,7 +59,7 @@ TASK = SequenceTask(
     vocabulary=5,
     chance_score=0.5,
     presets=presets(
-        smoke=dict(lengths=(64, 128, 256), train_shortest=16, train_longest=64, train_stride=16),
+        smoke=dict(lengths=(64, 128), train_shortest=16, train_longest=64, train_stride=16),
         quick=dict(
             lengths=(64, 128, 256, 512, 1024), batch=16, train_shortest=8, train_longest=64,
             train_stride=4, test_sequences=500, test_least=64, test_items=2**17,

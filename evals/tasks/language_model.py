@@ -146,7 +146,7 @@ TASK = SequenceTask(
     chance_score=8.0,
     presets=presets(
         smoke=dict(
-            lengths=(64, 256, 1024), steps=150, heads=4, learning_rate=2e-3, train_shortest=64,
+            lengths=(64, 256), heads=4, learning_rate=2e-3, train_shortest=64,
             train_longest=64, test_sequences=16, test_least=4, test_items=2**13,
         ),
         quick=dict(

@@ -17,7 +17,7 @@ from evals.tasks.families.retrieval import CLASSES, RetrievalBatch, RetrievalSet
 
 _VARIANTS = (*MAIN_VARIANTS, "softmax->log_n(train_length=16)")
 PRESETS = {
-    "smoke": Preset((16, 64, 256), RetrievalSettings(steps=200, test_sequences=500), EVERY_VARIANT),
+    "smoke": Preset((16, 64), RetrievalSettings(steps=20, test_sequences=500), EVERY_VARIANT),
     "quick": Preset(
         tuple(2**i for i in range(4, 13)), RetrievalSettings(steps=2000), _VARIANTS, SEEDS,
         sweep={"learning_rate": (1e-3, 3e-3, 1e-2)},

@@ -84,8 +84,7 @@ TASK = SequenceTask(
     presets=presets(
         MqarSettings,
         smoke=dict(
-            lengths=(64, 128, 256), train_shortest=16, train_longest=64, train_stride=16,
-            test_sequences=16,
+            lengths=(64, 128), train_shortest=16, train_longest=64, train_stride=16,
         ),
         quick=dict(
             lengths=(64, 128, 256, 512), steps=2000, batch=16, learning_rate=2e-3, train_shortest=8,

@@ -9,12 +9,15 @@ normalizer fails only by spreading weight over many low scores: softmax gives th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.retrieval import CLASSES, RetrievalBatch, RetrievalTask
+from evals.tasks.families.sequence import SMOKE_VARIANTS
 from evals.tasks.max_retrieval import PRESETS
 
 KEYS = 16
@@ -44,5 +47,5 @@ TASK = RetrievalTask(
     version=f"{GENERATOR}, needle 1",
     draw=draw,
     sizes=(KEYS, KEYS),
-    presets=PRESETS,
+    presets={**PRESETS, "smoke": replace(PRESETS["smoke"], variants=SMOKE_VARIANTS)},
 )

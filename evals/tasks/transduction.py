@@ -60,7 +60,6 @@ def _task(
         chance_score=lambda settings: float(settings.symbols) ** -settings.train_longest,
         presets=presets(
             TransductionSettings,
-            # Of the causal tasks, only copy runs every variant in the preset smoke, to save time.
             smoke={"variants": EVERY_VARIANT} if name == "copy" else {},
             # With 32 symbols, sort reaches 72 % in 8000 steps; with rope and 10 symbols, 93 % in
             # 4000.

@@ -121,13 +121,12 @@ def stated(module: object) -> tuple[Law, ...]:
 def tables(points: pd.DataFrame) -> list[Table]:
     """The tables: one for each law and kind of gap, and one for all Jacobian norms."""
     by_gap = dict(iter(points.groupby("gap")))
-    parts = [
-        (make_table, str(name), lines)
+    all_tables = [
+        make_table(str(name), lines)
         for make_table, gap in ((_fixed_table, "fixed"), (_shrinking_table, "shrinking"))
         if gap in by_gap
         for name, lines in by_gap[gap].groupby("variant", sort=False)
     ]
-    all_tables = [make_table(name, lines) for make_table, name, lines in parts]
     if "uniform" in by_gap:
         title = "Jacobian norm ‖∂w/∂z‖₂ at n scores of 0; the law is exact"
         names = [f"n={n}" for n in JACOBIAN_LENGTHS]

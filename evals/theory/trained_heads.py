@@ -16,11 +16,7 @@ would change the weight by about 10 %. ALiBi changes the measured weights, but t
 include it. For n ≫ κ and n ≫ e^Δ softmax falls as 1/n under both laws, so such lengths cannot tell
 them apart.
 
-Bounds. With a score range δ = max z − min z, softmax gives no key more than e^δ/n. Beyond
-n = 2e^δ no key gets half of the weight. The bound is computed for each row, so that its mean bounds
-the mean weight.
-
-Critical gain. See `critical_gain`.
+The notes of the tables below explain the bounds. For the critical gain see `critical_gain`.
 """
 
 from __future__ import annotations

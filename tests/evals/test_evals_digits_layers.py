@@ -12,7 +12,7 @@ from commandline.variants import VariantCall, parse_spec
 from evals.task import EVERY_VARIANT
 from evals.tasks import EXPERIMENTS
 from evals.tasks.digits import data, layers
-from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
+from evals.tasks.digits.experiment import Classifier, ClassifierSettings, accuracy
 
 CALLS = [parse_spec(text).train for text in layers.every_layer()]
 VARIANTS = [call for call in CALLS if call.name not in layers.FUNCTIONS]

@@ -10,7 +10,7 @@ import torch
 
 import attnzoo
 from commandline.variants import VariantCall
-from evals.measures.heads import Watch, substituted
+from evals.measures.heads import measured_heads, substituted
 from evals.task import HeadSample
 
 
@@ -18,9 +18,9 @@ def test_head_metrics_by_hand() -> None:
     """The example has one head and one query. Its three keys have scores 0, 1 and 3."""
     attention = attnzoo.nn.Attention("softmax", 1)
     q, scores = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 1.0, 3.0])
-    with Watch(attention, HeadSample(1, 1)) as watch:
+    with measured_heads(attention, HeadSample(1, 1)) as curves:
         attention(q, scores[None, None, :, None], torch.zeros(1, 1, 3, 1), scale=1.0)
-    metrics = {name: rows.item() for name, rows in watch.curves().items()}
+    metrics = {name: rows.item() for name, rows in curves.items()}
     p = torch.softmax(scores.double(), 0)
     assert metrics["head_peak"] == pytest.approx(p[2].item())
     assert metrics["head_n_eff"] == pytest.approx(1 / p.square().sum().item())
@@ -39,9 +39,8 @@ def test_largest_weight_of_softmax_stays_below_its_bound(positions: str) -> None
     q, k = torch.randn(2, 3, 2, 300, 8, generator=torch.Generator().manual_seed(0))
     slopes = {"alibi": torch.tensor([4.0, 0.5])} if positions == "alibi" else {}
     attention = attnzoo.nn.Attention("softmax", 2)
-    with Watch(attention, HeadSample(2, 1)) as watch:
+    with measured_heads(attention, HeadSample(2, 1)) as curves:
         attention(q, k, k, is_causal=True, scale=0.3, **slopes)
-    curves = watch.curves()
     assert (curves["head_peak"] <= curves["head_bound"]).all()
     assert curves["head_peak"].shape == (2 * 4, 2)  # 4 queries per sequence × 2 sequences, 2 heads
     assert (curves["head_bound"] < 1).any() == (positions == "none")
@@ -54,9 +53,9 @@ def test_jacobians_are_measured_if_weights_depend_on_scores_alone() -> None:
     q = torch.rand(1, 1, 1, 4)
     for variant, params in (("ssmax", {}), ("cosformer", {"max_length": 9}), ("hedgehog", {})):
         attention = attnzoo.nn.Attention(variant, 1, head_dim=4, **params)
-        with Watch(attention, HeadSample(1, 1)) as watch:
+        with measured_heads(attention, HeadSample(1, 1)) as curves:
             attention(q, torch.randn(1, 1, 9, 4), torch.randn(1, 1, 9, 4))
-        assert ("head_jacobian" in watch.curves()) == (variant == "ssmax")
+        assert ("head_jacobian" in curves) == (variant == "ssmax")
 
 
 @pytest.mark.parametrize(
@@ -80,19 +79,18 @@ def test_parameters_from_hidden_states_are_measured(variant: str, params: dict[s
         weights.append(module.forward(*args, **{**kwargs, "need_weights": True})[1])
 
     attend.register_forward_hook(keep, with_kwargs=True)
-    with Watch(model, HeadSample(2, 1)) as watch, torch.no_grad():
+    with measured_heads(model, HeadSample(2, 1)) as curves, torch.no_grad():
         model(torch.randint(11, (2, 9)))
     peaks = weights[0][:, :, -4:].amax(-1).transpose(1, 2).flatten(0, 1)  # the last four queries
-    assert torch.allclose(watch.curves()["head_peak"], peaks.double(), atol=1e-5)
-    assert "head_jacobian" not in watch.curves()
+    assert torch.allclose(curves["head_peak"], peaks.double(), atol=1e-5)
+    assert "head_jacobian" not in curves
 
 
 def test_a_query_whose_weights_are_all_zero_has_no_effective_keys() -> None:
     attention = attnzoo.nn.Attention("cosformer", 1, max_length=4)
     k = -torch.ones(1, 1, 3, 2)  # relu features of negative keys are 0
-    with Watch(attention, HeadSample(1, 1)) as watch:
+    with measured_heads(attention, HeadSample(1, 1)) as curves:
         attention(torch.ones(1, 1, 1, 2), k, k)
-    curves = watch.curves()
     assert curves["head_weight_sum"].item() == curves["head_n_eff"].item() == 0
 
 

@@ -59,7 +59,8 @@ def test_a_converted_model_is_also_measured_with_its_own_variant(
     assert measure(folder, out) == 2
     assert "tokenizer.save_pretrained" in capsys.readouterr().err
     transformers.AutoTokenizer.from_pretrained(MINILM).save_pretrained(folder)
-    assert measure(folder, out, "--variants", "softmax,ssmax(s=0.5)") == 0
+    options = ("--samples", "1", "--lengths", "16", "--variants", "softmax,ssmax(s=0.5)")
+    assert measure(folder, out, *options) == 0
     frame = pd.read_csv(out / "sharpness.csv")
     assert list(frame["variant"].unique()) == ["as loaded", "softmax", "ssmax(s=0.5)"]
     loaded, softmax, ssmax = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from attnzoo.nn import Differential, DifferentialV2, MixtureAttention
 from commandline.errors import UsageError
@@ -15,7 +14,6 @@ from evals.measures.heads import substituted
 from evals.results.store import read_rows
 from evals.results.summary import groups
 from evals.tasks import TASKS
-from evals.theory.fits import FIXED, fit, log_law
 from evals.theory.trained_heads import fitted
 
 
@@ -113,16 +111,3 @@ def test_values_per_head_need_as_many_as_heads(
     assert main(arguments) == 2
     assert "asentmax's scaled must have shape () or (2,), got (3,)" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_laws_use_the_values_of_each_head() -> None:
-    """Each head is fitted with its own value."""
-    one = call("ssmax(s=0.3)")
-    many = {"s": torch.tensor([0.3, 0.6, 0.3, 0.6]).double()}
-    keys, sizes = [16, 64, 256], torch.full((1, 1), 3.0, dtype=torch.float64)
-    peaks = torch.stack([
-        torch.cat([log_law(FIXED.scores(n), call(f"ssmax(s={s})"), sizes, {}).exp()[0]
-                   for s in (0.3, 0.6, 0.3, 0.6)]) for n in keys
-    ])  # fmt: skip
-    assert fit(FIXED, one, keys, peaks, many).sizes.tolist() == pytest.approx([3.0] * 4, rel=0.02)
-    assert fit(FIXED, one, keys, peaks).sizes[1].item() > 3.5

@@ -20,15 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from evals.task import Metric, Preset
 from evals.tasks.digits.data import TRAIN, Images, order, split
-from evals.tasks.digits.experiment import Experiment, Result, Trial
-from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
+from evals.tasks.digits.experiment import (
+    Classifier,
+    ClassifierSettings,
+    Experiment,
+    Result,
+    Trial,
+    accuracy,
+)
 
 TRIMMED = "-trimmed"
 
@@ -105,17 +110,6 @@ def chosen(uncertainty: Tensor, count: int, trim: float) -> Tensor:
     return ranked[left_out : left_out + count]
 
 
-def _probabilities(
-    model: Classifier, pixels: Tensor, strategy: str, settings: ActiveSettings
-) -> Tensor:
-    if strategy != "mc-dropout":
-        return bounded(model.eval().probabilities(pixels))
-    model.train()
-    passes = [bounded(model.probabilities(pixels)) for _ in range(settings.passes)]
-    model.eval()
-    return torch.stack(passes).mean(dim=0)
-
-
 def next_images(
     model: Classifier, pool: Images, condition: str, drawn: Tensor, settings: ActiveSettings
 ) -> Tensor:
@@ -128,13 +122,16 @@ def next_images(
     by_chance = drawn.argsort()
     if strategy == "random":
         return by_chance[: settings.add]
-    uncertainty = MEASURES[strategy](_probabilities(model, pool.pixels, strategy, settings))
+    if strategy == "mc-dropout":
+        model.train()
+        passes = [bounded(model.probabilities(pool.pixels)) for _ in range(settings.passes)]
+        probabilities = torch.stack(passes).mean(dim=0)
+    else:
+        probabilities = bounded(model.eval().probabilities(pool.pixels))
+    uncertainty = MEASURES[strategy](probabilities)
+    model.eval()
     trim = settings.trim if condition.endswith(TRIMMED) else 0.0
     return by_chance[chosen(uncertainty[by_chance], settings.add, trim)]
-
-
-def _loss(model: Classifier, images: Images, index: Tensor, step: int) -> Tensor:
-    return model.loss(images.at(index[step]))
 
 
 class ActiveLearning(Experiment):
@@ -173,10 +170,7 @@ class ActiveLearning(Experiment):
         curve: dict[int, float] = {}
         for number in range(settings.rounds + 1):
             # The weights of a round do not depend on the condition.
-            model = trial.classifier(seed * (settings.rounds + 1) + number)
-            index = trial.batches(len(labelled))
-            trial.fit(model, partial(_loss, model, images.at(labelled), index))
-            model.eval()
+            model = trial.trained(seed * (settings.rounds + 1) + number, images.at(labelled))
             curve[len(labelled)] = accuracy(model, test)
             if number < settings.rounds:
                 unlabelled = torch.ones(count, dtype=torch.bool, device=device)

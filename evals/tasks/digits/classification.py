@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from evals.task import EVERY_VARIANT, Metric, Preset
-from evals.tasks.digits.data import Images, long_tailed, noisy, split
-from evals.tasks.digits.experiment import Experiment, Result, Trial
-from evals.tasks.digits.model import ClassifierSettings, measures
+from evals.tasks.digits.data import long_tailed, noisy, split
+from evals.tasks.digits.experiment import (
+    ClassifierSettings,
+    Experiment,
+    Result,
+    Trial,
+    measures,
+)
 
 CONDITIONS = {
     "clean": "the training images with their labels",
@@ -36,15 +41,6 @@ class NoiseSettings(ClassifierSettings):
             raise ValueError(f"tail must be finite and >= 1, got {self.tail}")
 
 
-def training_images(condition: str, images: Images, seed: int, settings: NoiseSettings) -> Images:
-    """The training images under a condition."""
-    if condition == "label-noise":
-        return noisy(images, seed, settings.noise)
-    if condition == "long-tail":
-        return long_tailed(images, seed, settings.tail)
-    return images
-
-
 class Classification(Experiment):
     name = "classification"
     about = (
@@ -61,17 +57,19 @@ class Classification(Experiment):
     )  # fmt: skip
 
     presets: Mapping[str, Preset] = {
-        "smoke": Preset((), NoiseSettings(steps=20, width=16), EVERY_VARIANT),
+        "smoke": Preset((), NoiseSettings(steps=5, width=16), EVERY_VARIANT),
         "quick": Preset((), NoiseSettings(), EVERY_VARIANT, seeds=5),
     }
 
     def train_and_measure(self, trial: Trial) -> Result:
-        clean, test = split(trial.seed)
-        images = training_images(trial.condition, clean, trial.seed, trial.settings)
-        images, index = images.to(trial.device), trial.batches(len(images.labels))
-        model = trial.classifier(trial.seed)  # the same initial weights for each condition
-        trial.fit(model, lambda step: model.loss(images.at(index[step])))
-        return Result(measures(model.eval(), test.to(trial.device)))
+        images, test = split(trial.seed)
+        if trial.condition == "label-noise":
+            images = noisy(images, trial.seed, trial.settings.noise)
+        elif trial.condition == "long-tail":
+            images = long_tailed(images, trial.seed, trial.settings.tail)
+        # The same initial weights for each condition.
+        model = trial.trained(trial.seed, images.to(trial.device))
+        return Result(measures(model, test.to(trial.device)))
 
 
 CLASSIFICATION = Classification()

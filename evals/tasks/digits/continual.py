@@ -19,14 +19,21 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from commandline.variants import VariantCall
 from evals.task import Metric, Preset
 from evals.tasks.digits import layers
 from evals.tasks.digits.data import CLASSES, Images, order, split
-from evals.tasks.digits.experiment import Experiment, Result, Trial
-from evals.tasks.digits.model import Classifier, ClassifierSettings, accuracy
+from evals.tasks.digits.experiment import (
+    Classifier,
+    ClassifierSettings,
+    Experiment,
+    Result,
+    Trial,
+    accuracy,
+)
 
 TASKS = 5
 CONDITIONS = {
@@ -72,9 +79,7 @@ def of_classes(images: Images, classes: Tensor) -> Images:
 
 def one_hot(classes: Tensor) -> Tensor:
     """A mask (V,) that is True for these classes."""
-    mask = torch.zeros(CLASSES, dtype=torch.bool, device=classes.device)
-    mask[classes] = True
-    return mask
+    return F.one_hot(classes, CLASSES).any(dim=0)
 
 
 def replayed(tasks: Sequence[Images], seed: int, size: int) -> Images:
@@ -180,15 +185,14 @@ def forgetting(reached: Tensor) -> Tensor:
     """The largest accuracy on each task but the last one, minus its accuracy at the end.
 
     Args:
-        reached: (T, T). Entry [i, j] is the accuracy on task j after training on task i >= j.
+        reached: (T, T). Entry [i, j] is the accuracy on task j after training on task i >= j, and
+            0 for i < j.
 
     Returns:
         (T − 1,), for each task the best accuracy after any task before the last, minus that after
         the last (Chaudhry et al. 2018, 1801.10112).
     """
-    count = len(reached)
-    best = torch.stack([reached[j : count - 1, j].max() for j in range(count - 1)])
-    return best - reached[-1, :-1]
+    return reached[:-1, :-1].amax(dim=0) - reached[-1, :-1]
 
 
 CONTINUAL = Continual()

@@ -8,7 +8,6 @@ there is no position encoding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -245,14 +244,12 @@ class RetrievalTask(Task):
             with heads.substituted(model, substitute):
                 attention = model.attention
                 logits = model.output(attention(*qkv, **options)[:, 0, 0])
-                watching = heads.Watch(attention, sample) if sample.sequences else nullcontext()
-                with watching as watch:
+                with heads.measured_heads(attention, sample) as curves:
                     weights = attention(q, k, v, need_weights=True, **exact)[1][:, 0, 0]
             metrics = weight_metrics(weights, target, batch.classes, label, CLASSES)
             # Adding 0 · logits propagates a NaN, which would otherwise count as a wrong answer.
             right = (logits.argmax(dim=-1) == label).double()
             metrics["accuracy"] = right + 0 * logits.sum(dim=-1)
-            curves = {"best_keys": weights.gather(1, order)}
-            return BatchResult(metrics, curves if watch is None else curves | watch.curves())
+            return BatchResult(metrics, {"best_keys": weights.gather(1, order), **curves})
 
         return measured

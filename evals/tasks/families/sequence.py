@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from attnzoo.nn import Transformer
 from commandline.variants import VariantCall
-from evals.measures.heads import Watch, substituted
+from evals.measures.heads import measured_heads, substituted
 from evals.task import (
     RECORDED,
     SEEDS,
@@ -89,11 +88,14 @@ class SequenceSettings(Settings):
 VARIANT_SETTINGS = {"taylor": {"qk_dim": 16}}
 DEEP_VARIANT_SETTINGS = {**VARIANT_SETTINGS, "sigmoid": {"qk_norm": True, "layer_scale": 1e-4}}
 
+# Max-retrieval and copy run every variant in the preset smoke, other tasks only these.
+SMOKE_VARIANTS = ("softmax", "softmax->adaptive_temperature", "ssmax")
+
 # What the presets of most tasks have. Preset quick tunes learning rates, preset paper uses them.
 COMMON: dict[str, dict[str, Any]] = {
     "smoke": dict(
-        lengths=(16, 32, 64), positions=("rope",),
-        steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32,
+        lengths=(16, 64), positions=("rope",), variants=SMOKE_VARIANTS,
+        steps=20, batch=16, train_shortest=4, train_longest=16, test_sequences=16,
     ),
     "quick": dict(
         lengths=(32, 64, 128, 256), positions=("rope",), seeds=SEEDS,
@@ -254,16 +256,13 @@ class SequenceTask(Task):
         asked = batch.asked
 
         def measured(substitute: VariantCall | None) -> BatchResult:
-            watching = Watch(model, sample) if sample.sequences else nullcontext()
-            with substituted(model, substitute), watching as watch:
+            with substituted(model, substitute), measured_heads(model, sample) as curves:
                 states = model.states(batch.tokens)[asked]
             logits, output_metrics = outputs.read(model, states, batch.answers[asked])
             result = self.read(logits, batch)
-            metrics, curves = result.metrics | output_metrics, dict(result.curves)
-            if watch is not None:
-                curves |= watch.curves()
-                if self.read_states is not None:
-                    metrics |= self.read_states(model, states, batch)
-            return BatchResult(metrics, curves)
+            metrics = result.metrics | output_metrics
+            if sample.sequences and self.read_states is not None:
+                metrics |= self.read_states(model, states, batch)
+            return BatchResult(metrics, {**result.curves, **curves})
 
         return measured
