@@ -19,11 +19,11 @@ from evals.pretrained import sharpness
 from evals.reporting import artifacts, compare, export, in_context, laws
 from evals.tasks import EVALS, EXPERIMENTS, TASKS
 from evals.tasks.digits.experiment import Experiment
-from evals.theory import ranks
+from evals.theory import ranks, ties
 
 ALL = "all"
 # Modules with a function ``add_parser`` and a function ``main`` of the parsed arguments.
-COMMANDS = {module.NAME: module for module in (export, in_context, sharpness)}
+COMMANDS = {module.NAME: module for module in (export, in_context, sharpness, ties)}
 
 
 def parser() -> Parser:
@@ -128,7 +128,7 @@ def dispatch(args: argparse.Namespace) -> int:
         return laws.command(args.out, args.plugin, names)
     if args.command in pretrained_options.NAMES:
         return pretrained.main(args)
-    load_plugins(args.plugin)
+    load_plugins(getattr(args, "plugin", None))
     if args.command == "ranks":
         return ranks.main(args.out, args.seed)
     if args.command == "report":

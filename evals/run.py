@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.files import write_whole
 from commandline.variants import VariantCall
-from evals.measures.arithmetic import is_out_of_memory
+from evals.measures.arithmetic import is_out_of_memory, rounded_products
 from evals.measures.heads import learned
 from evals.measures.metrics import Outcome, Tally
 from evals.task import VALIDATION, HeadSample, Schedule, Settings, Task
@@ -256,7 +256,8 @@ class Run(AnyRun):
         """Train, and evaluate at each x. A training that fails gives rows with its status."""
         if isinstance(EVALS[self.task], Experiment):
             return _train_for_each(self, context, emit)
-        return _train_once(self, context, emit)
+        with rounded_products(self.settings.matmul):
+            return _train_once(self, context, emit)
 
 
 def _failure(error: Exception) -> Outcome:

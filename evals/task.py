@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from commandline.variants import VariantCall
+from evals.measures.arithmetic import DTYPES
 
 # Settings and lengths above these limits are rejected as typos.
 MAX_SETTING, MAX_LENGTH = 2**31, 2**22
@@ -55,6 +56,10 @@ class Schedule:
             self._check_share(name, most)
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate must be finite and > 0, got {self.learning_rate}")
+
+    def _check_dtype(self, name: str) -> None:
+        if (value := getattr(self, name)) not in DTYPES:
+            raise ValueError(f"{name} must be one of {', '.join(DTYPES)}, got {value!r}")
 
     def _check_share(self, name: str, most: float) -> None:
         value = getattr(self, name)
@@ -107,6 +112,9 @@ class Settings(Schedule):
         test_least: minimum number of sequences evaluated at one length.
         test_items: ``test_items`` // length sequences are evaluated at one length, within the two
             bounds above.
+        matmul: the dtype to which the operands of every matrix product are rounded, in training and
+            evaluation, as on hardware that multiplies in 16 bits and adds in fp32: "float32" (no
+            rounding), "bfloat16" or "float16". The model and all other operations stay in fp32.
     """
 
     train_shortest: int
@@ -117,11 +125,13 @@ class Settings(Schedule):
     test_sequences: int
     test_least: int
     test_items: int = 2**21
+    matmul: str = "float32"
 
     def __post_init__(self) -> None:
         """Check the numbers; raises ValueError."""
         super().__post_init__()
         self._check_share("curriculum", 1.0)
+        self._check_dtype("matmul")
         if self.train_longest < (least := max(2, self.train_shortest)):
             raise ValueError(f"train_longest must be >= {least}, got {self.train_longest}")
         if (room := self.train_longest - self.train_shortest) % self.train_stride:
@@ -136,6 +146,9 @@ class Settings(Schedule):
         grows = "curriculum" in tuned or self.curriculum
         more = f", lengths grow over the first {part}" if grows else ""
         return f"{super().schedule_text(tuned)}{more}"
+
+    def identity(self) -> dict[str, object]:
+        return {k: x for k, x in super().identity().items() if (k, x) != ("matmul", "float32")}
 
     def batch_size(self, length: int) -> int:
         """The number of sequences in a training step of this length."""

@@ -3,8 +3,9 @@
 Formula:
     w_ij = exp(z_ij + σ ε_ij) / Σ_l exp(z_il + σ ε_il), ε ~ N(0, 1) independent
 
-Effect: Noise makes close decisions of a head random, so training tries several keys. Anneal std to
-0, so that the model ends as a softmax model.
+Effect: Noise makes close decisions of a head random, so training tries several keys, and the model
+learns larger leads. A module in evaluation mode is a softmax module. std can also fall to 0 in
+training; this schedule was not measured here.
 
 Source: after Noisy Softmax, Chen, Deng & Du 2017, arXiv:1708.03769, which adds noise to the
 target's logit of an output layer.
@@ -35,7 +36,7 @@ def forms(call: Call, std: float) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="noisy",
     formula="softmax(z + σε)",
-    use="Train with a std that falls to 0. Modules in evaluation mode compute softmax.",
+    use="Train with noise on the logits (std 1 in our runs). In evaluation mode it is softmax.",
     paper="after Chen et al. 2017, arXiv:1708.03769",
     aliases=("noisy softmax", "gaussian noise"),
     weights=weights,

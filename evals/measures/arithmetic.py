@@ -1,11 +1,75 @@
-"""Handling of slow denormal numbers and of out-of-memory errors."""
+"""Denormal numbers, matrix products with rounded operands, and out-of-memory errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attnzoo
+
+DTYPES = ("float32", "bfloat16", "float16")  # of the operands of products
+# The positions of the two factors among the arguments of each operation that multiplies matrices.
+_FACTORS = {
+    torch.ops.aten.mm.default: (0, 1),
+    torch.ops.aten.bmm.default: (0, 1),
+    torch.ops.aten.mv.default: (0, 1),
+    torch.ops.aten.dot.default: (0, 1),
+    torch.ops.aten.addmm.default: (1, 2),
+    torch.ops.aten.addmv.default: (1, 2),
+    torch.ops.aten.baddbmm.default: (1, 2),
+}
+
+
+def rounded(x: Tensor, dtype: str) -> Tensor:
+    """x with its fp32 values rounded to ``dtype``; still fp32. Other dtypes are returned as is."""
+    return x.to(getattr(torch, dtype)).float() if x.dtype == torch.float32 else x
+
+
+class _RoundedFactors(TorchDispatchMode):
+    """Rounds the fp32 factors of every matrix product, in forward and backward passes."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORS:
+            first, second = _FACTORS[func]
+            args = [
+                rounded(x, self.dtype) if i in (first, second) else x for i, x in enumerate(args)
+            ]
+            return func(*args, **kwargs)
+        # Without autograd, products arrive as a whole, such as aten.linear.
+        with self:
+            result = func.decompose(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+
+@contextmanager
+def rounded_products(dtype: str) -> Iterator[None]:
+    """Round the fp32 operands of every matrix product to ``dtype``, and add in fp32.
+
+    This is what units with 16-bit inputs and fp32 accumulators compute, apart from the order of the
+    sums. Attention runs by its definition, ``backend="eager"``, because a fused kernel multiplies
+    inside. Products in fp64 are not rounded.
+    """
+    if dtype == "float32":
+        yield
+        return
+    with attnzoo.use_backend("eager"), _RoundedFactors(dtype):
+        yield
 
 
 @contextmanager

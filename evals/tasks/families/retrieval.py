@@ -8,7 +8,7 @@ there is no position encoding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.variants import VariantCall
 from evals.measures import heads
+from evals.measures.arithmetic import rounded
 from evals.measures.metrics import weight_metrics
 from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Published, Settings, Task
 from evals.tasks.families.batches import Batch, check_range, check_tensor, check_type
@@ -50,7 +51,8 @@ class RetrievalSettings(Settings):
     """Settings of a retrieval task.
 
     scale: "sqrt" (z = q·k / √d) or "none" (z = q·k). qk_dim: the width of queries and keys, d; 0
-    stands for ``width``.
+    stands for ``width``. inputs: the dtype to which the features of items and queries are rounded,
+    as by ``matmul``, but no other operand; the true item stays the largest before rounding.
     """
 
     batch: int = 128
@@ -60,6 +62,7 @@ class RetrievalSettings(Settings):
     test_least: int = 500
     scale: str = "sqrt"
     qk_dim: int = 0
+    inputs: str = "float32"
 
     MAY_BE_ZERO = ("qk_dim",)
 
@@ -67,9 +70,13 @@ class RetrievalSettings(Settings):
         super().__post_init__()
         if self.scale not in ("sqrt", "none"):
             raise ValueError(f"scale must be 'sqrt' or 'none', got {self.scale!r}")
+        self._check_dtype("inputs")
 
     def identity(self) -> dict[str, object]:
-        return {k: x for k, x in super().identity().items() if x or k != "qk_dim"}
+        defaults = {"qk_dim": 0, "inputs": "float32"}
+        return {
+            k: x for k, x in super().identity().items() if k not in defaults or x != defaults[k]
+        }
 
 
 @dataclass(frozen=True)
@@ -219,6 +226,9 @@ class RetrievalTask(Task):
         ):
             check_tensor(name, getattr(batch, name), shape, dtype)
         check_range("classes", batch.classes, 0, CLASSES - 1)
+        if settings.inputs != "float32":
+            features, query = (rounded(x, settings.inputs) for x in (batch.features, batch.query))
+            batch = replace(batch, features=features, query=query)
         return batch
 
     def loss(self, model: RetrievalModel, batch: RetrievalBatch) -> Tensor:
