@@ -18,7 +18,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,12 +32,13 @@ def settings() -> dict[str, tuple[str, dict[str, str]]]:
     """The marker of the tests and the environment variables of each setting, by its name."""
     one, two = ({f"{x}_NUM_THREADS": n for x in ("OMP", "MKL")} for n in "12")
     cores = ["Haswell", "Nehalem"]
-    if np._core._multiarray_umath.__cpu_features__.get("AVX512F"):
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability.startswith("AVX512"):
         cores.append("SkylakeX")
     of_torch = {
         "default, 1 thread": {"ATEN_CPU_CAPABILITY": "default", **one},
         "avx2, 1 thread": {"ATEN_CPU_CAPABILITY": "avx2", **one},
-        f"{torch.backends.cpu.get_cpu_capability()}, 2 threads": two,
+        f"{capability}, 2 threads": two,
         "MKL compatible, 1 thread": {"MKL_CBWR": "COMPATIBLE", **one},
     }
     return {

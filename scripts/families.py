@@ -31,6 +31,7 @@ SECONDS, MEMORY = 60, 8 * 2**30  # of one class of configs, of one process
 HALF = "must be a whole model"  # a half of an encoder-decoder cannot be converted alone
 
 Row = dict[str, Any]
+Outcome = tuple[dict[str, Tensor], dict[str, Tensor]]  # outputs and gradients by name
 
 
 class NotTried(Exception):
@@ -142,7 +143,7 @@ def trial_with(family: str, kind: type, **options: Any) -> Row:
     return row | dict(zip(("output_error", "gradient_error"), rounded))
 
 
-def running(kind: type, **options: Any) -> tuple[Any, dict[str, Any], tuple[Any, Any]]:
+def running(kind: type, **options: Any) -> tuple[Any, dict[str, Any], Outcome]:
     """A tiny model, inputs with which it runs, and its outputs and gradients."""
     with stage("config"):
         model: Any = tiny_models.tiny_model(kind, **options)
@@ -198,7 +199,7 @@ def attention_classes(model: Any) -> list[str]:
     return sorted(names - inside)
 
 
-def outputs_and_gradients(model: Any, batch: dict[str, Any]) -> tuple[dict[str, Tensor], ...]:
+def outputs_and_gradients(model: Any, batch: dict[str, Any]) -> Outcome:
     """All floating outputs, and the gradients of all parameters of a fixed sum of them.
 
     Outputs at tokens that the attention mask hides have no meaning and do not count.
@@ -229,7 +230,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(one)
 
 
-def errors(before: Any, after: Any) -> list[float]:
+def errors(before: Outcome, after: Outcome) -> list[float]:
     """The largest difference of outputs and of gradients, relative to the largest entry.
 
     A missing tensor is infinitely different.

@@ -86,7 +86,7 @@ def publish(
             raise UsageError(f"--against must have other results than DIR, both have {min(shared)}")
         second = _second_run(groups(rows), groups(read_rows([against])))
         made["arithmetic"] = {"environment": environment, **second}
-    name = name or tasks[0]
+    name = name or str(tasks[0])
     if not re.fullmatch(rf"{re.escape(tasks[0])}(\.[a-z0-9-]+)?", name):
         raise UsageError(f"--name must be {tasks[0]} or {tasks[0]}.OTHER-WORDS, got {name!r}")
     written: dict[Path, str | bytes] = {

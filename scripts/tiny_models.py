@@ -86,7 +86,7 @@ def families() -> list[str]:
 
 def model_classes(family: str) -> dict[type, list[type]]:
     """The classes of a family's models by the class of their config, the usual ones first."""
-    classes: dict[type, list[type]] = {}
+    classes: dict[type, list[Any]] = {}
     for path in sorted((MODELS / family).glob("modeling_*.py")):
         module = importlib.import_module(f"transformers.models.{family}.{path.stem}")
         for name, one in vars(module).items():

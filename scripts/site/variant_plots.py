@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from matplotlib import rc_context
@@ -25,7 +26,7 @@ LONGEST = 2**20
 # A plot is drawn once, in light colors. The dark version has the colors replaced.
 INK, GRID, GREY, BLUE = "#323638", "#d9dde0", "#7d8590", "#0a6f87"
 DARK = {INK: "#ced6dd", GRID: "#3a4149", GREY: "#99a2ac", BLUE: "#3fc5dd"}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text uses the fonts of the page
     "svg.hashsalt": "attnzoo",  # gives the same ids in each build
     **dict.fromkeys(("xtick.color", "ytick.color", "axes.labelcolor", "axes.edgecolor"), INK),
@@ -80,7 +81,7 @@ def growth_plot(name: str) -> str:
 
 
 def drawn(
-    x: Sequence[float], lines: dict[str, Sequence[float]], x_label: str, y_label: str
+    x: Sequence[float], lines: Mapping[str, Sequence[float]], x_label: str, y_label: str
 ) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(4.6, 3.2), layout="constrained")
     axes = figure.subplots()
