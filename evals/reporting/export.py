@@ -17,8 +17,8 @@ from commandline.errors import UsageError
 from commandline.files import write_whole
 from evals.options import check_unique
 from evals.reporting import plots
+from evals.reporting.figures import pictures
 from evals.reporting.formats import FORMATS
-from evals.reporting.pictures import figures
 from evals.results.store import read_rows
 from evals.results.summary import Group, groups, version_warnings
 from evals.results.summary_csv import Summary, summary_of
@@ -70,9 +70,8 @@ def main(args: argparse.Namespace) -> int:
         if metrics and args.figures:
             heads = fitted(group) if group.task.axis == "n" and not group.is_pretrained else []
             for kind in args.figures:  # drawn anew, because saving a figure changes its layout
-                for drawing in figures(group, heads, metrics):
-                    path = args.out / f"{name}-{drawing.name}.{kind}"
-                    files[path] = FIGURES[kind](drawing.figure)
+                for picture in pictures(group, heads, metrics, FIGURES[kind]):
+                    files[args.out / f"{name}-{picture.name}.{kind}"] = picture.data
     if args.figures and not files:
         raise UsageError("--figures needs results that have figures of these metrics, got none")
     if args.format is not None:

@@ -3,6 +3,7 @@ no network and no server. Its markup, style and script are in ``template``."""
 
 from __future__ import annotations
 
+import csv
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,11 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from commandline.errors import UsageError
 from commandline.files import write_whole
-from commandline.table import Table
+from commandline.table import Table, read_tables
 from evals.reporting import curves, tables
-from evals.reporting.pictures import Picture
+from evals.reporting.figures import Picture
 from evals.reporting.shown import ShownGroup
 from evals.reporting.tables import (
     EFFECTIVE_NOTE,
@@ -31,8 +33,10 @@ from evals.reporting.tables import (
 from evals.results.rows import Row
 from evals.results.summary import UNTRAINED, Group, Point, Series, at, version_warnings
 from evals.results.summary_csv import Summary
+from evals.theory import in_context, ranks
 
 TEMPLATE = Path(__file__).parent / "template"
+COMMANDS = {"ranks": ranks.ABOUT, in_context.NAME: in_context.ABOUT}
 _OPEN = 12  # longer lists of failures start collapsed
 _VERSIONS = ("schedule", "data", "torch", "attnzoo", "commit", "device")
 _SETTINGS = {"train_shortest": "shortest train length", "train_longest": "train length"}
@@ -109,7 +113,7 @@ class Section:
         return [
             score.title.split(":")[0], at(group.task, group.settings["train_longest"]),
             at(group.task, group.xs[-1]), len(group.series), len(group.seeds), failed or NONE,
-            NONE if value is None else f"{group.name(best)}: {top}",
+            NONE if value is None else f"{self.summary.label(best)}: {top}",
         ]  # fmt: skip
 
     def how_to_read(self) -> str:
@@ -278,3 +282,36 @@ def _what_was_run(groups: Sequence[Group]) -> str:
     words = ", ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
     versions = [f"{name} {_values(rows, name)}" for name in ("attnzoo", "torch", "commit")]
     return f"{words}; {', '.join(versions)}, on {_values(rows, 'device')}."
+
+
+# ---- results of the commands ``ranks`` and ``in-context``
+
+
+def stored(folders: Sequence[Path]) -> list[Section]:
+    """The results of the commands in these folders, in the order of `COMMANDS`.
+
+    Each command writes its tables to a CSV file and may write a figure beside it.
+
+    Raises:
+        UsageError: a file with the name of a command's tables has other contents.
+    """
+    return [
+        _read(folder, name, number, many=len(folders) > 1)
+        for name in COMMANDS
+        for number, folder in enumerate(folders, 1)
+        if (folder / f"{name}.csv").is_file()
+    ]
+
+
+def _read(folder: Path, name: str, number: int, many: bool) -> Section:
+    file, image = folder / f"{name}.csv", folder / f"{name}.png"
+    try:
+        tables = read_tables(file.read_text(encoding="utf-8"))
+    except (ValueError, csv.Error) as error:
+        raise UsageError(
+            f"{file}: {error}; write it again with python -m evals {name} --out {folder}"
+        ) from error
+    title = f"Figure of {name}"
+    pictures = [Picture(name, title, "theory", image.read_bytes())] if image.is_file() else []
+    heading, ident = (f"{name} · {folder}", f"{name}-{number}") if many else (name, name)
+    return Section(ident, heading, COMMANDS[name], "Theory", [Block("", "", tables, pictures)])

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from commandline.table import Table
-from evals.reporting import adapt, pretrained_tables
-from evals.reporting.pictures import Picture, pictures
+from evals.reporting import pretrained_tables
+from evals.reporting.figures import Picture, pictures
 from evals.reporting.tables import notes, notes_of_experiment, tables_of_experiment, tables_of_task
 from evals.results.summary import Group, failures
 from evals.results.summary_csv import Summary, summary_of
@@ -62,7 +62,7 @@ class ShownGroup:
         """A paragraph about the task or model."""
         if not self.group.is_pretrained:
             return self.group.task.about
-        trained = ", without training" * (not adapt.trainings(self.group))
+        trained = ", without training" * (not pretrained_tables.trainings(self.group))
         lines = "; ".join([*self.notes, *failures(self.group)])
         about = "Attention variants are substituted at inference"
         return f"{self.group.title}. {about}{trained}. {lines}."

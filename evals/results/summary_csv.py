@@ -18,24 +18,12 @@ from typing import Any
 from commandline.errors import UsageError
 from evals.results import pretrained
 from evals.results.statistics import Estimate, estimate
-from evals.results.summary import Group, Point, Series, metrics_of, task_of
-from evals.results.tuned import tuned_cells
+from evals.results.summary import Group, Point, Series, SeriesFacts, metrics_of, task_of
+from evals.results.tuned import chosen_score
 from evals.task import Metric
 
 ENDS = ("", "_se", "_low", "_high")
 EFFECTIVE_SHARE = 0.85  # of the score at the train length, see `Summary.effective`
-
-
-@dataclass(frozen=True)
-class SeriesFacts:
-    """What a summary says about a series: the number of untrained seeds, whether the seeds disagree
-    at the train length, whether the sweep of an untrained series chose its smallest or largest
-    value, and the tuned values in words."""
-
-    untrained: int = 0
-    unstable: bool = False
-    at_edge: bool = False
-    tuned: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,8 +59,17 @@ class Summary:
     distinction: str = ""
     remarks: tuple[str, ...] = ()
 
+    @property
+    def title(self) -> str:
+        """The name of the task, and what distinguishes the group from others of it."""
+        return f"{self.task.name} ({self.distinction})" if self.distinction else self.task.name
+
     def mean(self, series: Series, x: Any, name: str) -> Estimate | None:
         return self.means.get((series, x, name))
+
+    def label(self, series: Series) -> str:
+        """The label of a series with its marks."""
+        return series.label + self.lines[series].marks(self.seeds)
 
     def ranked(self, metric: Metric) -> list[Series]:
         """The series sorted by the value at the longest length; those without one come last."""
@@ -194,16 +191,16 @@ def _of_points(
         means[difference(task)] = estimate(point.versus_baseline)
         line: dict[str, Any] = {"task": task.name, "variant": series.variant}
         if of_length:
-            tuned, validation = tuned_cells(group.tuned(series))
+            facts, tuned = group.facts(series), group.tuned(series)
             line |= {"positions": series.detail or "none", "length": point.x}
             line |= {"seeds": len(point.values(score)), "failed": _statuses(point)}
-            line |= {"untrained": group.untrained(series)}
+            line |= {"untrained": facts.untrained}
             after = {
                 f"{score}_p_holm": number_text(p.get((series, point.x))),
-                "unstable": int(group.unstable(series)),
-                "at_edge": int(group.at_edge(series)),
-                "tuned": tuned,
-                "validation": validation,
+                "unstable": int(facts.unstable),
+                "at_edge": int(facts.at_edge),
+                "tuned": facts.tuned,
+                "validation": number_text(chosen_score(tuned)),
             }
         elif point.rows:
             line |= {"condition": point.x, "seeds": len(group.seeds), "failed": _statuses(point)}

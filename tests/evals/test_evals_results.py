@@ -59,8 +59,8 @@ def test_differences_from_the_baseline_are_paired_by_seed() -> None:
 def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
     rows = [row("softmax", 0.95), row("ssmax", 0.949), row("ssmax", 1.0, length=64)]
     (group,) = groups(rows)
-    assert group.untrained(SOFTMAX) == 0
-    assert group.untrained(SSMAX) == 1
+    assert group.facts(SOFTMAX).untrained == 0
+    assert group.facts(SSMAX).untrained == 1
     shown = ShownGroup(group)
     assert {line[0] for line in shown.tables[0].rows} == {"softmax", "ssmax † 1/1"}
     assert "chance 10.0" in shown.tables[0].title
@@ -68,11 +68,13 @@ def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
         "† 1/1: did not reach 95 % at the train length (n = 16) with these settings, not tuned"
     ]
     seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
-    assert groups(seeds)[0].untrained(SOFTMAX) == 2  # the failed seed and the seed with score 0.5
+    assert (
+        groups(seeds)[0].facts(SOFTMAX).untrained == 2
+    )  # the failed seed and the seed with score 0.5
     (partial,) = groups([*rows, row("softmax", 0.99, seed=1)])  # ssmax has no seed 1
     assert partial.name(SSMAX) == "ssmax † 1/2"  # not 2/2
     (text,) = groups([row("softmax", 4.0, task="language-model", positions="rope")])
-    assert text.untrained(Series("softmax", "rope")) == 0
+    assert text.facts(Series("softmax", "rope")).untrained == 0
 
 
 def test_a_repeated_run_of_another_shard_replaces_a_failure(tmp_path: Path) -> None:

@@ -140,4 +140,4 @@ def test_a_row_whose_seeds_disagree_is_marked_unstable() -> None:
         r | {"task": "language-model", "metrics": {"bits": 5 * r["metrics"]["accuracy"]}}
         for r in rows
     ])  # fmt: skip
-    assert not any(map(losses.unstable, losses.series))
+    assert not any(losses.facts(series).unstable for series in losses.series)
