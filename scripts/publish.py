@@ -155,8 +155,7 @@ def _second_run(ours: Sequence[Group], others: Sequence[Group]) -> dict[str, Any
         raise UsageError(f"--against must have {difference}")
     holds: dict[str, bool] = {}
     for change in changes:
-        label = change.series.label
-        holds[label] = holds.get(label, True) and compare.holds(change)
+        holds[change.label] = holds.get(change.label, True) and change.holds
     scores = _scores(theirs)
     return {"holds": holds, "scores": {label: scores[label] for label in holds}}
 

@@ -28,10 +28,8 @@ def csv_text(points: pd.DataFrame) -> str:
 
     The column ``held`` is 1 if the deviation is checked against the tolerance, otherwise 0.
     """
-    formats = {"measured": "{:.12g}", "predicted": "{:.12g}", "deviation": "{:.3g}",
-               "held": "{:d}", "failed": "{:d}"}  # fmt: skip
-    texts = {name: points[name].map(text.format) for name, text in formats.items()}
-    return points.assign(**texts).drop(columns="holds").to_csv(index=False, lineterminator="\n")
+    lines = points.drop(columns="holds").astype({"held": int, "failed": int})
+    return lines.to_csv(index=False, lineterminator="\n", float_format="%.12g")
 
 
 def plot(points: pd.DataFrame) -> Figure:

@@ -39,19 +39,19 @@ _RETRIEVAL = {
 
 def by_length(summary: Summary, spread: str = WIDE_RANGE) -> dict[str, Table]:
     """A table of each metric that was measured, and of the rise of the loss."""
-    score = summary.task.score
-    tables = {score.name: _table(summary, score, score.title, _NOTES[score.name], spread)}
-    title = f"Rise of the loss above the model {BASELINE}, nats per token"
+    score, *others = summary.task.metrics
+    rise = f"Rise of the loss above the model {BASELINE}, nats per token"
     note = f"Minus the loss of the model {BASELINE}, paired by sample."
-    tables[RISE] = metric_table(summary, score, title, spread, RISE, note)
-    for metric in summary.task.metrics[1:]:
-        note = _NOTES.get(metric.name, "")
-        tables[metric.name] = _table(summary, metric, metric.title, note, spread)
+    tables = {
+        score.name: metric_table(summary, score, score.title, spread, note=_NOTES[score.name]),
+        RISE: metric_table(summary, score, rise, spread, RISE, note),
+    } | {
+        metric.name: metric_table(
+            summary, metric, metric.title, spread, note=_NOTES.get(metric.name, "")
+        )
+        for metric in others
+    }
     return {name: table for name, table in tables.items() if table is not None}
-
-
-def _table(summary: Summary, metric: Metric, title: str, note: str, spread: str) -> Table | None:
-    return metric_table(summary, metric, title, spread, note=note)
 
 
 def retrieval(

@@ -30,7 +30,7 @@ from evals.reporting.tables import (
     entry,
     has_effective,
 )
-from evals.results.rows import Row
+from evals.results.rows import Row, distinct
 from evals.results.summary import UNTRAINED, Group, Point, Series, at, version_warnings
 from evals.results.summary_csv import Summary
 from evals.theory import in_context, ranks
@@ -266,7 +266,7 @@ def _title(groups: Sequence[Group]) -> str:
 
 
 def _values(rows: Sequence[Row], name: str) -> str:
-    return ", ".join(sorted({str(row[name]) for row in rows if name in row}))
+    return ", ".join(map(str, distinct(rows, name)))
 
 
 def _what_was_run(groups: Sequence[Group]) -> str:

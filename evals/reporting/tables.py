@@ -294,9 +294,9 @@ def tables_of_experiment(summary: Summary, curve_of: str = "") -> list[Table]:
 def _curve_table(summary: Summary, curve_of: str) -> Table | None:
     """The curve: a line for each output layer and condition, a column for each x of the curve."""
     curves = {
-        (series, x): [pair.split(":") for pair in text.split()]
-        for (series, x), text in summary.curves.items()
-        if text and series.variant in (curve_of, curve_of or series.variant)
+        (series, x): [pair.split(":") for pair in line["curve"].split()]
+        for (series, x), line in summary.cells.items()
+        if line.get("curve") and series.variant in (curve_of, curve_of or series.variant)
     }
     if not curves:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -150,6 +150,18 @@ def is_trial(row: object) -> bool:
 def is_validation(row: Row) -> bool:
     """Whether a row is a score of a sweep. Such rows are in no table."""
     return row.get("split") == VALIDATION
+
+
+def distinct(rows: Iterable[Row], name: str) -> list[Any]:
+    """The distinct values of a field, sorted. Rows without the field are left out."""
+    return sorted({row[name] for row in rows if row.get(name) is not None})
+
+
+def differing(tables: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names whose values differ between these tables, or that some of them lack."""
+    absent = object()
+    names = dict.fromkeys(name for table in tables for name in table)
+    return [n for n in names if any(x.get(n, absent) != tables[0].get(n, absent) for x in tables)]
 
 
 def problem(row: object) -> str | None:

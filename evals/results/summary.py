@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from commandline.errors import UsageError
 from evals.results import pretrained
 from evals.results.old_rows import converted
-from evals.results.rows import Row, is_validation
+from evals.results.rows import Row, differing, distinct, is_validation
 from evals.results.statistics import Estimate, estimate, holm, t_test
 from evals.results.tuned import TUNED, at_edge, values_text
 from evals.task import Metric
@@ -362,16 +362,9 @@ def _group(rows: list[Row]) -> Group:
 def _distinction(group: Group, every: Sequence[Group]) -> str:
     """What distinguishes a group from the others of its task: the settings, data, device and
     numbers of test sequences in which they differ."""
-    described = {
-        id(other): described_settings(other) for other in every if other.task is group.task
-    }
-    names = dict.fromkeys(name for values in described.values() for name in values)
-    one, absent = described[id(group)], object()
-    differing = [
-        name for name in names
-        if any(values.get(name, absent) != one.get(name, absent) for values in described.values())
-    ]  # fmt: skip
-    return ", ".join(f"{name} {one.get(name, 'default')}" for name in differing)
+    settings = described_settings(group)
+    names = differing([described_settings(x) for x in every if x.task is group.task])
+    return ", ".join(f"{name} {settings.get(name, 'default')}" for name in names)
 
 
 def described_settings(group: Group) -> dict[str, Any]:
@@ -403,7 +396,6 @@ def version_warnings(groups: Sequence[Group]) -> list[str]:
     warnings = [f"warning: {x.task.name}: {text}" for x in groups for text in x.left_out]
     every = [row for group in groups for row in group.rows]
     for name in ("commit", "torch", "attnzoo", "arithmetic"):
-        values = sorted({str(row[name]) for row in every if name in row})
-        if len(values) > 1:
+        if len(values := distinct(every, name)) > 1:
             warnings.append(f"warning: results differ in {name}: {', '.join(values)}")
     return warnings

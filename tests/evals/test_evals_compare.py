@@ -120,6 +120,6 @@ def test_a_row_whose_seeds_change_places_does_not_hold() -> None:
         for scores in (first, second)
     )
     (change,) = compare.changes(before, after)
-    assert not compare.holds(change)
+    assert not change.holds
     (same,) = compare.changes(before, before)
-    assert compare.holds(same)
+    assert same.holds
