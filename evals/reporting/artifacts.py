@@ -75,7 +75,7 @@ def print_group(shown: ShownGroup, verbose: bool) -> None:
     """Print the main tables of a group, or with ``verbose`` all tables and all failures."""
     group = shown.group
     tables = [*shown.tables, *shown.theory_tables]
-    if shown.is_task:
+    if group.is_task:
         room = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
         if max(map(len, tables[0].text().splitlines()[2:])) > room:
             tables[0] = score_table(shown.summary, errors=False)
@@ -85,7 +85,7 @@ def print_group(shown: ShownGroup, verbose: bool) -> None:
         print(f"\n{table.text()}")
         if EFFECTIVE in table.header:
             print(f"{EFFECTIVE}: {EFFECTIVE_NOTE}")
-    if verbose and shown.is_task:
+    if verbose and group.is_task:
         print(f"\nschedule: {shown.summary.schedule}")
     for line in shown.notes:
         print(line)
@@ -96,5 +96,5 @@ def print_group(shown: ShownGroup, verbose: bool) -> None:
         print(f"failed: {len(failed) - FEW} more; --verbose lists all")
     for line in version_warnings([group]):
         print(line)
-    if not (verbose or shown.is_task) and len(tables) > shown.printed:
+    if not (verbose or group.is_task) and len(tables) > shown.printed:
         print(f"The report and --verbose show {len(tables) - shown.printed} more tables.")

@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
             summary = summary_of(group, lengths)
             tables |= {f"{name}-{metric.name}": (summary, metric) for metric in metrics}
         if metrics and args.figures:
-            heads = fitted(group) if group.task.axis == "n" and not group.is_pretrained else []
+            heads = fitted(group) if group.is_task else []
             for kind in args.figures:  # drawn anew, because saving a figure changes its layout
                 for picture in pictures(group, heads, metrics, FIGURES[kind]):
                     files[args.out / f"{name}-{picture.name}.{kind}"] = picture.data

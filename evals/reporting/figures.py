@@ -64,7 +64,7 @@ def pictures(
     write = write or plots.png
     if group.is_pretrained:
         drawn = ((name, title, "curve", x) for name, title, x in pretrained_figures(group))
-    elif group.task.axis == "n":
+    elif group.is_task:
         drawn = _of_task(group, heads, group.metrics if metrics is None else metrics)
     else:
         return []

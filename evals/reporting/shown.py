@@ -23,17 +23,13 @@ class ShownGroup:
     heads: Sequence[trained_heads.Heads] = ()
     pictures: Sequence[Picture] = ()
 
-    @property
-    def is_task(self) -> bool:
-        return self.group.task.axis == "n" and not self.group.is_pretrained
-
     @cached_property
     def summary(self) -> Summary:
         return summary_of(self.group)
 
     @cached_property
     def tables(self) -> list[Table]:
-        if self.is_task:
+        if self.group.is_task:
             return tables_of_task(self.group, self.summary)
         if self.group.is_pretrained:
             return pretrained_tables.tables(self.group, self.summary)
@@ -51,7 +47,7 @@ class ShownGroup:
     @property
     def notes(self) -> list[str]:
         """Explanations of the tables."""
-        if self.is_task:
+        if self.group.is_task:
             return notes(self.summary)
         if self.group.is_pretrained:
             return pretrained_tables.notes(self.group, self.summary)
@@ -70,6 +66,5 @@ class ShownGroup:
 
 def drawn(group: Group) -> ShownGroup:
     """The group with its fitted heads and all pictures."""
-    shown = ShownGroup(group)
-    heads = trained_heads.fitted(group) if shown.is_task else []
+    heads = trained_heads.fitted(group) if group.is_task else []
     return ShownGroup(group, heads, pictures(group, heads))

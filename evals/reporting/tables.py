@@ -101,7 +101,9 @@ def verdict(summary: Summary, series: Series, x: Any) -> str:
 
 def chance_text(metric: Metric, chance: float) -> str:
     """The score of blind guessing with its unit, such as "10 %"."""
-    return f"{metric.factor * chance:.3g}{' %' * (metric.factor == 100)}"
+    value = metric.factor * chance
+    text = "about 0" if 0 < value < 1e-3 else f"{value:.3g}"
+    return text + " %" * (metric.factor == 100)
 
 
 def p_text(p: float) -> str:

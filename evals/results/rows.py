@@ -202,6 +202,7 @@ _ALLOWED = {
     "list_type": "a list",
     "literal_error": "{expected}",
     "model_type": "a table",
+    "path_type": "a path",
     "sequence_str": "a list",
     "string_type": "text",
     "too_short": "a non-empty list",

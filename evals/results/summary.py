@@ -181,6 +181,11 @@ class Group:
         return self.task is pretrained.MODELS
 
     @property
+    def is_task(self) -> bool:
+        """Whether the results are of a task, not of an experiment or a pretrained model."""
+        return self.task.axis == "n" and not self.is_pretrained
+
+    @property
     def title(self) -> str:
         """The task, or the model, text, dtype and seed; and what distinguishes the group."""
         if not self.is_pretrained:
