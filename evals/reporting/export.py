@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ from evals.theory.trained_heads import fitted
 
 NAME = "export"
 ALL = "all"
-FIGURES = {"png": lambda figure: plots.png(figure, dpi=300), "svg": plots.svg, "pdf": plots.pdf}
+FIGURES = {
+    "png": partial(plots.png, dpi=300),
+    "svg": partial(plots.vector, kind="svg"),
+    "pdf": partial(plots.vector, kind="pdf"),
+}
 
 
 def _names(text: str) -> list[str]:

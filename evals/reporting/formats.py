@@ -5,8 +5,6 @@ A LaTeX table is a ``tabular`` without caption, for the package booktabs.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,9 +49,7 @@ def csv_tables(tables: Sequence[tuple[Summary, Metric]]) -> str:
     The length of an experiment is its condition; the position encoding of a pretrained model is the
     layers.
     """
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(CSV_HEADER)
+    rows = []
     for summary, metric in tables:
         score = metric is summary.task.score
         for series in summary.ranked(metric):
@@ -62,7 +58,7 @@ def csv_tables(tables: Sequence[tuple[Summary, Metric]]) -> str:
             for x in summary.xs:
                 value = summary.mean(series, x, metric.name)
                 versus = summary.mean(series, x, difference(summary.task)) if score else None
-                writer.writerow([
+                rows.append([
                     summary.task.name, summary.distinction, series.variant,
                     series.detail or "none", x, metric.name, *numbers(value),
                     0 if value is None else value.count, summary.failed.get((series, x), ""),
@@ -72,7 +68,10 @@ def csv_tables(tables: Sequence[tuple[Summary, Metric]]) -> str:
                     number_text(summary.p.get((series, x)) if score else None),
                     int(line.unstable), line.tuned,
                 ])  # fmt: skip
-    return file.getvalue()
+    import pandas as pd
+
+    frame = pd.DataFrame(rows, columns=CSV_HEADER, dtype=object)
+    return frame.to_csv(index=False, lineterminator="\n")
 
 
 # ---- Markdown

@@ -48,20 +48,14 @@ def png(figure: Figure, dpi: int = _DPI) -> bytes:
     return buffer.getvalue()
 
 
-def svg(figure: Figure) -> bytes:
-    """The figure as an SVG file with selectable text. The same figure gives the same bytes."""
-    return _vector(figure, "svg", {"Date": None})
+def vector(figure: Figure, kind: str) -> bytes:
+    """The figure as an SVG file with selectable text or a PDF file with TrueType fonts.
 
-
-def pdf(figure: Figure) -> bytes:
-    """The figure as a PDF file with TrueType fonts. The same figure gives the same bytes."""
-    return _vector(figure, "pdf", {"CreationDate": None})
-
-
-def _vector(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
-    buffer = io.BytesIO()
+    The same figure gives the same bytes.
+    """
+    buffer, date = io.BytesIO(), {"svg": "Date", "pdf": "CreationDate"}[kind]
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "attnzoo", "pdf.fonttype": 42}):
-        figure.savefig(buffer, format=kind, dpi=_DPI, metadata=metadata)
+        figure.savefig(buffer, format=kind, dpi=_DPI, metadata={date: None})
     return buffer.getvalue()
 
 

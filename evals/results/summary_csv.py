@@ -292,33 +292,29 @@ def by_position(group: Group, point: Point, rise: bool = False) -> dict[tuple[in
     """The mean loss of each bin of positions, (first, end), in which a sample has tokens of the
     text. The mean is over samples. With ``rise``, the loss of the model as loaded is subtracted,
     paired by sample."""
-    base = _bins(group.points.get((group.base(point.series), point.x))) if rise else {}
+    bins = _bins(point)
+    if rise:
+        base = _bins(group.points.get((group.base(point.series), point.x)))
+        bins = {place: loss - base[place] for place, loss in bins.items() if place in base}
     losses: dict[tuple[int, int], list[float]] = {}
-    for sample, bins in _bins(point).items():
-        for span, loss in bins.items():
-            if not rise or span in base.get(sample, {}):
-                losses.setdefault(span, []).append(loss - (base[sample][span] if rise else 0.0))
-    means = {span: estimate(losses[span]) for span in sorted(losses)}
-    return {span: mean for span, mean in means.items() if mean is not None}
+    for (_, span), loss in bins.items():
+        losses.setdefault(span, []).append(loss)
+    return {span: mean for span in sorted(losses) if (mean := estimate(losses[span]))}
 
 
-def _bins(point: Point | None) -> dict[int, dict[tuple[int, int], float]]:
+def _bins(point: Point | None) -> dict[tuple[int, tuple[int, int]], float]:
     """The mean loss of each bin, by sample and (first position, end)."""
     curves = {s: row["curves"] for s, row in point.scored.items()} if point else {}
     return {
-        sample: {
-            span: total / count
-            for span, total, count in zip(
-                pairwise(map(int, curve["loss_edges"])),
-                curve["loss_sum"],
-                curve["loss_count"],
-                strict=True,
-            )
-            if count
-        }
+        (sample, span): total / count
         for sample, curve in curves.items()
         if "loss_sum" in curve
-    }
+        for span, total, count in zip(
+            pairwise(map(int, curve["loss_edges"])), curve["loss_sum"], curve["loss_count"],
+            strict=True,
+        )
+        if count
+    }  # fmt: skip
 
 
 def read_summary(path: Path) -> Summary:
