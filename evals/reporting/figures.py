@@ -106,7 +106,7 @@ def theory_plot(group: Group, all_heads: Sequence[Heads] | None = None) -> Figur
     all_heads: the result of `evals.theory.trained_heads.fitted` for the group; None computes it.
     """
     all_heads = fitted(group) if all_heads is None else all_heads
-    axes, ends, weights = plots.named_axes(group), [], []
+    (figure, axes), ends, weights = plots.named_axes(group), [], []
     looks = plots.looks_of([series.label for series in group.series])
     for heads in all_heads:
         look, peaks = looks[heads.series.label], heads.mean_peaks(0)
@@ -139,7 +139,7 @@ def theory_plot(group: Group, all_heads: Sequence[Heads] | None = None) -> Figur
     title = f"{group.task.name}: largest weight of the sharpest head, and the fitted law"
     plots.add_title(axes, title, notes)
     plots.name_lines(axes, ends, log=True)
-    return axes.get_figure(root=True)
+    return figure
 
 
 # ---- pretrained models

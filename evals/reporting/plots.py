@@ -126,10 +126,11 @@ def name_lines(axes: Axes, ends: list[tuple[str, float, str]], log: bool) -> Non
         )  # fmt: skip
 
 
-def named_axes(group: Group) -> Axes:
-    """The axes of a new figure with room for the name of each series at the end of its line."""
+def named_axes(group: Group) -> tuple[Figure, Axes]:
+    """A new figure with room for the name of each series at the end of its line."""
     height = max(5.2, 1.2 + 0.27 * len(group.series))
-    return Figure(figsize=(9.6, height), layout="constrained").add_subplot()
+    figure = Figure(figsize=(9.6, height), layout="constrained")
+    return figure, figure.add_subplot()
 
 
 def add_title(axes: Axes, title: str, notes: list[str]) -> None:
@@ -159,7 +160,7 @@ def log_axis(axes: Axes, lowest: float = 1.0) -> None:
 
 def metric_plot(group: Group, metric: Metric) -> Figure:
     """One metric against n: a line per series, with a band of ± one standard error."""
-    axes, ends = named_axes(group), []
+    (figure, axes), ends = named_axes(group), []
     looks = looks_of([series.label for series in group.series])
     chance = None
     if metric is group.task.score and group.chance is not None:
@@ -199,7 +200,7 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
     distinction = f" · {group.distinction}" if group.distinction else ""
     add_title(axes, f"{group.task.name}{distinction}: {metric.title}", notes)
     name_lines(axes, ends, metric.log)
-    return axes.get_figure(root=True)
+    return figure
 
 
 # ---- heat maps
