@@ -100,7 +100,11 @@ def verdict(summary: Summary, series: Series, x: Any) -> str:
 
 
 def chance_text(metric: Metric, chance: float) -> str:
-    """The score of blind guessing with its unit, such as "10 %"."""
+    """The score of blind guessing with its unit.
+
+    >>> [chance_text(Metric("accuracy", "", factor=100), chance) for chance in (0.1, 1e-8)]
+    ['10 %', 'about 0 %']
+    """
     value = metric.factor * chance
     text = "about 0" if 0 < value < 1e-3 else f"{value:.3g}"
     return text + " %" * (metric.factor == 100)
