@@ -21,7 +21,8 @@ from typing import Any
 
 from commandline.errors import UsageError
 from commandline.files import write_whole
-from evals.reporting import compare, pretrained_plots
+from evals.reporting import compare
+from evals.reporting.figures import pretrained_figures
 from evals.reporting.pages import FIGURES, figure_path
 from evals.reporting.plots import png
 from evals.results.provenance import provenance
@@ -95,7 +96,7 @@ def publish(
     }
     figures = {figure: figure_path(to, name, figure) for figure in FIGURES}
     if is_pretrained(rows[0]):
-        for figure, _, drawn in pretrained_plots.figures(groups(rows)[0]):
+        for figure, _, drawn in pretrained_figures(groups(rows)[0]):
             if figure in figures:
                 written[figures.pop(figure)] = png(drawn)
         for path in figures.values():  # the documentation would show it above the new table
@@ -154,8 +155,7 @@ def _second_run(ours: Sequence[Group], others: Sequence[Group]) -> dict[str, Any
         raise UsageError(f"--against must have {difference}")
     holds: dict[str, bool] = {}
     for change in changes:
-        label = change.series.label
-        holds[label] = holds.get(label, True) and compare.holds(change)
+        holds[change.label] = holds.get(change.label, True) and change.holds
     scores = _scores(theirs)
     return {"holds": holds, "scores": {label: scores[label] for label in holds}}
 

@@ -43,7 +43,7 @@ from evals.pretrained.substitution import (
 )
 from evals.pretrained.training import Adapted, Recipe, Sequences, is_trained
 from evals.progress import Progress, clock, counted
-from evals.reporting.pretrained import print_tables, write_report
+from evals.reporting.artifacts import write_pretrained
 from evals.results.rows import Row, key_of
 from evals.run import NotFinite
 
@@ -77,8 +77,7 @@ def main(args: argparse.Namespace) -> int:
             torch.cuda.empty_cache()
 
     def show(rows: list[Row], others: list[Row]) -> None:
-        print_tables(rows, args.verbose)
-        print(f"\nReport: {write_report([*others, *rows], args.out)}")
+        write_pretrained(rows, others, args.out, args.verbose)
 
     status = carry_out(studies, show, list(failed.values()))
     if args.save is not None and not failed:

@@ -1,19 +1,24 @@
-"""Writes one report of all results, and each task's summary.csv and figures; prints the tables."""
+"""Prints the tables of results, and writes one report of all results and each task's summary.csv
+and figures."""
 
 from __future__ import annotations
 
+import math
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from commandline.files import write_whole
-from evals.reporting.console import print_group
-from evals.reporting.report import write_page
+from evals.reporting.report import stored, write_page
 from evals.reporting.shown import ShownGroup, drawn
-from evals.reporting.stored import stored
+from evals.reporting.tables import EFFECTIVE, EFFECTIVE_NOTE, score_table
 from evals.results.rows import Row
 from evals.results.store import read_rows
-from evals.results.summary import groups
+from evals.results.summary import failures, groups, version_warnings
 from evals.results.summary_csv import csv_text
+
+FEW = 5  # without --verbose, at most this many failures are listed
 
 
 def write_results(rows: Sequence[Row], out: Path, note: str, verbose: bool = False) -> None:
@@ -36,6 +41,18 @@ def write_results(rows: Sequence[Row], out: Path, note: str, verbose: bool = Fal
         print(f"\n{note}\nReport: {write_page(page, shown, note, stored([out]))}")
 
 
+def write_pretrained(
+    rows: Sequence[Row], others: Sequence[Row], out: Path, verbose: bool = False
+) -> None:
+    """Print the tables of rows of pretrained models, and write the report, summary.csv and figures
+    of these and other rows."""
+    for group in groups(rows):
+        print_group(ShownGroup(group), verbose)
+    shown = [drawn(group) for group in groups([*others, *rows])]
+    write_group_files(shown, out)
+    print(f"\nReport: {write_page(out / 'report.html', shown, '')}")
+
+
 def write_group_files(shown: Sequence[ShownGroup], folder: Path) -> None:
     """Write summary.csv and the figures of the groups of one task."""
     write_whole(folder / "summary.csv", csv_text([one.group for one in shown]))
@@ -52,3 +69,32 @@ def main(folders: Sequence[Path], out: Path | None) -> int:
     page = out or folders[0] / "report.html"
     print(f"Report: {write_page(page, shown, note, stored(folders))}")
     return 0
+
+
+def print_group(shown: ShownGroup, verbose: bool) -> None:
+    """Print the main tables of a group, or with ``verbose`` all tables and all failures."""
+    group = shown.group
+    tables = [*shown.tables, *shown.theory_tables]
+    if group.is_task:
+        room = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+        if max(map(len, tables[0].text().splitlines()[2:])) > room:
+            tables[0] = score_table(shown.summary, errors=False)
+    else:
+        print(f"\n{group.title}")
+    for table in tables if verbose else tables[: shown.printed]:
+        print(f"\n{table.text()}")
+        if EFFECTIVE in table.header:
+            print(f"{EFFECTIVE}: {EFFECTIVE_NOTE}")
+    if verbose and group.is_task:
+        print(f"\nschedule: {shown.summary.schedule}")
+    for line in shown.notes:
+        print(line)
+    failed = failures(group)
+    for line in failed if verbose else failed[:FEW]:
+        print(line)
+    if len(failed) > FEW and not verbose:
+        print(f"failed: {len(failed) - FEW} more; --verbose lists all")
+    for line in version_warnings([group]):
+        print(line)
+    if not (verbose or group.is_task) and len(tables) > shown.printed:
+        print(f"The report and --verbose show {len(tables) - shown.printed} more tables.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,31 +13,60 @@ from typing import Any
 from commandline.errors import UsageError
 from commandline.table import Table
 from evals.reporting.tables import ERROR, number, shown
+from evals.results.rows import differing, distinct
 from evals.results.statistics import Estimate, estimate
 from evals.results.store import read_rows
-from evals.results.summary import SPREAD, Group, Point, Series, at, described_settings, groups
+from evals.results.summary import SPREAD, Group, Point, at, described_settings, groups
 
 
 @dataclass(frozen=True)
 class Change:
-    """The scores of one series at one x, in A and in B.
+    """One series at one x in A and in B. after: None if B lacks it."""
 
-    steady: whether no seed's score changed by more than `SPREAD`, or the task has no such limit.
-    gain: positive if B is better; None if B lacks a seed of A. problem: why gain is None.
-    """
+    before: Point
+    after: Point | None
 
-    task: Any
-    series: Series
-    x: Any
-    before: Estimate
-    after: Estimate | None
-    gain: Estimate | None
-    problem: str = ""
-    steady: bool = True
+    @property
+    def task(self) -> Any:
+        return self.before.group.task
+
+    @property
+    def label(self) -> str:
+        return self.before.series.label
 
     @property
     def place(self) -> str:
-        return at(self.task, self.x)
+        return at(self.task, self.before.x)
+
+    @cached_property
+    def scores(self) -> tuple[dict[int, float], dict[int, float]]:
+        """The scores in A and in B, by seed."""
+        name = self.task.score.name
+        return self.before.values(name), self.after.values(name) if self.after else {}
+
+    @property
+    def means(self) -> tuple[Estimate | None, Estimate | None]:
+        """The mean scores in A and in B."""
+        before, after = (estimate(list(scores.values())) for scores in self.scores)
+        return before, after
+
+    @property
+    def gains(self) -> list[float]:
+        """The gain of each seed, positive if B is better."""
+        (before, after), sign = self.scores, -1.0 if self.task.score.lower_is_better else 1.0
+        return [sign * (after[seed] - before[seed]) for seed in before if seed in after]
+
+    @property
+    def problem(self) -> str:
+        """Why there is no gain; empty if B has all seeds of A."""
+        if not (missing := sorted(self.scores[0].keys() - self.scores[1].keys())):
+            return ""
+        failed = "+".join(self.after.failures) if self.after else ""
+        return f"B has no seed {', '.join(map(str, missing))} ({failed or 'missing'})"
+
+    @property
+    def gain(self) -> Estimate | None:
+        return None if self.problem else estimate(self.gains)
 
     @property
     def gain_text(self) -> str:
@@ -45,6 +75,20 @@ class Change:
     def fails(self, below: float) -> bool:
         """True if the gain is missing or less than ``below``, in the unit of the tables."""
         return self.gain is None or not self.task.score.factor * self.gain.mean >= below
+
+    @property
+    def holds(self) -> bool:
+        """Whether the 95 % intervals of A and B overlap, and no seed's score changed by more than
+        `SPREAD`; a task without ``trained_score`` has no such limit.
+
+        False if B lacks a seed of A. A single seed's interval is its score. The intervals of seeds
+        that fail now and then are wide.
+        """
+        jumps = self.task.trained_score is not None and any(abs(x) > SPREAD for x in self.gains)
+        if self.problem or jumps:
+            return False
+        (low, high), (least, most) = (x.interval or (x.mean, x.mean) for x in self.means if x)
+        return low <= most and least <= high
 
 
 def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
@@ -62,30 +106,12 @@ def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
                     f"test sequences, got {names.count(name)} groups"
                 )
     points = {group.task.name: group.points for group in after}
-    return [
-        change
+    every = [
+        Change(point, points.get(group.task.name, {}).get(key))
         for group in before
         for key, point in group.points.items()
-        if (change := _change(point, points.get(group.task.name, {}).get(key))) is not None
     ]
-
-
-def _change(point: Point, other: Point | None) -> Change | None:
-    task, name = point.group.task, point.group.task.score.name
-    before, after = point.values(name), other.values(name) if other else {}
-    if (mean := estimate(list(before.values()))) is None:
-        return None
-    sign = -1.0 if task.score.lower_is_better else 1.0
-    paired = [sign * (after[seed] - before[seed]) for seed in before if seed in after]
-    problem = ""
-    if missing := sorted(set(before) - set(after)):
-        failed = "+".join(other.failures) if other else ""
-        problem = f"B has no seed {', '.join(map(str, missing))} ({failed or 'missing'})"
-    return Change(
-        task, point.series, point.x, mean, estimate(list(after.values())),
-        None if problem else estimate(paired), problem,
-        task.trained_score is None or all(abs(x) <= SPREAD for x in paired),
-    )  # fmt: skip
+    return [change for change in every if change.scores[0]]
 
 
 def table(changes: Sequence[Change]) -> Table:
@@ -93,39 +119,23 @@ def table(changes: Sequence[Change]) -> Table:
     task = changes[0].task
     rows = [
         [
-            change.series.label,
-            str(change.x),
-            *(shown(side, task.score, ERROR) for side in (change.before, change.after)),
-            change.gain_text,
+            change.label, str(change.before.x),
+            *(shown(mean, task.score, ERROR) for mean in change.means), change.gain_text,
         ]
         for change in changes
-    ]
+    ]  # fmt: skip
     title = f"{task.name}: {task.score.title} (gain: positive if B is better; paired by seed)"
     return Table(title, ["variant", task.axis, "A", "B", "gain"], rows)
-
-
-def holds(change: Change) -> bool:
-    """Whether the 95 % intervals of A and B overlap, and no seed's score changed by much.
-
-    False if B lacks a seed of A. A single seed's interval is its score. The intervals of seeds that
-    fail now and then are wide.
-    """
-    if change.problem or change.after is None or not change.steady:
-        return False
-    (low, high), (least, most) = (
-        side.interval or (side.mean, side.mean) for side in (change.before, change.after)
-    )
-    return low <= most and least <= high
 
 
 def holding(changes: Sequence[Change]) -> Iterator[str]:
     """Lines that name the rows of A that hold in B, and those that do not, and where."""
     rows: dict[tuple[str, str], list[Change]] = {}
     for change in changes:
-        rows.setdefault((change.task.name, change.series.label), []).append(change)
+        rows.setdefault((change.task.name, change.label), []).append(change)
     held = 0
     for (task, label), row_changes in rows.items():
-        broken = [change for change in row_changes if not holds(change)]
+        broken = [change for change in row_changes if not change.holds]
         held += not broken
         where = ", ".join(f"{change.place} ({_means(change)})" for change in broken)
         yield f"{task}, {label}: {f'does not hold at {where}' if broken else 'holds'}"
@@ -136,29 +146,26 @@ def holding(changes: Sequence[Change]) -> Iterator[str]:
 
 
 def _means(change: Change) -> str:
-    score, after = change.task.score, change.after
-    other = "none" if after is None else number(score, after.mean)
-    return change.problem or f"{number(score, change.before.mean)} in A, {other} in B"
+    before, after = (number(change.task.score, x.mean) if x else "none" for x in change.means)
+    return change.problem or f"{before} in A, {after} in B"
 
 
-def _pairs(before: Sequence[Group], after: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
-    after_by_task = {group.task.name: group for group in after}
-    for group in before:
-        if group.task.name in after_by_task:
-            yield group, after_by_task[group.task.name]
-
-
-def differing(before: Sequence[Group], after: Sequence[Group]) -> Iterator[str]:
+def notes(before: Sequence[Group], after: Sequence[Group]) -> Iterator[str]:
     """A line for each setting, kind of data or version that differs between A and B, and for seeds
     that only B has."""
-    for group, other in _pairs(before, after):
-        name = group.task.name
-        values, others = _conditions(group), _conditions(other)
-        for key in dict.fromkeys([*values, *others]):
-            if values.get(key) != others.get(key):
-                yield f"note: {name} has {key} = {values.get(key)} in A and {others.get(key)} in B"
-        both = [(point, other.points[k]) for k, point in group.points.items() if k in other.points]
-        seeds = [(set(point.scored), set(other_point.scored)) for point, other_point in both]
+    by_task = {group.task.name: group for group in after}
+    for group in before:
+        name, other = group.task.name, by_task.get(group.task.name)
+        if other is None:
+            continue
+        values, others = both = [_conditions(group), _conditions(other)]
+        for key in differing(both):
+            yield f"note: {name} has {key} = {values.get(key)} in A and {others.get(key)} in B"
+        seeds = [
+            (set(point.scored), set(other.points[key].scored))
+            for key, point in group.points.items()
+            if key in other.points
+        ]
         if any(more - fewer and more & fewer for fewer, more in seeds):
             yield (
                 f"note: {name} has seeds in B that A lacks: column B includes them, the gains do "
@@ -168,10 +175,8 @@ def differing(before: Sequence[Group], after: Sequence[Group]) -> Iterator[str]:
 
 def _conditions(group: Group) -> dict[str, Any]:
     """The values of a group's settings, data, test set sizes and versions, by name."""
-    values = {
-        name: ", ".join(sorted({str(row[name]) for row in group.rows}))
-        for name in ("data", "device", "torch", "attnzoo")
-    }
+    names = ("data", "device", "torch", "attnzoo")
+    values = {name: ", ".join(distinct(group.rows, name)) for name in names}
     return {**described_settings(group), **values}
 
 
@@ -189,16 +194,16 @@ def main(a: Path, b: Path, fail_below: float | None = None, hold: bool = False) 
         raise UsageError(f"A must have at least one score, got none in {a}")
     for _, of_task in groupby(all_changes, key=lambda change: change.task.name):
         print(f"{table(list(of_task)).text()}\n")
-    for line in differing(before, after):
+    for line in notes(before, after):
         print(line)
     if hold:
         print("\n".join(holding(all_changes)))
-    broken = hold and not all(map(holds, all_changes))
+    broken = hold and not all(change.holds for change in all_changes)
     failed = []
     if fail_below is not None:
         failed = [change for change in all_changes if change.fails(fail_below)]
         for change in failed:
-            print(f"below {fail_below:g}: {change.task.name}, {change.series.label}, "
+            print(f"below {fail_below:g}: {change.task.name}, {change.label}, "
                   f"{change.place}: {change.gain_text}")  # fmt: skip
         gains = f"{len(all_changes) - len(failed)} of {len(all_changes)} gains"
         print(f"{gains} are at least {fail_below:g}")

@@ -90,7 +90,8 @@ def figure(summary: Summary) -> str:
     lines = {series: _points(summary, series, box) for series in ranked}
     ends = sorted((points[-1][1], rank, points[-1][0])
                   for rank, points in enumerate(lines.values()) if points)  # fmt: skip
-    heights = _apart([y for y, _, _ in ends])
+    gap = min(14.0, (_BOTTOM - _TOP) / max(1, len(ends)))
+    heights = apart([y for y, _, _ in ends], gap, _TOP, _BOTTOM)
     for (y, rank, x), height in zip(ends, heights, strict=True):
         series = ranked[rank]
         colour = _look(rank, series).split("'")[1]
@@ -110,15 +111,12 @@ def _text(x: float, y: float, text: str, look: str) -> str:
     return f"<text x='{x:.4g}' y='{y:.4g}' {look}{fill}>{escape(text)}</text>"
 
 
-def _apart(heights: Sequence[float]) -> list[float]:
+def apart(heights: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Increasing heights, moved so that the names at these heights do not touch."""
-    gap, bottom = min(14.0, (_BOTTOM - _TOP) / max(1, len(heights))), float(_BOTTOM)
-    moved = []
+    moved: list[float] = []
     for height in reversed(heights):
-        moved.append(min(height, bottom))
-        bottom = moved[-1] - gap
-    top, placed = float(_TOP), []
+        moved.append(min(height, moved[-1] - gap if moved else high))
+    placed: list[float] = []
     for height in reversed(moved):
-        placed.append(max(height, top))
-        top = placed[-1] + gap
+        placed.append(max(height, placed[-1] + gap if placed else low))
     return placed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from commandline.errors import UsageError
 from commandline.files import write_whole
 from evals.options import check_unique
 from evals.reporting import plots
+from evals.reporting.figures import pictures
 from evals.reporting.formats import FORMATS
-from evals.reporting.pictures import figures
 from evals.results.store import read_rows
 from evals.results.summary import Group, groups, version_warnings
 from evals.results.summary_csv import Summary, summary_of
@@ -27,7 +28,11 @@ from evals.theory.trained_heads import fitted
 
 NAME = "export"
 ALL = "all"
-FIGURES = {"png": lambda figure: plots.png(figure, dpi=300), "svg": plots.svg, "pdf": plots.pdf}
+FIGURES = {
+    "png": partial(plots.png, dpi=300),
+    "svg": partial(plots.vector, kind="svg"),
+    "pdf": partial(plots.vector, kind="pdf"),
+}
 
 
 def _names(text: str) -> list[str]:
@@ -68,11 +73,10 @@ def main(args: argparse.Namespace) -> int:
             summary = summary_of(group, lengths)
             tables |= {f"{name}-{metric.name}": (summary, metric) for metric in metrics}
         if metrics and args.figures:
-            heads = fitted(group) if group.task.axis == "n" and not group.is_pretrained else []
+            heads = fitted(group) if group.is_task else []
             for kind in args.figures:  # drawn anew, because saving a figure changes its layout
-                for drawing in figures(group, heads, metrics):
-                    path = args.out / f"{name}-{drawing.name}.{kind}"
-                    files[path] = FIGURES[kind](drawing.figure)
+                for picture in pictures(group, heads, metrics, FIGURES[kind]):
+                    files[args.out / f"{name}-{picture.name}.{kind}"] = picture.data
     if args.figures and not files:
         raise UsageError("--figures needs results that have figures of these metrics, got none")
     if args.format is not None:

@@ -5,8 +5,6 @@ A LaTeX table is a ``tabular`` without caption, for the package booktabs.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,14 +18,13 @@ from evals.reporting.tables import (
     PARTIAL,
     RANGE,
     WORSE,
-    effective_text,
     entry,
     has_effective,
     heads,
     is_partial,
-    marks,
     notes,
     number,
+    ranked_rows,
     short_lengths,
     title_of,
     verdict,
@@ -52,9 +49,7 @@ def csv_tables(tables: Sequence[tuple[Summary, Metric]]) -> str:
     The length of an experiment is its condition; the position encoding of a pretrained model is the
     layers.
     """
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(CSV_HEADER)
+    rows = []
     for summary, metric in tables:
         score = metric is summary.task.score
         for series in summary.ranked(metric):
@@ -63,7 +58,7 @@ def csv_tables(tables: Sequence[tuple[Summary, Metric]]) -> str:
             for x in summary.xs:
                 value = summary.mean(series, x, metric.name)
                 versus = summary.mean(series, x, difference(summary.task)) if score else None
-                writer.writerow([
+                rows.append([
                     summary.task.name, summary.distinction, series.variant,
                     series.detail or "none", x, metric.name, *numbers(value),
                     0 if value is None else value.count, summary.failed.get((series, x), ""),
@@ -73,7 +68,10 @@ def csv_tables(tables: Sequence[tuple[Summary, Metric]]) -> str:
                     number_text(summary.p.get((series, x)) if score else None),
                     int(line.unstable), line.tuned,
                 ])  # fmt: skip
-    return file.getvalue()
+    import pandas as pd
+
+    frame = pd.DataFrame(rows, columns=CSV_HEADER, dtype=object)
+    return frame.to_csv(index=False, lineterminator="\n")
 
 
 # ---- Markdown
@@ -84,18 +82,15 @@ def markdown_table(summary: Summary, metric: Metric, broken: Sequence[str] = ())
 
     The rows with labels in ``broken`` get a mark.
     """
-    effective = has_effective(summary, metric)
-    rows = [[*heads(summary.task, summary.xs), *[EFFECTIVE] * effective]]
-    for series in summary.ranked(metric):
-        cells = [entry(summary, series, x, metric, RANGE, marked=True) for x in summary.xs]
-        cells += [effective_text(summary, series, metric)] * effective
-        rows.append([code_label(summary, series, broken), *cells])
+    header = [*heads(summary.task, summary.xs), *[EFFECTIVE] * has_effective(summary, metric)]
+    rows = ranked_rows(summary, metric, lambda series: code_label(summary, series, broken),
+                       lambda s, x: entry(summary, s, x, metric, RANGE, marked=True))  # fmt: skip
     name = summary.task.name
     title = title_of(summary, metric).replace(name, f"**{name}**", 1)
     title += f" Training schedule: {summary.schedule}." * bool(summary.schedule)
     lines = " ".join(f"{note}." for note in notes(summary, metric))
     end = f"\n{escaped(lines)}\n" if lines else ""
-    return f"{title}\n\n{markdown(rows, right=True)}{end}"
+    return f"{title}\n\n{markdown([header, *rows], right=True)}{end}"
 
 
 def short_table(summary: Summary, broken: Sequence[str] = ()) -> str:
@@ -104,23 +99,23 @@ def short_table(summary: Summary, broken: Sequence[str] = ()) -> str:
     The rows are numbered, the best first.
     """
     score, lengths = summary.task.score, short_lengths(summary)
-    effective = has_effective(summary, score)
-    columns = [f"n = {x} <small>{distance}</small>" for x, distance in lengths]
-    columns += ["effective <small>length</small>"] * effective
-    rows = [["variant", *columns, "curve"]]
-    for rank, series in enumerate(summary.ranked(score)):
-        cells = [entry(summary, series, x, score, HALF, marked=True) for x, _ in lengths]
-        cells += [effective_text(summary, series, score)] * effective
-        label = f"{rank + 1}. {code_label(summary, series, broken)}"
-        rows.append([label, *cells, curves.sparkline(summary, rank, series)])
-    return markdown(rows, right=True)
+    header = ["variant", *(f"n = {x} <small>{distance}</small>" for x, distance in lengths)]
+    header += ["effective <small>length</small>"] * has_effective(summary, score)
+    rows = ranked_rows(summary, score, lambda series: code_label(summary, series, broken),
+                       lambda s, x: entry(summary, s, x, score, HALF, marked=True),
+                       [x for x, _ in lengths])  # fmt: skip
+    drawn = [
+        [f"{rank + 1}. {row[0]}", *row[1:], curves.sparkline(summary, rank, series)]
+        for rank, (series, row) in enumerate(zip(summary.ranked(score), rows, strict=True))
+    ]
+    return markdown([[*header, "curve"], *drawn], right=True)
 
 
 def code_label(summary: Summary, series: Series, broken: Sequence[str] = ()) -> str:
     """The name of a line in Markdown, with its marks."""
     detail = f" {series.detail}" if series.detail else ""
-    mark = f" {BROKEN}" * (series.label in broken)
-    return f"`{' '.join(series.variant.split())}`{detail}{marks(summary, series)}{mark}"
+    marks = summary.lines[series].marks(summary.seeds) + f" {BROKEN}" * (series.label in broken)
+    return f"`{' '.join(series.variant.split())}`{detail}{marks}"
 
 
 def escaped(text: str) -> str:
@@ -161,10 +156,11 @@ def latex_table(summary: Summary, metric: Metric) -> str:
         _row(["Variant", *(escape(str(x)) for x in summary.xs), *["length"] * extra]),
         r"\midrule",
     ]
-    for series in summary.ranked(metric):
-        cells = [_cell(summary, series, x, metric) for x in summary.xs]
-        length = escape(effective_text(summary, series, metric)).replace("≥", r"$\geq$")
-        body.append(_row([_label(summary, series), *cells, *[length] * extra]))
+    rows = ranked_rows(summary, metric, lambda series: _label(summary, series),
+                       lambda s, x: _cell(summary, s, x, metric))  # fmt: skip
+    for label, *cells in rows:
+        cells = [*cells[:count], *(escape(x).replace("≥", r"$\geq$") for x in cells[count:])]
+        body.append(_row([label, *cells]))
     if summary.chance is not None and metric is summary.task.score:
         chance = [number(metric, summary.chance)] * count
         body += [r"\midrule", _row(["Chance", *chance, *[""] * extra])]

@@ -18,8 +18,7 @@ from commandline.files import check_writable
 from commandline.variants import VariantCall, complete, parse_specs, split_list
 from evals.measures.arithmetic import lean_arithmetic
 from evals.options import check_registered
-from evals.reporting.plots import length_axis, looks_of, png
-from evals.reporting.theory_plots import log_axis
+from evals.reporting.plots import add_legend, length_axis, log_axis, looks_of, png, tidy
 from evals.run import NotFinite
 from evals.theory.in_context import (
     HEADS,
@@ -113,8 +112,9 @@ def plot(base: pd.DataFrame, trained: Sequence[TrainedLayer]) -> Figure:
     right.set_title(f"trained at n = {ROWS}, tested at n", loc="left", fontsize=10.5)
     for axes in (left, right):
         log_axis(axes)
+        tidy(axes)
     left.set_ylabel("loss / loss of x = 0 (log scale)")
-    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    add_legend(figure, left, columns=5)
     title = "Softmax regression in context: one attention layer against one gradient step"
     figure.suptitle(title, x=0.01, ha="left")
     return figure

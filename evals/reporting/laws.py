@@ -14,7 +14,7 @@ from commandline.files import check_writable
 from commandline.variants import load_plugin
 from evals.measures.arithmetic import lean_arithmetic
 from evals.options import check_unique
-from evals.reporting.plots import GRID, length_axis, looks_of, png
+from evals.reporting.plots import add_legend, length_axis, looks_of, png, tidy
 from evals.theory.closed_forms import LAWS, Law
 from evals.theory.laws import KAPPA, measure, measured_table, stated, tables, without_law
 from evals.theory.output import show
@@ -28,10 +28,8 @@ def csv_text(points: pd.DataFrame) -> str:
 
     The column ``held`` is 1 if the deviation is checked against the tolerance, otherwise 0.
     """
-    formats = {"measured": "{:.12g}", "predicted": "{:.12g}", "deviation": "{:.3g}",
-               "held": "{:d}", "failed": "{:d}"}  # fmt: skip
-    texts = {name: points[name].map(text.format) for name, text in formats.items()}
-    return points.assign(**texts).drop(columns="holds").to_csv(index=False, lineterminator="\n")
+    lines = points.drop(columns="holds").astype({"held": int, "failed": int})
+    return lines.to_csv(index=False, lineterminator="\n", float_format="%.12g")
 
 
 def plot(points: pd.DataFrame) -> Figure:
@@ -56,14 +54,10 @@ def plot(points: pd.DataFrame) -> Figure:
         length_axis(axes, [16, 256, 4096, 65536])
         axes.set_yscale("log")
         axes.set_title(title, loc="left", fontsize=10.5)
-        axes.grid(**GRID)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     grid[0].set_ylabel("largest weight")
     figure.suptitle("Laws (lines) and measurements in fp64 (marks)", x=0.01, ha="left")
-    entries = [axes.get_legend_handles_labels() for axes in (grid[2], grid[0])]
-    legend = {label: handle for pair in entries for handle, label in zip(*pair, strict=True)}
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=len(legend),
-                  frameon=False, fontsize=9)  # fmt: skip
+    add_legend(figure, grid[2], grid[0], columns=len(looks))
     return figure
 
 

@@ -25,10 +25,10 @@ from evals.reporting.tables import (
     HALF_NOTE,
     MOST_LENGTHS,
     chance_text,
-    effective_text,
     notes,
     notes_of_experiment,
     published_table,
+    ranked_rows,
     shown,
     tables_of_experiment,
 )
@@ -134,14 +134,8 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     name = score.title.split(":")[0].lower().replace(", %", " (%)")
     header = ["variant", f"{name} at the train length, n = {ends[0]}", f"{name} at n = {ends[1]}",
               "effective length, n"]  # fmt: skip
-    rows = [
-        [
-            code_label(summary, series),
-            *(shown(summary.mean(series, x, score.name), score) for x in ends),
-            effective_text(summary, series, score),
-        ]
-        for series in summary.ranked(score)
-    ]
+    rows = ranked_rows(summary, score, lambda series: code_label(summary, series),
+                       lambda s, x: shown(summary.mean(s, x, score.name), score), ends)  # fmt: skip
     seeds = "one seed" if summary.seeds == 1 else f"mean of {summary.seeds} seeds"
     lines = [
         f"`{task}`, {seeds}, chance {chance_text(score, summary.chance or 0.0)}.",

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from itertools import cycle
 from textwrap import fill
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -22,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from PIL import Image
 
+from evals.reporting.curves import apart
 from evals.results.summary import BASELINE, Group
 from evals.task import Metric
 
@@ -32,7 +34,6 @@ _FAINT = 1e-3  # weights at or below this have the darkest colour of a heat map
 _MAP = "cividis"
 _NAMED = 8  # a heat map with at most this many columns names each column and shows each value
 _DPI = 150
-GRID = {"color": "#dddddd", "linewidth": 0.6}
 
 
 def png(figure: Figure, dpi: int = _DPI) -> bytes:
@@ -47,24 +48,18 @@ def png(figure: Figure, dpi: int = _DPI) -> bytes:
     return buffer.getvalue()
 
 
-def svg(figure: Figure) -> bytes:
-    """The figure as an SVG file with selectable text. The same figure gives the same bytes."""
-    return _vector(figure, "svg", {"Date": None})
+def vector(figure: Figure, kind: str) -> bytes:
+    """The figure as an SVG file with selectable text or a PDF file with TrueType fonts.
 
-
-def pdf(figure: Figure) -> bytes:
-    """The figure as a PDF file with TrueType fonts. The same figure gives the same bytes."""
-    return _vector(figure, "pdf", {"CreationDate": None})
-
-
-def _vector(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
-    buffer = io.BytesIO()
+    The same figure gives the same bytes.
+    """
+    buffer, date = io.BytesIO(), {"svg": "Date", "pdf": "CreationDate"}[kind]
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "attnzoo", "pdf.fonttype": 42}):
-        figure.savefig(buffer, format=kind, dpi=_DPI, metadata=metadata)
+        figure.savefig(buffer, format=kind, dpi=_DPI, metadata={date: None})
     return buffer.getvalue()
 
 
-def looks_of(variants: list[str]) -> dict[str, dict[str, object]]:
+def looks_of(variants: list[str]) -> dict[str, dict[str, Any]]:
     """Matplotlib options for the line of each variant: colour, style, marker. Softmax is black."""
     colours, markers, looks, used = cycle(_COLOURS), cycle(_MARKERS), {}, 0
     for variant in variants:
@@ -82,9 +77,23 @@ def looks_of(variants: list[str]) -> dict[str, dict[str, object]]:
 
 def tidy(axes: Axes) -> None:
     """Light grid lines behind the data, and no frame at the top and the right."""
-    axes.grid(**GRID)
+    axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_line(axes: Axes, x: Any, y: Any, low: Any, high: Any, alpha: float, **look: Any) -> None:
+    """A line with a band from ``low`` to ``high``."""
+    axes.plot(x, y, **{"linewidth": 1.6, **look})
+    axes.fill_between(x, low, high, color=look["color"], alpha=alpha, linewidth=0)
+
+
+def add_legend(figure: Figure, *sources: Axes, columns: int = 3) -> None:
+    """A legend below the axes, with the lines of these axes; a name is shown once."""
+    pairs = [axes.get_legend_handles_labels() for axes in sources]
+    entries = {label: handle for pair in pairs for handle, label in zip(*pair, strict=True)}
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns,
+                  frameon=False, fontsize=9)  # fmt: skip
 
 
 def _darker(colour: str) -> str:
@@ -105,40 +114,30 @@ def name_lines(axes: Axes, ends: list[tuple[str, float, str]], log: bool) -> Non
             return (y - low) / (high - low)
         return math.log(max(y, low) / low) / math.log(high / low)
 
-    gap = min(0.052, 1.04 / len(ends)) if ends else 0.0
     placed = sorted((min(1.0, max(0.0, height(y))), name, colour) for name, y, colour in ends)
-    heights = [h for h, _, _ in placed]
-    for _ in range(200):  # move names apart until none overlap
-        for i in range(len(heights) - 1):
-            overlap = gap - (heights[i + 1] - heights[i])
-            if overlap > 1e-4:
-                heights[i] -= overlap / 2
-                heights[i + 1] += overlap / 2
-        heights = [min(1.02, max(-0.02, h)) for h in heights]
+    heights = apart([h for h, _, _ in placed], min(0.052, 1.04 / max(1, len(ends))), -0.02, 1.02)
     for (end, name, colour), y in zip(placed, heights, strict=True):
+        arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkB": 0,
+                 "relpos": (0, 0.5)}  # fmt: skip
         axes.annotate(
-            name,
-            xy=(1.0, end),
-            xytext=(1.04, y),
-            xycoords="axes fraction",
-            textcoords="axes fraction",
-            color=_darker(colour),
-            fontsize=9,
-            va="center",
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": colour,
-                "linewidth": 0.7,
-                "shrinkB": 0,
-                "relpos": (0, 0.5),
-            },
-        )
+            name, xy=(1.0, end), xytext=(1.04, y), xycoords="axes fraction",
+            textcoords="axes fraction", color=_darker(colour), fontsize=9, va="center",
+            annotation_clip=False, arrowprops=arrow,
+        )  # fmt: skip
 
 
-def line_height(group: Group) -> float:
-    """The height in inches of a figure with room for the name of each series."""
-    return max(5.2, 1.2 + 0.27 * len(group.series))
+def named_axes(group: Group) -> tuple[Figure, Axes]:
+    """A new figure with room for the name of each series at the end of its line."""
+    height = max(5.2, 1.2 + 0.27 * len(group.series))
+    figure = Figure(figsize=(9.6, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def add_title(axes: Axes, title: str, notes: list[str]) -> None:
+    """A title, and notes in small letters below it."""
+    axes.set_title(f"{title}\n", loc="left", fontsize=12)
+    where = {"transform": axes.transAxes, "fontsize": 8.5, "color": "#555555"}
+    axes.text(0, 1.02, "; ".join(notes), **where)
 
 
 def length_axis(axes: Axes, lengths: list[int], name: str = "number of keys n") -> None:
@@ -151,15 +150,22 @@ def length_axis(axes: Axes, lengths: list[int], name: str = "number of keys n") 
     axes.set_xlabel(f"{name} (log scale)")
 
 
+def log_axis(axes: Axes, lowest: float = 1.0) -> None:
+    """Make the y axis a log axis. lowest: the smallest value, which decides how many ticks fit."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1,) if lowest < 0.005 else (1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
 def metric_plot(group: Group, metric: Metric) -> Figure:
     """One metric against n: a line per series, with a band of ± one standard error."""
-    figure = Figure(figsize=(9.6, line_height(group)), layout="constrained")
-    axes = figure.add_subplot()
+    (figure, axes), ends = named_axes(group), []
     looks = looks_of([series.label for series in group.series])
     chance = None
     if metric is group.task.score and group.chance is not None:
         chance = metric.factor * group.chance
-    ends, values = [], [] if chance is None else [chance]
+    values = [] if chance is None else [chance]
     for series in group.series:
         means = {point.x: point.mean(metric.name) for point in group.of(series)}
         measured = {x: m for x, m in means.items() if m and (m.mean > 0 or not metric.log)}
@@ -167,17 +173,16 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
             continue
         y = np.array([metric.factor * mean.mean for mean in measured.values()])
         error = np.array([metric.factor * (mean.error or 0.0) for mean in measured.values()])
-        look = {"linewidth": 1.6, "markersize": 4.5} | looks[series.label]
-        axes.plot(list(measured), y, **look)  # type: ignore[arg-type]
         lower = np.maximum(y - error, y / 100) if metric.log else y - error
-        colour = str(look["color"])
-        axes.fill_between(list(measured), lower, y + error, color=colour, alpha=0.2, linewidth=0)
-        ends.append((series.label, float(y[-1]), colour))
+        look = {"markersize": 4.5} | looks[series.label]
+        draw_line(axes, list(measured), y, lower, y + error, alpha=0.2, **look)
+        ends.append((series.label, float(y[-1]), str(look["color"])))
         values += y.tolist()
     length_axis(axes, group.xs, "eval length n")
-    lowest = min(values, default=1.0)
     if metric.log:
-        log_axis(axes, lowest, lowest / 1.5)  # a band can reach 0, which a log axis cannot show
+        lowest = min(values, default=1.0)
+        log_axis(axes, lowest)
+        axes.set_ylim(lowest / 1.5, 1.3)  # a band can reach 0, which a log axis cannot show
     else:
         axes.set_ylim(0, 104 if metric.factor == 100 else 1.04 * max(values, default=1.0))
     first, last = group.xs[0], group.xs[-1]
@@ -193,20 +198,9 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
     if any("->" in series.variant for series in group.series):
         notes.append("dashed: a->b, trained with a, b substituted at inference")
     distinction = f" · {group.distinction}" if group.distinction else ""
-    axes.set_title(f"{group.task.name}{distinction}: {metric.title}\n", loc="left", fontsize=12)
-    where = {"transform": axes.transAxes, "fontsize": 8.5, "color": "#555555"}
-    axes.text(0, 1.02, "; ".join(notes), **where)
+    add_title(axes, f"{group.task.name}{distinction}: {metric.title}", notes)
     name_lines(axes, ends, metric.log)
     return figure
-
-
-def log_axis(axes: Axes, lowest: float, low: float) -> None:
-    """A log y axis from ``low`` to a little above 1. lowest: the smallest value."""
-    axes.set_yscale("log")
-    axes.set_ylim(low, 1.3)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1,) if lowest < 0.005 else (1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
 
 
 # ---- heat maps
@@ -231,6 +225,24 @@ def _padded(rows: list[list[float]]) -> np.ndarray:
     return cells
 
 
+def _maps(
+    cells: dict[str, list[list[float]]],
+    norm: Normalize,
+    label: str,
+    wide: int,
+    size: Any,
+    **title: Any,
+) -> tuple[Figure, list[Axes]]:
+    """A heat map for each title, all with one colour scale. size: width and height of one."""
+    figure, grid = panels(len(cells), wide, *size)
+    for axes, (text, rows) in zip(grid, cells.items(), strict=False):
+        axes.imshow(_padded(rows), cmap=_MAP, norm=norm, aspect="auto")
+        axes.set_title(fill(text, 40), **title)
+    bar = figure.colorbar(ScalarMappable(norm, _MAP), ax=grid, label=label, shrink=0.7)
+    bar.ax.yaxis.set_major_formatter("{x:g}")
+    return figure, grid[: len(cells)]
+
+
 def head_maps(
     layers_by_label: dict[str, list[list[float]]],
     label: str,
@@ -239,15 +251,12 @@ def head_maps(
     """A heat map by layer and head for each label, with one scale: ``limits``, or from the smallest
     to the largest value."""
     every = [x for layers in layers_by_label.values() for heads in layers for x in heads]
-    low, high = limits or (min(every), max(every))
-    figure, grid = panels(len(layers_by_label), 4, 2.8, 3.1)
-    for axes, (title, layers) in zip(grid, layers_by_label.items(), strict=False):
-        axes.imshow(_padded(layers), vmin=low, vmax=high, cmap=_MAP, aspect="auto")
-        axes.set_title(fill(title, 40), fontsize=7)
+    norm = Normalize(*(limits or (min(every), max(every))))
+    figure, grid = _maps(layers_by_label, norm, label, 4, (2.8, 3.1), fontsize=7)
+    for axes in grid:
         axes.set_xlabel("head", fontsize=8)
         axes.set_ylabel("layer", fontsize=8)
         axes.tick_params(labelsize=7)
-    figure.colorbar(grid[0].images[0], ax=grid, shrink=0.7, label=label)
     return figure
 
 
@@ -280,27 +289,25 @@ def heat_map(
     }
     if not drawn:
         return None
-    every = [value for points in drawn.values() for p in points for value in p.curves[curve]]
+    cells = {label: [p.curves[curve] for p in points] for label, points in drawn.items()}
+    every = [value for rows in cells.values() for row in rows for value in row]
     norm = LogNorm(_FAINT, 1, clip=True) if weights else Normalize(min(every), max(every))
-    figure, grid = panels(len(drawn), 3, 3.3, 0.9 + 0.2 * len(group.xs))
-    for index, (axes, (variant, points)) in enumerate(zip(grid, drawn.items(), strict=False)):
-        cells = _padded([p.curves[curve] for p in points])
-        axes.imshow(cells, cmap=_MAP, norm=norm, aspect="auto")
-        width = cells.shape[1]
+    label = "weight (log scale)" if weights else ""
+    size = 3.3, 0.9 + 0.2 * len(group.xs)
+    figure, grid = _maps(cells, norm, label, 3, size, fontsize=9)
+    for index, (axes, points) in enumerate(zip(grid, drawn.values(), strict=True)):
+        shades = np.asarray(axes.images[0].get_array())
+        width = shades.shape[1]
         step = -(-width // _NAMED)
-        for (row, column), value in np.ndenumerate(cells if step == 1 else cells[:, :1]):
+        for (row, column), value in np.ndenumerate(shades if step == 1 else shades[:, :1]):
             if not math.isnan(value):
                 colour = "black" if norm(value) > 0.55 else "white"
                 axes.text(column, row, _short(value), ha="center", va="center", fontsize=6,
                           color=colour)  # fmt: skip
-        axes.set_title(variant, fontsize=9)
         axes.set_yticks(range(len(points)), [str(p.x) for p in points], fontsize=7)
         axes.set_xticks(range(0, width, step), columns(width)[::step], fontsize=7)
         axes.tick_params(length=0)
         if index % 3 == 0:
             axes.set_ylabel("n", fontsize=8)
     figure.suptitle(title, fontsize=12)
-    label = "weight (log scale)" if weights else ""
-    bar = figure.colorbar(ScalarMappable(norm, _MAP), ax=grid, label=label, shrink=0.7, pad=0.02)
-    bar.ax.yaxis.set_major_formatter("{x:g}")
     return figure

@@ -1,4 +1,4 @@
-"""Tables of pretrained models.
+"""Tables of pretrained models, and of their trainings by the command ``adapt``.
 
 Each number is a mean over samples with its 95 % bootstrap interval. All variants read the same
 samples, so differences from the model as loaded are paired by sample.
@@ -6,16 +6,23 @@ samples, so differences from the model as loaded are paired by sample.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+
 from commandline.table import Table
-from evals.reporting import adapt
+from evals.progress import clock
 from evals.reporting.tables import NONE, WIDE_RANGE, by_x, entry, metric_table
 from evals.results.pretrained import BASELINE, RETRIEVAL, RISE
-from evals.results.summary import Group, Series
+from evals.results.rows import Row
+from evals.results.summary import Group, Point, Series, series_of
 from evals.results.summary_csv import Summary, by_position
 from evals.task import Metric
 
+_PREFIX = "head_learned_"
+WINDOW = 10  # steps over which the training loss is averaged
 _NOTES = {
     "loss": "Mean over samples (95 % bootstrap interval). Planted sentences do not count.",
     "retrieval": "Share of answers that greedy decoding would give exactly.",
@@ -32,19 +39,19 @@ _RETRIEVAL = {
 
 def by_length(summary: Summary, spread: str = WIDE_RANGE) -> dict[str, Table]:
     """A table of each metric that was measured, and of the rise of the loss."""
-    score = summary.task.score
-    tables = {score.name: _table(summary, score, score.title, _NOTES[score.name], spread)}
-    title = f"Rise of the loss above the model {BASELINE}, nats per token"
+    score, *others = summary.task.metrics
+    rise = f"Rise of the loss above the model {BASELINE}, nats per token"
     note = f"Minus the loss of the model {BASELINE}, paired by sample."
-    tables[RISE] = metric_table(summary, score, title, spread, RISE, note)
-    for metric in summary.task.metrics[1:]:
-        note = _NOTES.get(metric.name, "")
-        tables[metric.name] = _table(summary, metric, metric.title, note, spread)
+    tables = {
+        score.name: metric_table(summary, score, score.title, spread, note=_NOTES[score.name]),
+        RISE: metric_table(summary, score, rise, spread, RISE, note),
+    } | {
+        metric.name: metric_table(
+            summary, metric, metric.title, spread, note=_NOTES.get(metric.name, "")
+        )
+        for metric in others
+    }
     return {name: table for name, table in tables.items() if table is not None}
-
-
-def _table(summary: Summary, metric: Metric, title: str, note: str, spread: str) -> Table | None:
-    return metric_table(summary, metric, title, spread, note=note)
 
 
 def retrieval(
@@ -98,7 +105,7 @@ def tables(group: Group, summary: Summary) -> list[Table]:
         *(retrieval(summary, x, end) for end in _RETRIEVAL for x in group.xs),
     ]
     main = [first.pop(name) for name in ("loss", RISE, "retrieval") if name in first]
-    every = [*main, *more, *first.values(), *adapt.tables(group), _costs(group, summary)]
+    every = [*main, *more, *first.values(), *_training_tables(group), _costs(group, summary)]
     return [table for table in every if table is not None]
 
 
@@ -129,3 +136,55 @@ def _costs(group: Group, summary: Summary) -> Table | None:
         return f"{sum(seconds) / len(seconds):.1f}" if seconds else NONE
 
     return by_x(summary, "CPU seconds per context", text)
+
+
+# ---- trainings by the command ``adapt``
+
+
+def by_head(point: Point, name: str) -> list[list[float]]:
+    """A measure of each head, as a list for each layer; means over samples."""
+    values, counts = point.curve(f"head_{name}"), point.curve("heads")
+    ends = [0, *accumulate(map(int, counts))]
+    return [values[begin:end] for begin, end in pairwise(ends)] if values else []
+
+
+def trainings(group: Group) -> dict[Series, Row]:
+    """A row of each trained variant."""
+    return {
+        series_of(row): row for row in group.rows if "training" in row and row["status"] == "ok"
+    }
+
+
+def learned(group: Group) -> dict[str, dict[str, list[list[float]]]]:
+    """The values of each head, a list for each layer, by parameter and trained variant."""
+    layers: dict[str, dict[str, list[list[float]]]] = {}
+    for series in trainings(group):
+        point = next(point for point in group.of(series) if point.scored)
+        for curve in next(iter(point.scored.values()))["curves"]:
+            if curve.startswith(_PREFIX):
+                values = by_head(point, curve.removeprefix("head_"))
+                layers.setdefault(curve.removeprefix(_PREFIX), {})[series.label] = values
+    return layers
+
+
+def _training_tables(group: Group) -> Iterator[Table]:
+    """How each variant was trained, and what it learned."""
+    if not (trained := trainings(group)):
+        return
+    header = ["variant", "start", "parameters", "loss, first steps", "loss, last steps", "time"]
+    rows = []
+    for series, row in trained.items():
+        loss, training = row["curves"]["training_loss"], row["training"]
+        size = min(WINDOW, len(loss))
+        ends = [f"{np.mean(part):.3f}" for part in (loss[:size], loss[-size:])]
+        about = [series.label, training["start"], str(training["parameters"])]
+        rows.append([*about, *ends, clock(training["seconds"])])
+    yield Table("Training", header, rows, f"Losses are means over {WINDOW} steps, nats per token.")
+    for name, layers_by_series in learned(group).items():
+        rows = [
+            [label, str(index), *(f"{x:.4g}" for x in (np.mean(heads), min(heads), max(heads)))]
+            for label, layers in layers_by_series.items()
+            for index, heads in enumerate(layers)
+        ]
+        header = ["variant", "layer", "mean of heads", "least", "largest"]
+        yield Table(f"Learned {name}", header, rows)

@@ -3,10 +3,12 @@ no network and no server. Its markup, style and script are in ``template``."""
 
 from __future__ import annotations
 
+import csv
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +16,11 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from commandline.errors import UsageError
 from commandline.files import write_whole
-from commandline.table import Table
+from commandline.table import Table, read_tables
 from evals.reporting import curves, tables
-from evals.reporting.pictures import Picture
+from evals.reporting.figures import Picture
 from evals.reporting.shown import ShownGroup
 from evals.reporting.tables import (
     EFFECTIVE_NOTE,
@@ -28,11 +31,13 @@ from evals.reporting.tables import (
     entry,
     has_effective,
 )
-from evals.results.rows import Row
+from evals.results.rows import Row, distinct
 from evals.results.summary import UNTRAINED, Group, Point, Series, at, version_warnings
-from evals.results.summary_csv import Summary
+from evals.results.summary_csv import Summary, number_text
+from evals.theory import in_context, ranks
 
 TEMPLATE = Path(__file__).parent / "template"
+COMMANDS = {"ranks": ranks.ABOUT, in_context.NAME: in_context.ABOUT}
 _OPEN = 12  # longer lists of failures start collapsed
 _VERSIONS = ("schedule", "data", "torch", "attnzoo", "commit", "device")
 _SETTINGS = {"train_shortest": "shortest train length", "train_longest": "train length"}
@@ -63,10 +68,15 @@ class Section:
     board: bool = False
     notes: Sequence[str] = field(default_factory=list)
 
-    @property
+    @cached_property
     def group(self) -> Group:
         assert self.shown is not None
         return self.shown.group
+
+    @cached_property
+    def summary(self) -> Summary:
+        assert self.shown is not None
+        return self.shown.summary
 
     @property
     def settings(self) -> dict[str, str]:
@@ -79,18 +89,11 @@ class Section:
         seeds = {"seeds": ", ".join(map(str, self.group.seeds))}
         return settings | {name: text for name, text in versions.items() if text} | seeds
 
-    @property
-    def summary(self) -> Summary:
-        assert self.shown is not None
-        return self.shown.summary
-
     def cell(self, series: Series, x: int) -> tuple[str, float | None, float | None, str]:
         """An entry of the leaderboard: the score as shown, the score for sorting, the width of the
         bar (None if the score is not a percentage), and the HTML id of its rows."""
-        score, mean = (
-            self.group.task.score,
-            self.summary.mean(series, x, self.group.task.score.name),
-        )
+        score = self.group.task.score
+        mean = self.summary.mean(series, x, score.name)
         percent = None
         if mean is not None and score.factor == 100 and not score.lower_is_better:
             percent = round(min(100.0, max(0.0, 100 * mean.mean)), 2)
@@ -109,7 +112,7 @@ class Section:
         return [
             score.title.split(":")[0], at(group.task, group.settings["train_longest"]),
             at(group.task, group.xs[-1]), len(group.series), len(group.seeds), failed or NONE,
-            NONE if value is None else f"{group.name(best)}: {top}",
+            NONE if value is None else f"{self.summary.label(best)}: {top}",
         ]  # fmt: skip
 
     def how_to_read(self) -> str:
@@ -138,14 +141,11 @@ class Section:
             ident = row_ident(self.ident, point)
             for row in point.rows:
                 values = [row["metrics"].get(metric.name) for metric in self.group.metrics]
-                yield (
-                    ident,
-                    [
-                        row["variant"], *row["series"].values(), row["x"], row["seed"],
-                        row["status"], *("" if x is None else f"{x:.6g}" for x in values),
-                        row.get("sequences", ""), row["key"], row["message"],
-                    ],
-                )  # fmt: skip
+                cells = [
+                    row["variant"], *row["series"].values(), row["x"], row["seed"], row["status"],
+                    *map(number_text, values), row.get("sequences", ""), row["key"], row["message"],
+                ]  # fmt: skip
+                yield ident, cells
                 ident = ""
 
     def failed(self) -> Iterator[tuple[str, str, str]]:
@@ -153,10 +153,8 @@ class Section:
         for point in self.group.points.values():
             if point.failures and (point.rows or self.board):
                 seeds = len(self.group.seeds)
-                counts = {status: len(failed) for status, failed in point.failures.items()}
-                text = ", ".join(
-                    f"{status} in {n} of {seeds} seeds" for status, n in counts.items()
-                )
+                text = ", ".join(f"{status} in {len(failed)} of {seeds} seeds"
+                                 for status, failed in point.failures.items())  # fmt: skip
                 messages = f": {'; '.join(point.messages)}" if point.messages else ""
                 label = f"{point.series.label}, {at(self.group.task, point.x)}"
                 yield row_ident(self.ident, point), label, text + messages
@@ -226,43 +224,46 @@ def _names(groups: Sequence[Group]) -> list[tuple[str, str]]:
 
 def _section(shown: ShownGroup, names: tuple[str, str]) -> Section:
     """The section of a group."""
-    group, (ident, heading) = shown.group, names
-    by_kind = {kind: [p for p in shown.pictures if p.kind == kind]
-               for kind in ("curve", "theory", "map")}  # fmt: skip
+    group = shown.group
+    pictures = {kind: [x for x in shown.pictures if x.kind == kind]
+                for kind in ("curve", "theory", "map")}  # fmt: skip
+    notes = list(shown.notes)
     if group.is_pretrained:
+        kind, notes = "Pretrained models", []
         blocks = [Block("Figures and tables", "", shown.tables, shown.pictures)]
-        return Section(ident, heading, shown.about, "Pretrained models", blocks, shown)
-    if not shown.is_task:
+    elif group.is_task:
+        kind, maps = "Tasks", "Each variant has a map with one row for each eval length n."
+        blocks = [
+            Block("Length curves", "", (), pictures["curve"]),
+            Block("Theory and measurement", "", shown.theory_tables, pictures["theory"]),
+            Block("Heat maps", maps, (), pictures["map"]),
+            Block("Tables of all metrics", "", shown.tables),
+        ]
+    else:
+        kind, notes = "Experiments", notes + group.left_out
         conditions = [list(item) for item in group.task.conditions.items()]
-        shown_tables = [*shown.tables, Table("Conditions", ["condition", "meaning"], conditions)]
-        blocks, notes = [Block("Tables", "", shown_tables)], [*shown.notes, *group.left_out]
-        return Section(ident, heading, shown.about, "Experiments", blocks, shown, False, notes)
-    maps = "Each variant has a map with one row for each eval length n."
-    blocks = [
-        Block("Length curves", "", (), by_kind["curve"]),
-        Block("Theory and measurement", "", shown.theory_tables, by_kind["theory"]),
-        Block("Heat maps", maps, (), by_kind["map"]),
-        Block("Tables of all metrics", "", shown.tables),
-    ]
+        meanings = Table("Conditions", ["condition", "meaning"], conditions)
+        blocks = [Block("Tables", "", [*shown.tables, meanings])]
     blocks = [block for block in blocks if block.tables or block.pictures]
-    return Section(ident, heading, shown.about, "Tasks", blocks, shown, True, shown.notes)
+    return Section(*names, shown.about, kind, blocks, shown, group.is_task, notes)
 
 
 def _title(groups: Sequence[Group]) -> str:
-    names = {False: dict[str, None](), True: dict[str, None]()}
-    for group in groups:
-        if not group.is_pretrained:
-            names[group.task.axis == "n"][group.task.name] = None
-    of_lengths, of_conditions = names[True], names[False]
-    if not of_lengths and not of_conditions:
+    names = {
+        axis: list(dict.fromkeys(
+            x.task.name for x in groups if not x.is_pretrained and (x.task.axis == "n") == axis
+        ))
+        for axis in (True, False)
+    }  # fmt: skip
+    if not names[True] and not names[False]:
         return "Attention variants in pretrained models"
-    title = "Length generalization of attention variants" if of_lengths else "Output layers"
-    shown = [*of_lengths] or [*of_conditions]
+    title = "Length generalization of attention variants" if names[True] else "Output layers"
+    shown = names[True] or names[False]
     return title + f": {shown[0]}" * (len(shown) == 1)
 
 
 def _values(rows: Sequence[Row], name: str) -> str:
-    return ", ".join(sorted({str(row[name]) for row in rows if name in row}))
+    return ", ".join(map(str, distinct(rows, name)))
 
 
 def _what_was_run(groups: Sequence[Group]) -> str:
@@ -278,3 +279,36 @@ def _what_was_run(groups: Sequence[Group]) -> str:
     words = ", ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
     versions = [f"{name} {_values(rows, name)}" for name in ("attnzoo", "torch", "commit")]
     return f"{words}; {', '.join(versions)}, on {_values(rows, 'device')}."
+
+
+# ---- results of the commands ``ranks`` and ``in-context``
+
+
+def stored(folders: Sequence[Path]) -> list[Section]:
+    """The results of the commands in these folders, in the order of `COMMANDS`.
+
+    Each command writes its tables to a CSV file and may write a figure beside it.
+
+    Raises:
+        UsageError: a file with the name of a command's tables has other contents.
+    """
+    return [
+        _read(folder, name, number, many=len(folders) > 1)
+        for name in COMMANDS
+        for number, folder in enumerate(folders, 1)
+        if (folder / f"{name}.csv").is_file()
+    ]
+
+
+def _read(folder: Path, name: str, number: int, many: bool) -> Section:
+    file, image = folder / f"{name}.csv", folder / f"{name}.png"
+    try:
+        tables = read_tables(file.read_text(encoding="utf-8"))
+    except (ValueError, csv.Error) as error:
+        raise UsageError(
+            f"{file}: {error}; write it again with python -m evals {name} --out {folder}"
+        ) from error
+    title = f"Figure of {name}"
+    pictures = [Picture(name, title, "theory", image.read_bytes())] if image.is_file() else []
+    heading, ident = (f"{name} · {folder}", f"{name}-{number}") if many else (name, name)
+    return Section(ident, heading, COMMANDS[name], "Theory", [Block("", "", tables, pictures)])

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from commandline.table import Table
-from evals.reporting import adapt, pretrained_tables
-from evals.reporting.pictures import Picture, pictures
+from evals.reporting import pretrained_tables
+from evals.reporting.figures import Picture, pictures
 from evals.reporting.tables import notes, notes_of_experiment, tables_of_experiment, tables_of_task
 from evals.results.summary import Group, failures
 from evals.results.summary_csv import Summary, summary_of
@@ -23,17 +23,13 @@ class ShownGroup:
     heads: Sequence[trained_heads.Heads] = ()
     pictures: Sequence[Picture] = ()
 
-    @property
-    def is_task(self) -> bool:
-        return self.group.task.axis == "n" and not self.group.is_pretrained
-
     @cached_property
     def summary(self) -> Summary:
         return summary_of(self.group)
 
     @cached_property
     def tables(self) -> list[Table]:
-        if self.is_task:
+        if self.group.is_task:
             return tables_of_task(self.group, self.summary)
         if self.group.is_pretrained:
             return pretrained_tables.tables(self.group, self.summary)
@@ -51,7 +47,7 @@ class ShownGroup:
     @property
     def notes(self) -> list[str]:
         """Explanations of the tables."""
-        if self.is_task:
+        if self.group.is_task:
             return notes(self.summary)
         if self.group.is_pretrained:
             return pretrained_tables.notes(self.group, self.summary)
@@ -62,7 +58,7 @@ class ShownGroup:
         """A paragraph about the task or model."""
         if not self.group.is_pretrained:
             return self.group.task.about
-        trained = ", without training" * (not adapt.trainings(self.group))
+        trained = ", without training" * (not pretrained_tables.trainings(self.group))
         lines = "; ".join([*self.notes, *failures(self.group)])
         about = "Attention variants are substituted at inference"
         return f"{self.group.title}. {about}{trained}. {lines}."
@@ -70,6 +66,5 @@ class ShownGroup:
 
 def drawn(group: Group) -> ShownGroup:
     """The group with its fitted heads and all pictures."""
-    shown = ShownGroup(group)
-    heads = trained_heads.fitted(group) if shown.is_task else []
+    heads = trained_heads.fitted(group) if group.is_task else []
     return ShownGroup(group, heads, pictures(group, heads))

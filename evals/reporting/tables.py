@@ -12,7 +12,6 @@ from typing import Any
 from commandline.table import Table
 from evals.results.statistics import LEVEL, Estimate, coverage
 from evals.results.summary import SPREAD, UNSTABLE, UNTRAINED, Group, Series, baseline_of
-from evals.results.summary import marks as marks_text
 from evals.results.summary_csv import EFFECTIVE_SHARE, Summary, difference, gain
 from evals.results.tuned import validation, values_text
 from evals.task import Metric
@@ -101,8 +100,14 @@ def verdict(summary: Summary, series: Series, x: Any) -> str:
 
 
 def chance_text(metric: Metric, chance: float) -> str:
-    """The score of blind guessing with its unit, such as "10 %"."""
-    return f"{metric.factor * chance:.3g}{' %' * (metric.factor == 100)}"
+    """The score of blind guessing with its unit.
+
+    >>> [chance_text(Metric("accuracy", "", factor=100), chance) for chance in (0.1, 1e-8)]
+    ['10 %', 'about 0 %']
+    """
+    value = metric.factor * chance
+    text = "about 0" if 0 < value < 1e-3 else f"{value:.3g}"
+    return text + " %" * (metric.factor == 100)
 
 
 def p_text(p: float) -> str:
@@ -112,12 +117,6 @@ def p_text(p: float) -> str:
     ('p 0.012', 'p < 0.001')
     """
     return "p < 0.001" if p < 0.001 else f"p {p:.2g}"
-
-
-def marks(summary: Summary, series: Series) -> str:
-    """ "† k/S" if k > 0 of S seeds are untrained, and "‡" if the series is unstable."""
-    line = summary.lines[series]
-    return marks_text(line.untrained, summary.seeds, line.unstable)
 
 
 def has_effective(summary: Summary, metric: Metric) -> bool:
@@ -153,7 +152,7 @@ def by_x(
     xs = [x for x in summary.xs if any((one, x) in filled for one in chosen)]
     if not filled:
         return None
-    names = {one: one.label + marks(summary, one) for one in chosen}
+    names = {one: summary.label(one) for one in chosen}
     if summary.task.axis != "n" and len(chosen) < len(xs):
         rows = [[x, *(cells[one, x] for one in chosen)] for x in xs]
         return Table(title, [summary.task.axis, *names.values()], rows, note)
@@ -194,28 +193,38 @@ def metric_table(
     return by_x(summary, title, lambda s, x: entry(summary, s, x, metric, spread, name), note=note)
 
 
+def ranked_rows(
+    summary: Summary,
+    metric: Metric,
+    label: Callable[[Series], str],
+    cell: Callable[[Series, Any], str],
+    xs: Iterable[Any] | None = None,
+) -> list[list[str]]:
+    """The rows of a table, the best first: the label of a series, its cell at each x (default: all)
+    and, if the metric has one, its effective length."""
+    effective = has_effective(summary, metric)
+    return [
+        [label(series), *(cell(series, x) for x in xs or summary.xs),
+         *[effective_text(summary, series, metric)] * effective]
+        for series in summary.ranked(metric)
+    ]  # fmt: skip
+
+
 def score_table(summary: Summary, errors: bool = True) -> Table:
     """The scores of a task with standard errors, marks and effective lengths, the best first."""
     score, seeds, task = summary.task.score, summary.seeds, summary.task
     better = "lower" if score.lower_is_better else "higher"
+    spread = ERROR if errors else BARE
     over = "1 seed"
     if seeds > 1:
         over = f"mean {'± standard error ' if errors else ''}of {seeds} seeds"
-    distinction = f" ({summary.distinction})" if summary.distinction else ""
-    spread, effective = ERROR if errors else BARE, has_effective(summary, score)
-    rows = [
-        [
-            series.label + marks(summary, series),
-            *(entry(summary, series, x, score, spread, marked=True) for x in summary.xs),
-            *[effective_text(summary, series, score)] * effective,
-        ]
-        for series in summary.ranked(score)
-    ]
     title = (
-        f"{task.name}{distinction}: {score.title} ({better} is better) by eval length n; train "
+        f"{summary.title}: {score.title} ({better} is better) by eval length n; train "
         f"length {summary.train_length}, chance {number(score, summary.chance or 0.0)}, {over}"
     )
-    header = [*heads(task, summary.xs), *[EFFECTIVE] * effective]
+    header = [*heads(task, summary.xs), *[EFFECTIVE] * has_effective(summary, score)]
+    rows = ranked_rows(summary, score, summary.label,
+                       lambda s, x: entry(summary, s, x, score, spread, marked=True))  # fmt: skip
     return Table(title, header, rows)
 
 
@@ -291,9 +300,9 @@ def tables_of_experiment(summary: Summary, curve_of: str = "") -> list[Table]:
 def _curve_table(summary: Summary, curve_of: str) -> Table | None:
     """The curve: a line for each output layer and condition, a column for each x of the curve."""
     curves = {
-        (series, x): [pair.split(":") for pair in text.split()]
-        for (series, x), text in summary.curves.items()
-        if text and series.variant in (curve_of, curve_of or series.variant)
+        (series, x): [pair.split(":") for pair in line["curve"].split()]
+        for (series, x), line in summary.cells.items()
+        if line.get("curve") and series.variant in (curve_of, curve_of or series.variant)
     }
     if not curves:
         return None
@@ -312,7 +321,6 @@ def _curve_table(summary: Summary, curve_of: str) -> Table | None:
 def title_of(summary: Summary, metric: Metric) -> str:
     """The text above a table of a metric: task, metric, number of seeds, train length, chance."""
     task, seeds = summary.task, f"Mean of {summary.seeds} seeds"
-    name = f"{task.name} ({summary.distinction})" if summary.distinction else task.name
     seeds = {0: "Mean over samples", 1: "One seed"}.get(summary.seeds, seeds)
     ranges = "" if summary.seeds == 1 else " (95 % bootstrap interval)"
     more = []
@@ -322,7 +330,7 @@ def title_of(summary: Summary, metric: Metric) -> str:
         more.append(f"chance {chance_text(metric, summary.chance)}")
     end = f" {', '.join(more)[0].upper()}{', '.join(more)[1:]}." if more else ""
     over = "eval length n" if task.axis == "n" else task.axis
-    return f"{name}: {metric.title}, by {over}. {seeds}{ranges}.{end}"
+    return f"{summary.title}: {metric.title}, by {over}. {seeds}{ranges}.{end}"
 
 
 def notes(summary: Summary, metric: Metric | None = None) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from commandline.errors import UsageError
 from evals.results.old_rows import converted
-from evals.results.rows import Row, is_pretrained, is_validation
+from evals.results.rows import Row, differing, distinct, is_pretrained, is_validation
 from evals.results.summary import series_of
 
 # Fields of rows that are stored if a row has them. The values of all rows are listed.
@@ -31,7 +31,7 @@ def provenance(rows: Sequence[Row], command: str, note: str | None = None) -> di
     if not rows:
         raise UsageError("the folder must have results, got none")
     rows = list(map(converted, rows))
-    commits = _values(rows, "commit")
+    commits = distinct(rows, "commit")
     unknown = [x for x in commits if x == "unknown" or x.endswith("-dirty")]
     if unknown and not note:
         raise UsageError(
@@ -43,7 +43,7 @@ def provenance(rows: Sequence[Row], command: str, note: str | None = None) -> di
         raise UsageError("the folder must have results, got only those of a sweep")
     made_by: dict[str, Any] = {"command": command} | ({"note": note} if note else {})
     for name in (*_FIELDS, *_MODEL):
-        if values := _values(reported, name):
+        if values := distinct(reported, name):
             made_by[name] = values
     if is_pretrained(rows[0]):
         made_by["seeds"] = sorted({row["group"]["seed"] for row in reported})
@@ -52,29 +52,20 @@ def provenance(rows: Sequence[Row], command: str, note: str | None = None) -> di
             samples.setdefault(row["x"], set()).add(row["seed"])
         made_by["samples"] = {str(n): len(x) for n, x in sorted(samples.items())}
         return made_by
-    made_by["seeds"] = _values(reported, "seed")
+    made_by["seeds"] = distinct(reported, "seed")
     if swept := [row for row in rows if is_validation(row)]:
-        made_by["sweep_seeds"] = _values(swept, "seed")
+        made_by["sweep_seeds"] = distinct(swept, "seed")
     made_by["settings"] = _by_variant(reported)
     return made_by
 
 
-def _values(rows: Sequence[Row], name: str) -> list[Any]:
-    """The distinct values of a field, sorted. Rows without the field are left out."""
-    return sorted({row[name] for row in rows if row.get(name) is not None})
-
-
 def _by_variant(rows: Sequence[Row]) -> dict[str, Any]:
     """Settings that all rows share, and under the name of a variant those that differ."""
-    first, *others = (row["settings"] for row in rows)
-    names = dict.fromkeys(key for settings in (first, *others) for key in settings)
-    absent = object()
-    shared = [n for n in names if all(x.get(n, absent) == first.get(n, absent) for x in others)]
-    settings: dict[str, Any] = {n: first[n] for n in shared}
+    names = differing([row["settings"] for row in rows])
+    settings: dict[str, Any] = {n: x for n, x in rows[0]["settings"].items() if n not in names}
     for row in rows:
-        differing = {name: x for name, x in row["settings"].items() if name not in shared}
-        if differing:
-            settings[series_of(row).label.replace(" · ", " ")] = differing
+        if values := {name: x for name, x in row["settings"].items() if name in names}:
+            settings[series_of(row).label.replace(" · ", " ")] = values
     return settings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -152,6 +152,18 @@ def is_validation(row: Row) -> bool:
     return row.get("split") == VALIDATION
 
 
+def distinct(rows: Iterable[Row], name: str) -> list[Any]:
+    """The distinct values of a field, sorted. Rows without the field are left out."""
+    return sorted({row[name] for row in rows if row.get(name) is not None})
+
+
+def differing(tables: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names whose values differ between these tables, or that some of them lack."""
+    absent = object()
+    names = dict.fromkeys(name for table in tables for name in table)
+    return [n for n in names if any(x.get(n, absent) != tables[0].get(n, absent) for x in tables)]
+
+
 def problem(row: object) -> str | None:
     """The error message for a row that was read from a file, or None if it is valid."""
     try:
@@ -190,6 +202,7 @@ _ALLOWED = {
     "list_type": "a list",
     "literal_error": "{expected}",
     "model_type": "a table",
+    "path_type": "a path",
     "sequence_str": "a list",
     "string_type": "text",
     "too_short": "a non-empty list",

@@ -36,19 +36,16 @@ class RowFile:
         data = path.read_bytes()
         self._lacks_newline = bool(data) and not data.endswith(b"\n")
         for number, line in enumerate(data.split(b"\n"), 1):
-            if line.strip():
-                self._read_line(line, number)
-
-    def _read_line(self, line: bytes, number: int) -> None:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            self.damaged += 1
-            return
-        row = converted(row)
-        if (wrong := problem(row)) is not None:
-            raise UsageError(f"{self.path}, line {number}: {wrong}; correct or remove this line")
-        self.by_key[row["key"]] = row
+            if not line.strip():
+                continue
+            try:
+                row = converted(json.loads(line))
+            except (ValueError, RecursionError):
+                self.damaged += 1
+                continue
+            if (wrong := problem(row)) is not None:
+                raise UsageError(f"{path}, line {number}: {wrong}; correct or remove this line")
+            self.by_key[row["key"]] = row
 
     def append(self, row: Row) -> None:
         """Append one row to the file.

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from commandline.errors import UsageError
 from evals.results import pretrained
 from evals.results.old_rows import converted
-from evals.results.rows import Row, is_validation
+from evals.results.rows import Row, differing, distinct, is_validation
 from evals.results.statistics import Estimate, estimate, holm, t_test
-from evals.results.tuned import TUNED, at_edge
+from evals.results.tuned import TUNED, at_edge, values_text
 from evals.task import Metric
 from evals.tasks import EXPERIMENTS, TASKS
 
@@ -53,11 +53,6 @@ def at(task: Any, *xs: Any) -> str:
     return f"n = {text}" if task.axis == "n" else text
 
 
-def marks(untrained: int, seeds: int, unstable: bool) -> str:
-    """ "† k/S" if k > 0 of S seeds are untrained, and "‡" if the series is unstable."""
-    return f" {UNTRAINED} {untrained}/{seeds}" * (untrained > 0) + f" {UNSTABLE}" * unstable
-
-
 class Series(NamedTuple):
     """A variant with its position encoding, or with the layers in which it was substituted.
 
@@ -77,6 +72,28 @@ def series_of(row: Row) -> Series:
     named = {name: value for name, value in row["series"].items() if value not in ("none", "all")}
     parts = [value if name == "positions" else f"{name} {value}" for name, value in named.items()]
     return Series(row["variant"], ", ".join(parts))
+
+
+@dataclass(frozen=True)
+class SeriesFacts:
+    """What is known of a series.
+
+    untrained: the number of trained seeds without a score of ``trained_score`` or more at the train
+    length; seeds without a row are not counted. unstable: whether the scores of the seeds differ by
+    more than `SPREAD` there. Both need a task with a ``trained_score`` and results at this length.
+    at_edge: whether seeds are untrained and the sweep chose its smallest or largest value; a wider
+    sweep may find values with which they train. tuned: the tuned values in words.
+    """
+
+    untrained: int = 0
+    unstable: bool = False
+    at_edge: bool = False
+    tuned: str = ""
+
+    def marks(self, seeds: int) -> str:
+        """ "† k/S" if k > 0 of S seeds are untrained, and "‡" if the series is unstable."""
+        untrained = f" {UNTRAINED} {self.untrained}/{seeds}" * (self.untrained > 0)
+        return untrained + f" {UNSTABLE}" * self.unstable
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +181,11 @@ class Group:
         return self.task is pretrained.MODELS
 
     @property
+    def is_task(self) -> bool:
+        """Whether the results are of a task, not of an experiment or a pretrained model."""
+        return self.task.axis == "n" and not self.is_pretrained
+
+    @property
     def title(self) -> str:
         """The task, or the model, text, dtype and seed; and what distinguishes the group."""
         if not self.is_pretrained:
@@ -207,8 +229,8 @@ class Group:
         return [self.points[series, x] for x in self.xs]
 
     def name(self, series: Series) -> str:
-        """The label of a series with its `marks`."""
-        return series.label + marks(self.untrained(series), len(self.seeds), self.unstable(series))
+        """The label of a series with its marks."""
+        return series.label + self.facts(series).marks(len(self.seeds))
 
     def base(self, series: Series) -> Series:
         """The baseline of a series: with the same position encoding. A model has only one."""
@@ -225,39 +247,17 @@ class Group:
 
     # ---- trained seeds and sweeps, of tasks
 
-    @property
-    def _trained_at(self) -> int | None:
-        return self.settings.get("train_longest")
-
-    def _trained_scores(self, series: Series) -> list[float]:
-        point = self.points.get((series, self._trained_at))
-        if point is None or self.task.trained_score is None:
-            return []
-        return list(point.values(self.task.score.name).values())
-
-    def untrained(self, series: Series) -> int:
-        """The number of trained seeds without a score of ``trained_score`` or more at the train
-        length. Seeds without a row are not counted.
-
-        It is 0 if the task has no ``trained_score`` or the series has no result at this length.
-        """
-        point, bar = self.points.get((series, self._trained_at)), self.task.trained_score
-        if bar is None or point is None:
-            return 0
-        return len(point.rows) - sum(score >= bar for score in self._trained_scores(series))
-
-    def unstable(self, series: Series) -> bool:
-        """Whether the scores of the seeds at the train length differ by more than `SPREAD`.
-
-        It is false if the task has no ``trained_score``.
-        """
-        scores = self._trained_scores(series)
-        return bool(scores) and max(scores) - min(scores) > SPREAD
-
-    def at_edge(self, series: Series) -> bool:
-        """Whether seeds are `untrained` although the series was tuned, and the sweep chose its
-        smallest or largest value. A wider sweep may find values with which they train."""
-        return self.untrained(series) > 0 and at_edge(self.tuned(series))
+    def facts(self, series: Series) -> SeriesFacts:
+        """What is known of a series."""
+        tuned, bar = self.tuned(series), self.task.trained_score
+        point = self.points.get((series, self.settings.get("train_longest")))
+        untrained, unstable = 0, False
+        if bar is not None and point is not None:
+            scores = list(point.values(self.task.score.name).values())
+            untrained = len(point.rows) - sum(score >= bar for score in scores)
+            unstable = bool(scores) and max(scores) - min(scores) > SPREAD
+        edge = untrained > 0 and at_edge(tuned)
+        return SeriesFacts(untrained, unstable, edge, values_text(tuned["values"]))
 
     def tuned(self, series: Series) -> dict[str, Any]:
         """The tuned "values" of a series and the candidates "tried"; both empty if there was no
@@ -367,16 +367,9 @@ def _group(rows: list[Row]) -> Group:
 def _distinction(group: Group, every: Sequence[Group]) -> str:
     """What distinguishes a group from the others of its task: the settings, data, device and
     numbers of test sequences in which they differ."""
-    described = {
-        id(other): described_settings(other) for other in every if other.task is group.task
-    }
-    names = dict.fromkeys(name for values in described.values() for name in values)
-    one, absent = described[id(group)], object()
-    differing = [
-        name for name in names
-        if any(values.get(name, absent) != one.get(name, absent) for values in described.values())
-    ]  # fmt: skip
-    return ", ".join(f"{name} {one.get(name, 'default')}" for name in differing)
+    settings = described_settings(group)
+    names = differing([described_settings(x) for x in every if x.task is group.task])
+    return ", ".join(f"{name} {settings.get(name, 'default')}" for name in names)
 
 
 def described_settings(group: Group) -> dict[str, Any]:
@@ -408,7 +401,6 @@ def version_warnings(groups: Sequence[Group]) -> list[str]:
     warnings = [f"warning: {x.task.name}: {text}" for x in groups for text in x.left_out]
     every = [row for group in groups for row in group.rows]
     for name in ("commit", "torch", "attnzoo", "arithmetic"):
-        values = sorted({str(row[name]) for row in every if name in row})
-        if len(values) > 1:
+        if len(values := distinct(every, name)) > 1:
             warnings.append(f"warning: results differ in {name}: {', '.join(values)}")
     return warnings

@@ -8,9 +8,9 @@ made by the same code as those of new results.
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,24 +18,12 @@ from typing import Any
 from commandline.errors import UsageError
 from evals.results import pretrained
 from evals.results.statistics import Estimate, estimate
-from evals.results.summary import Group, Point, Series, metrics_of, task_of
-from evals.results.tuned import tuned_cells
+from evals.results.summary import Group, Point, Series, SeriesFacts, metrics_of, task_of
+from evals.results.tuned import chosen_score
 from evals.task import Metric
 
 ENDS = ("", "_se", "_low", "_high")
 EFFECTIVE_SHARE = 0.85  # of the score at the train length, see `Summary.effective`
-
-
-@dataclass(frozen=True)
-class SeriesFacts:
-    """What a summary says about a series: the number of untrained seeds, whether the seeds disagree
-    at the train length, whether the sweep of an untrained series chose its smallest or largest
-    value, and the tuned values in words."""
-
-    untrained: int = 0
-    unstable: bool = False
-    at_edge: bool = False
-    tuned: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,35 +32,97 @@ class Summary:
 
     Attributes:
         task: see `evals.results.summary.task_of`.
-        lines: what is known of each series, in the order of the results.
-        xs: the eval lengths or conditions.
-        means: metrics by (series, x, name), and the differences of the score: by the names
-            `difference` from the baseline and `gain` from another condition.
-        failed: the statuses of seeds without a score, such as "nan+missing".
-        p: the p values of the differences from the baseline, with Holm's correction.
-        seeds: the number of seeds; 0 if it differs between lengths.
-        curves: curves as text, such as "20:0.4 40:0.6".
-        chance, schedule: as in the rows.
-        train_length: None for an experiment or a pretrained model.
+        cells: the columns of summary.csv by (series, x), in the order of the results. A metric NAME
+            has the columns NAME, NAME_se, NAME_low and NAME_high, and where the counts differ
+            between metrics, NAME_seeds.
         distinction, remarks: texts for the title and the notes.
     """
 
     task: Any
-    lines: dict[Series, SeriesFacts]
-    xs: list[Any]
-    means: dict[tuple[Series, Any, str], Estimate]
-    failed: dict[tuple[Series, Any], str] = field(default_factory=dict)
-    p: dict[tuple[Series, Any], float] = field(default_factory=dict)
-    seeds: int = 0
-    curves: dict[tuple[Series, Any], str] = field(default_factory=dict)
-    chance: float | None = None
-    schedule: str = ""
-    train_length: int | None = None
+    cells: dict[tuple[Series, Any], dict[str, str]]
     distinction: str = ""
     remarks: tuple[str, ...] = ()
 
+    @cached_property
+    def _first(self) -> dict[str, str]:
+        return next(iter(self.cells.values()))
+
+    @cached_property
+    def lines(self) -> dict[Series, SeriesFacts]:
+        """What is known of each series. Experiments and older files lack some of the columns."""
+        return {
+            series: SeriesFacts(
+                int(line.get("untrained") or 0), line.get("unstable") == "1",
+                line.get("at_edge") == "1", line.get("tuned") or "",
+            )
+            for (series, _), line in self.cells.items()
+        }  # fmt: skip
+
+    @cached_property
+    def xs(self) -> list[Any]:
+        """The eval lengths or conditions."""
+        xs = list(dict.fromkeys(x for _, x in self.cells))
+        return sorted(xs) if self.task.axis == "n" else xs
+
+    @cached_property
+    def means(self) -> dict[tuple[Series, Any, str], Estimate]:
+        """Metrics by (series, x, name), and the differences of the score: by the names `difference`
+        from the baseline and `gain` from another condition."""
+        return {
+            (*place, name): _estimate(line, name)
+            for place, line in self.cells.items()
+            for name in line
+            if line[name] and f"{name}_low" in line
+        }
+
+    @cached_property
+    def failed(self) -> dict[tuple[Series, Any], str]:
+        """The statuses of seeds without a score, such as "nan+missing"."""
+        return {
+            place: "+".join(part.split(":")[0] for part in line["failed"].split())
+            for place, line in self.cells.items()
+            if line.get("failed")
+        }
+
+    @cached_property
+    def p(self) -> dict[tuple[Series, Any], float]:
+        """The p values of the differences from the baseline, with Holm's correction."""
+        name = f"{self.task.score.name}_p_holm"
+        return {place: float(line[name]) for place, line in self.cells.items() if line.get(name)}
+
+    @cached_property
+    def seeds(self) -> int:
+        """The number of seeds; 0 if it differs between lengths."""
+        of_length = self.task.axis == "n"
+        return max(
+            int(line.get("seeds", 0)) + of_length * _failed(line.get("failed", ""))
+            for line in self.cells.values()
+        )
+
+    @property
+    def chance(self) -> float | None:
+        return float(self._first["chance"]) if "chance" in self._first else None
+
+    @property
+    def schedule(self) -> str:
+        return self._first.get("schedule", "")
+
+    @property
+    def train_length(self) -> int | None:
+        """None for an experiment or a pretrained model."""
+        return int(self._first["train_length"]) if "train_length" in self._first else None
+
+    @property
+    def title(self) -> str:
+        """The name of the task, and what distinguishes the group from others of it."""
+        return f"{self.task.name} ({self.distinction})" if self.distinction else self.task.name
+
     def mean(self, series: Series, x: Any, name: str) -> Estimate | None:
         return self.means.get((series, x, name))
+
+    def label(self, series: Series) -> str:
+        """The label of a series with its marks."""
+        return series.label + self.lines[series].marks(self.seeds)
 
     def ranked(self, metric: Metric) -> list[Series]:
         """The series sorted by the value at the longest length; those without one come last."""
@@ -118,12 +168,12 @@ def gain(task: Any) -> str:
 
 def summary_of(group: Group, xs: Sequence[Any] | None = None) -> Summary:
     """The summary of a group of rows, at these x (default: all)."""
-    summary = summary_from(group.task, lines_of(group, xs))
-    return replace(
-        summary,
-        lines={x: summary.lines[x] for x in group.series if x in summary.lines},
-        distinction=group.title if group.is_pretrained else group.distinction,
-        remarks=tuple(group.task.remarks(group.settings)),
+    cells = cells_from(group.task, lines_of(group, xs))
+    return Summary(
+        group.task,
+        dict(sorted(cells.items(), key=lambda item: group.series.index(item[0][0]))),
+        group.title if group.is_pretrained else group.distinction,
+        tuple(group.task.remarks(group.settings)),
     )
 
 
@@ -137,13 +187,11 @@ def csv_text(groups: Sequence[Group]) -> str:
     A metric has its mean, standard error and 95 % interval. The column ``settings`` says how the
     groups differ. It is empty for a single group.
     """
+    import pandas as pd
+
     metrics = metrics_of(groups)
     lines = [line for group in groups for line in lines_of(group, metrics=metrics)]
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return file.getvalue()
+    return pd.DataFrame(lines).to_csv(index=False, lineterminator="\n")
 
 
 def number_text(value: float | None) -> str:
@@ -194,16 +242,16 @@ def _of_points(
         means[difference(task)] = estimate(point.versus_baseline)
         line: dict[str, Any] = {"task": task.name, "variant": series.variant}
         if of_length:
-            tuned, validation = tuned_cells(group.tuned(series))
+            facts, tuned = group.facts(series), group.tuned(series)
             line |= {"positions": series.detail or "none", "length": point.x}
             line |= {"seeds": len(point.values(score)), "failed": _statuses(point)}
-            line |= {"untrained": group.untrained(series)}
+            line |= {"untrained": facts.untrained}
             after = {
                 f"{score}_p_holm": number_text(p.get((series, point.x))),
-                "unstable": int(group.unstable(series)),
-                "at_edge": int(group.at_edge(series)),
-                "tuned": tuned,
-                "validation": validation,
+                "unstable": int(facts.unstable),
+                "at_edge": int(facts.at_edge),
+                "tuned": facts.tuned,
+                "validation": number_text(chosen_score(tuned)),
             }
         elif point.rows:
             line |= {"condition": point.x, "seeds": len(group.seeds), "failed": _statuses(point)}
@@ -244,33 +292,29 @@ def by_position(group: Group, point: Point, rise: bool = False) -> dict[tuple[in
     """The mean loss of each bin of positions, (first, end), in which a sample has tokens of the
     text. The mean is over samples. With ``rise``, the loss of the model as loaded is subtracted,
     paired by sample."""
-    base = _bins(group.points.get((group.base(point.series), point.x))) if rise else {}
+    bins = _bins(point)
+    if rise:
+        base = _bins(group.points.get((group.base(point.series), point.x)))
+        bins = {place: loss - base[place] for place, loss in bins.items() if place in base}
     losses: dict[tuple[int, int], list[float]] = {}
-    for sample, bins in _bins(point).items():
-        for span, loss in bins.items():
-            if not rise or span in base.get(sample, {}):
-                losses.setdefault(span, []).append(loss - (base[sample][span] if rise else 0.0))
-    means = {span: estimate(losses[span]) for span in sorted(losses)}
-    return {span: mean for span, mean in means.items() if mean is not None}
+    for (_, span), loss in bins.items():
+        losses.setdefault(span, []).append(loss)
+    return {span: mean for span in sorted(losses) if (mean := estimate(losses[span]))}
 
 
-def _bins(point: Point | None) -> dict[int, dict[tuple[int, int], float]]:
+def _bins(point: Point | None) -> dict[tuple[int, tuple[int, int]], float]:
     """The mean loss of each bin, by sample and (first position, end)."""
     curves = {s: row["curves"] for s, row in point.scored.items()} if point else {}
     return {
-        sample: {
-            span: total / count
-            for span, total, count in zip(
-                pairwise(map(int, curve["loss_edges"])),
-                curve["loss_sum"],
-                curve["loss_count"],
-                strict=True,
-            )
-            if count
-        }
+        (sample, span): total / count
         for sample, curve in curves.items()
         if "loss_sum" in curve
-    }
+        for span, total, count in zip(
+            pairwise(map(int, curve["loss_edges"])), curve["loss_sum"], curve["loss_count"],
+            strict=True,
+        )
+        if count
+    }  # fmt: skip
 
 
 def read_summary(path: Path) -> Summary:
@@ -284,63 +328,32 @@ def read_summary(path: Path) -> Summary:
     if len(several := {line.get("settings") or "" for line in lines}) > 1:
         settings = "; ".join(sorted(several))
         raise UsageError(f"all lines of {path} must have the same settings, got {settings}")
-    return summary_from(pretrained.MODELS if "series" in lines[0] else task_of(name), lines)
+    task = pretrained.MODELS if "series" in lines[0] else task_of(name)
+    return Summary(task, cells_from(task, lines))
 
 
-def summary_from(task: Any, lines: Sequence[Mapping[str, str]]) -> Summary:
-    """The summary in the lines of a summary.csv, in which all numbers have six digits."""
-    if task is pretrained.MODELS:
-        means = {
-            (Series(*x["series"].split(" · ")), int(x["length"]), x["metric"]): _estimate(
-                [x["mean"], "", x["low"], x["high"]], x["samples"]
+def cells_from(
+    task: Any, lines: Iterable[Mapping[str, str]]
+) -> dict[tuple[Series, Any], dict[str, str]]:
+    """The lines of a summary.csv, in which all numbers have six digits, by (series, x).
+
+    Those of pretrained models, one for each metric, become one for each (series, x).
+    """
+    cells: dict[tuple[Series, Any], dict[str, str]] = {}
+    for line in lines:
+        if task is pretrained.MODELS:
+            place = Series(*line["series"].split(" · ")), int(line["length"])
+            values = (line["mean"], "", line["low"], line["high"], line["samples"])
+            named = dict(
+                zip([line["metric"] + end for end in (*ENDS, "_seeds")], values, strict=True)
             )
-            for x in lines
-        }
-        series = {series: SeriesFacts() for series, _, _ in means}
-        return Summary(task, series, sorted({x for _, x, _ in means}), means)
-    first, of_length = lines[0], task.axis == "n"
-    by_place = {_place(line): line for line in lines}
-    xs = list(dict.fromkeys(x for _, x in by_place))
-    p_name = f"{task.score.name}_p_holm"
-    means = {
-        (*place, name): _estimate(
-            [line[f"{name}{end}"] for end in ENDS], line.get(f"{name}_seeds") or line["seeds"]
-        )
-        for place, line in by_place.items()
-        for name in (*(m.name for m in task.metrics), difference(task), gain(task))
-        if line.get(name)
-    }
-    seeds = (int(line["seeds"]) + of_length * _failed(line["failed"]) for line in lines)
-    return Summary(
-        task=task,
-        lines={series: _line(line) for (series, _), line in by_place.items()},
-        xs=sorted(xs) if of_length else xs,
-        means=means,
-        failed={
-            place: "+".join(part.split(":")[0] for part in line["failed"].split())
-            for place, line in by_place.items()
-            if line["failed"]
-        },
-        p={place: float(line[p_name]) for place, line in by_place.items() if line.get(p_name)},
-        seeds=max(seeds),
-        curves={place: line["curve"] for place, line in by_place.items() if line.get("curve")},
-        chance=float(first["chance"]),
-        schedule=first["schedule"],
-        train_length=int(first["train_length"]) if of_length else None,
-    )
-
-
-def _place(line: Mapping[str, str]) -> tuple[Series, Any]:
-    if "condition" in line:
-        return Series(line["variant"]), line["condition"]
-    positions = line["positions"]
-    return Series(line["variant"], positions if positions != "none" else ""), int(line["length"])
-
-
-def _line(line: Mapping[str, str]) -> SeriesFacts:
-    """Experiments and older files lack some of these columns."""
-    unstable, at_edge = (line.get(name) == "1" for name in ("unstable", "at_edge"))
-    return SeriesFacts(int(line.get("untrained") or 0), unstable, at_edge, line.get("tuned") or "")
+            cells.setdefault(place, {}).update(named)
+        elif task.axis == "n":
+            detail = line["positions"] if line["positions"] != "none" else ""
+            cells[Series(line["variant"], detail), int(line["length"])] = dict(line)
+        else:
+            cells[Series(line["variant"]), line["condition"]] = dict(line)
+    return cells
 
 
 def _failed(text: str) -> int:
@@ -348,7 +361,8 @@ def _failed(text: str) -> int:
     return sum(int(part.split(":")[1]) for part in text.split())
 
 
-def _estimate(texts: Sequence[str], count: str) -> Estimate:
-    mean, error, low, high = texts
-    interval = (float(low), float(high)) if low else None
-    return Estimate(float(mean), float(error) if error else None, int(count), interval)
+def _estimate(line: Mapping[str, str], name: str) -> Estimate:
+    mean, error, low, high = (line.get(f"{name}{end}") for end in ENDS)
+    interval = (float(low), float(high)) if low and high else None
+    count = int(line.get(f"{name}_seeds") or line["seeds"])
+    return Estimate(float(mean or 0), float(error) if error else None, count, interval)

@@ -31,9 +31,7 @@ def validation(tried: Mapping[str, Any]) -> float | None:
     return None if not scores or None in scores else sum(scores) / len(scores)
 
 
-def tuned_cells(tuned: Mapping[str, Any]) -> list[str]:
-    """The tuned values in words and their validation score; both empty without a sweep."""
+def chosen_score(tuned: Mapping[str, Any]) -> float | None:
+    """The mean validation score of the chosen values; None without a sweep."""
     chosen = [tried for tried in tuned["tried"] if tried["values"] == tuned["values"]]
-    score = validation(chosen[0]) if chosen else None
-    text = "" if score is None else f"{score:.6g}"
-    return [values_text(tuned["values"]), text]
+    return validation(chosen[0]) if chosen else None

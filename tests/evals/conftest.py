@@ -28,7 +28,7 @@ def without_weights(small_lm: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures take seconds; the tests marked slow draw them."""
     if request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr("evals.reporting.pretrained.drawn", ShownGroup)
+        monkeypatch.setattr("evals.reporting.artifacts.drawn", ShownGroup)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from evals.__main__ import main
 from evals.reporting import compare
 from evals.results.summary import groups
-from helpers.evals_rows import SETTINGS, row, written
+from helpers.evals_rows import SETTINGS, grid, row, written
 
 
 def both(tmp_path: Path, before: list, after: list) -> list[str]:
@@ -20,8 +20,8 @@ def both(tmp_path: Path, before: list, after: list) -> list[str]:
 def test_compare_shows_gains_and_fails_below_a_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = [row("softmax", 0.80, seed=s) for s in (0, 1)] + [row("ssmax", 0.9, seed=0)]
-    after = [row("softmax", 0.75 + s / 50, seed=s) for s in (0, 1)] + [row("ssmax", 0.95)]
+    before = grid({"softmax": {16: (0.8, 0.8)}, "ssmax": {16: (0.9,)}})
+    after = grid({"softmax": {16: (0.75, 0.77)}, "ssmax": {16: (0.95,)}})
     folders = both(tmp_path, before, after)
     assert main(["compare", *folders]) == 0
     text = capsys.readouterr().out
@@ -37,7 +37,7 @@ def test_compare_shows_gains_and_fails_below_a_bound(
 def test_compare_notes_seeds_that_only_b_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = both(tmp_path, [row("softmax", 0.5)], [row("softmax", 0.6, seed=s) for s in (0, 1)])
+    folders = both(tmp_path, [row("softmax", 0.5)], grid({"softmax": {16: (0.6, 0.6)}}))
     note = "note: max-retrieval has seeds in B that A lacks"
     assert main(["compare", *folders]) == 0
     assert note in capsys.readouterr().out
@@ -79,12 +79,8 @@ def test_compare_fails_for_results_missing_in_b(
 
 def test_compare_prints_which_rows_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def rows(softmax: float, ssmax: float) -> list:
-        return [
-            row(variant, score + 0.01 * seed, seed=seed, length=length)
-            for variant, score in (("softmax", softmax), ("ssmax", ssmax))
-            for length in (16, 64)
-            for seed in range(2)
-        ]
+        scores = {"softmax": (softmax, softmax + 0.01), "ssmax": (ssmax, ssmax + 0.01)}
+        return grid({name: dict.fromkeys((16, 64), seeds) for name, seeds in scores.items()})
 
     folders = both(tmp_path, rows(0.5, 0.9), rows(0.505, 0.3))
     assert main(["compare", *folders, "--holds"]) == 1
@@ -115,11 +111,8 @@ def test_compare_reports_a_different_setting_and_rejects_several_settings_of_a_t
 def test_a_row_whose_seeds_change_places_does_not_hold() -> None:
     """Both intervals are wide and overlap, but rounding decides which seeds learn."""
     first, second = [0.1, 0.1, 0.1, 0.98, 0.98], [0.98, 0.98, 0.1, 0.1, 0.1]
-    before, after = (
-        groups([row("cosformer", score, seed=seed) for seed, score in enumerate(scores)])
-        for scores in (first, second)
-    )
+    before, after = (groups(grid({"cosformer": {16: scores}})) for scores in (first, second))
     (change,) = compare.changes(before, after)
-    assert not compare.holds(change)
+    assert not change.holds
     (same,) = compare.changes(before, before)
-    assert compare.holds(same)
+    assert same.holds

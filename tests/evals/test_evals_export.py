@@ -18,17 +18,15 @@ from evals.reporting.pages import overview
 from evals.results.store import Row
 from evals.results.summary import Series, groups
 from evals.results.summary_csv import csv_text, read_summary, summary_of
-from helpers.evals_rows import row, written
+from helpers.evals_rows import grid, row, written
 
 
 def rows(scores: dict[str, tuple[float | None, ...]], lengths: tuple[int, ...]) -> list[Row]:
     """Result rows of max-retrieval (train length 16): two seeds with the same ``scores``."""
-    return [
-        row(variant, score, seed=seed, length=length)
+    return grid({
+        variant: {n: (score, score) for n, score in zip(lengths, values, strict=True)}
         for variant, values in scores.items()
-        for length, score in zip(lengths, values, strict=True)
-        for seed in (0, 1)
-    ]
+    })  # fmt: skip
 
 
 def table_rows(text: str) -> list[list[str]]:
@@ -84,14 +82,9 @@ def test_rows_and_their_summary_give_the_same_scores(tmp_path: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder of 8 results: 2 variants × 2 lengths × 2 seeds. The last result failed."""
-    result_rows = [
-        row(variant, value + 0.02 * seed, seed=seed, length=length)
-        for variant, values in {"softmax": (0.96, 0.5), "ssmax(s=0.4)": (0.9, 0.6)}.items()
-        for length, value in zip((16, 64), values, strict=True)
-        for seed in (0, 1)
-    ]
-    result_rows[-1] |= {"status": "oom", "metrics": {}, "message": "out of memory"}
-    return written(tmp_path / "results", result_rows)
+    scores = {"softmax": {16: (0.96, 0.98), 64: (0.5, 0.52)},
+              "ssmax(s=0.4)": {16: (0.9, 0.92), 64: (0.6, None)}}  # fmt: skip
+    return written(tmp_path / "results", grid(scores))
 
 
 def exported(folder: Path, *arguments: str) -> int:

@@ -66,6 +66,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
         ("mqar = 3", "mqar must be a table, got 3"),
         ("seeds = 'two'", "seeds must be an int, got 'two'"),
         ("seeds = true", "seeds must be an int, got True"),
+        ("out = 3", "out must be a path, got 3"),
         ("lengths = ['a']", "lengths entries must be an int, got 'a'"),
         ("lengths = 16", "lengths must be a list, got 16"),
         ("lengths = '16'", "lengths must be a list, got '16'"),

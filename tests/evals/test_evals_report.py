@@ -20,7 +20,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 from evals.reporting import curves
-from evals.reporting.pictures import pictures
+from evals.reporting.figures import pictures
 from evals.reporting.report import report_html
 from evals.reporting.shown import ShownGroup
 from evals.reporting.tables import short_lengths

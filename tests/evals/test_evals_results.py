@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from evals.results.statistics import estimate
 from evals.results.store import Folder, Shard, read_rows
 from evals.results.summary import Series, failures, groups, version_warnings
 from evals.results.summary_csv import csv_text
-from helpers.evals_rows import SETTINGS, row, written
+from helpers.evals_rows import SETTINGS, grid, row, written
 
 SOFTMAX, SSMAX = Series("softmax"), Series("ssmax")
 
@@ -42,12 +43,8 @@ def test_rows_are_grouped_by_task_settings_device_and_data() -> None:
 
 
 def test_differences_from_the_baseline_are_paired_by_seed() -> None:
-    rows = [
-        *(row("softmax", 0.5 + seed / 10, seed=seed) for seed in range(3)),
-        *(row("ssmax", 0.6 + seed / 5, seed=seed) for seed in (0, 1)),
-        row("ssmax", None, seed=2),
-    ]
-    (group,) = groups(rows)
+    scores = {"softmax": {16: (0.5, 0.6, 0.7)}, "ssmax": {16: (0.6, 0.8, None)}}
+    (group,) = groups(grid(scores))
     point = group.points[SSMAX, 16]
     assert point.versus_baseline == pytest.approx([0.1, 0.2])
     assert point.mean("accuracy") == estimate([0.6, 0.8])
@@ -59,20 +56,21 @@ def test_differences_from_the_baseline_are_paired_by_seed() -> None:
 def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
     rows = [row("softmax", 0.95), row("ssmax", 0.949), row("ssmax", 1.0, length=64)]
     (group,) = groups(rows)
-    assert group.untrained(SOFTMAX) == 0
-    assert group.untrained(SSMAX) == 1
+    assert group.facts(SOFTMAX).untrained == 0
+    assert group.facts(SSMAX).untrained == 1
     shown = ShownGroup(group)
     assert {line[0] for line in shown.tables[0].rows} == {"softmax", "ssmax † 1/1"}
     assert "chance 10.0" in shown.tables[0].title
     assert shown.notes == [
         "† 1/1: did not reach 95 % at the train length (n = 16) with these settings, not tuned"
     ]
-    seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
-    assert groups(seeds)[0].untrained(SOFTMAX) == 2  # the failed seed and the seed with score 0.5
+    seeds = grid({"softmax": {16: (0.99, None, 0.5)}})
+    # The failed seed, and the seed with score 0.5.
+    assert groups(seeds)[0].facts(SOFTMAX).untrained == 2
     (partial,) = groups([*rows, row("softmax", 0.99, seed=1)])  # ssmax has no seed 1
     assert partial.name(SSMAX) == "ssmax † 1/2"  # not 2/2
     (text,) = groups([row("softmax", 4.0, task="language-model", positions="rope")])
-    assert text.untrained(Series("softmax", "rope")) == 0
+    assert text.facts(Series("softmax", "rope")).untrained == 0
 
 
 def test_a_repeated_run_of_another_shard_replaces_a_failure(tmp_path: Path) -> None:
@@ -83,8 +81,8 @@ def test_a_repeated_run_of_another_shard_replaces_a_failure(tmp_path: Path) -> N
 
 
 def test_tables_show_intervals_differences_costs_and_learned_parameters() -> None:
-    rows = [row("softmax", 0.5 + seed / 10, seed=seed) for seed in range(2)]
-    rows += [row("ssmax", 0.7, seed=seed, learned={"s": [0.2, 0.4]}) for seed in range(2)]
+    rows = grid({"softmax": {16: (0.5, 0.6)}})
+    rows += grid({"ssmax": {16: (0.7, 0.7)}}, learned={"s": [0.2, 0.4]})
     (group,) = groups(rows)
     score, spans, published, versus, *_, learned, costs = (
         table.rows for table in ShownGroup(group).tables
@@ -104,7 +102,7 @@ def test_table_columns_are_aligned() -> None:
 
 
 def test_the_summary_does_not_depend_on_the_order_of_rows() -> None:
-    rows = [row(v, 0.5, seed=s, length=n) for v in "ab" for s in (0, 1) for n in (16, 64)]
+    rows = grid(dict.fromkeys("ab", dict.fromkeys((16, 64), (0.5, 0.5))))
     (one,), (two,) = groups(rows), groups(rows[::-1])
     assert csv_text([one]) == csv_text([two])
     lines = list(csv.DictReader(io.StringIO(csv_text([one]))))
@@ -120,26 +118,27 @@ def test_results_of_several_torch_versions_give_a_warning() -> None:
     assert version_warnings(groups(rows)) == ["warning: results differ in torch: 2, 3"]
 
 
-def test_two_versions_of_a_variant_are_never_averaged() -> None:
-    """If a plugin's file changed between two studies, only results of its latest version count."""
-    rows = [row("mine", 0.1, seed=seed, version="old") for seed in (0, 1)]
-    rows += [row("mine", 0.9, seed=0, version="new", key="other")]
+# If a plugin's file changed between two studies, only results of its latest version count. If a
+# later sweep chose another learning rate, only results of the latest choice count.
+@pytest.mark.parametrize(
+    "fields",
+    [
+        lambda name, rate: {"version": name},
+        lambda name, rate: {
+            "settings": {**SETTINGS, "learning_rate": rate},
+            "shared": {"learning_rate": "tuned: 0.001, 0.003"},
+        },
+    ],
+    ids=["versions", "tuned values"],
+)
+def test_two_versions_or_tuned_values_are_never_averaged(fields: Callable) -> None:
+    rows = grid({"mine": {16: (0.1, 0.1)}}, **fields("old", 0.001))
+    rows += [row("mine", 0.9, key="other", **fields("new", 0.003))]
     (group,) = groups(rows)
     assert group.points[Series("mine"), 16].values("accuracy") == {0: 0.9}
     assert [line.split("warning: max-retrieval: ")[1] for line in version_warnings([group])] == [
         "mine: left out 2 result(s) of other versions or settings of the variant"
     ]
-
-
-def test_results_with_two_tuned_values_are_never_averaged() -> None:
-    """A later sweep may choose another learning rate. Only results of the latest choice count."""
-    tuned = {"shared": {"learning_rate": "tuned: 0.001, 0.003"}}
-    rows = [
-        row("softmax", score, seed=seed, settings={**SETTINGS, "learning_rate": rate}, **tuned)
-        for score, seed, rate in ((0.1, 0, 0.001), (0.1, 1, 0.001), (0.9, 0, 0.003))
-    ]
-    (group,) = groups(rows)
-    assert group.points[SOFTMAX, 16].values("accuracy") == {0: 0.9}
 
 
 def test_series_with_different_lengths_are_in_one_group() -> None:
@@ -177,10 +176,8 @@ def test_results_with_different_settings_or_test_sizes_are_separate_groups() -> 
 
 
 def test_the_readme_table_shows_the_summary(tmp_path: Path) -> None:
-    rows = [row(v, s, seed=i, length=n) for v, n, scores in (
-        ("softmax", 16, (0.96, 0.98)), ("softmax", 64, (0.5, 0.5)),
-        ("ssmax", 16, (0.9, 0.96)), ("ssmax", 64, (0.6, None)),
-    ) for i, s in enumerate(scores)]  # fmt: skip
+    rows = grid({"softmax": {16: (0.96, 0.98), 64: (0.5, 0.5)},
+                 "ssmax": {16: (0.9, 0.96), 64: (0.6, None)}})  # fmt: skip
     assert scores_table(tmp_path) == "Nothing has been measured yet.\n"
     (tmp_path / "max-retrieval.csv").write_text(csv_text(groups(rows)))
     text = scores_table(tmp_path)
@@ -204,7 +201,7 @@ def test_the_readme_table_shows_the_summary(tmp_path: Path) -> None:
 
 
 def test_load_gives_a_tidy_table_of_all_kinds_of_results(tmp_path: Path) -> None:
-    rows = [row("softmax", score, seed=seed) for seed, score in enumerate((0.5, None))]
+    rows = grid({"softmax": {16: (0.5, None)}})
     trial = row("sink", 0.7) | {"task": "classification", "condition": "clean", "key": "trial"}
     table = load(written(tmp_path, [*rows, trial]))
     columns = ["task", "variant", "positions", "x", "seed", "metric", "status", "settings.steps"]

@@ -14,7 +14,7 @@ from evals.results.statistics import bootstrap, estimate, holm, t_test
 from evals.results.summary import Series, groups
 from evals.results.summary_csv import csv_text, summary_of
 from evals.task import Metric
-from helpers.evals_rows import row
+from helpers.evals_rows import grid, row
 
 SSMAX = Series("ssmax")
 PERCENT = Metric("", "", factor=100, digits=1)
@@ -80,15 +80,15 @@ def test_holm_multiplies_by_the_number_of_remaining_comparisons() -> None:
 
 def test_differences_from_softmax_are_marked_after_the_correction() -> None:
     noise = (-0.01, 0.0, 0.01, 0.005, -0.005)
-    rows = [
-        row(variant, score + sign * noise[seed], seed=seed, length=length)
-        for variant, length, score, sign in (
-            ("softmax", 16, 0.96, 1), ("softmax", 64, 0.5, 1),
-            ("ssmax", 16, 0.965, -1), ("ssmax", 64, 0.8, -1),  # far better only at 64
-            ("sigmoid", 16, 0.96, 1), ("sigmoid", 64, 0.3, -1),
-        )
-        for seed in range(5)
-    ]  # fmt: skip
+    scores = {
+        "softmax": {16: (0.96, 1), 64: (0.5, 1)},
+        "ssmax": {16: (0.965, -1), 64: (0.8, -1)},  # far better only at 64
+        "sigmoid": {16: (0.96, 1), 64: (0.3, -1)},
+    }
+    rows = grid({
+        variant: {n: [score + sign * x for x in noise] for n, (score, sign) in by_length.items()}
+        for variant, by_length in scores.items()
+    })  # fmt: skip
     (group,) = groups(rows)
     summary = summary_of(group)
     marks = {s.variant: [verdict(summary, s, x) for x in (16, 64)] for s in group.series}
@@ -125,12 +125,8 @@ def test_notes_name_untrained_rows_with_a_choice_at_the_edge_of_the_sweep(
 
 
 def test_a_row_whose_seeds_disagree_is_marked_unstable() -> None:
-    rows = [
-        row(variant, score, seed=seed)
-        for variant, seeds in {"softmax": (0.96, 0.99, 1.0), "ssmax": (0.8, 0.99, 0.98)}.items()
-        for seed, score in enumerate(seeds)
-    ]
-    rows += [row("softmax", 0.1 * seed, seed=seed, length=64) for seed in range(3)]
+    rows = grid({"softmax": {16: (0.96, 0.99, 1.0), 64: (0.0, 0.1, 0.2)},
+                 "ssmax": {16: (0.8, 0.99, 0.98)}})  # fmt: skip
     (group,) = groups(rows)
     assert list(map(group.name, group.series)) == ["softmax", "ssmax † 1/3 ‡"]
     assert any("differ by more than 10 points" in line for line in notes(summary_of(group)))
@@ -140,4 +136,4 @@ def test_a_row_whose_seeds_disagree_is_marked_unstable() -> None:
         r | {"task": "language-model", "metrics": {"bits": 5 * r["metrics"]["accuracy"]}}
         for r in rows
     ])  # fmt: skip
-    assert not any(map(losses.unstable, losses.series))
+    assert not any(losses.facts(series).unstable for series in losses.series)

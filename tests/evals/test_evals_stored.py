@@ -10,8 +10,8 @@ import pytest
 from commandline.table import Table, read_tables, tables_csv
 from evals.__main__ import main
 from evals.reporting import artifacts
+from evals.reporting.report import COMMANDS, stored
 from evals.reporting.shown import ShownGroup
-from evals.reporting.stored import COMMANDS, stored
 from helpers import evals_rows
 
 TABLES = [

@@ -13,7 +13,7 @@ from torch import Tensor
 import attnzoo
 from commandline.table import Table, read_tables
 from commandline.variants import VariantCall, parse_spec
-from evals.reporting import theory_plots
+from evals.reporting.figures import theory_plot
 from evals.results.summary import Group, groups
 from evals.theory import ranks
 from evals.theory import trained_heads as theory
@@ -229,13 +229,13 @@ def test_closer_law_or_the_reason_for_none(
     fits, bounds = theory.tables(group)
     assert fits.rows[0][-1].startswith(verdict)
     assert len(bounds.rows) == 1
-    assert (theory_plots.theory_plot(group) is None) == (max(weights.values()) == 0)
+    assert (theory_plot(group) is None) == (max(weights.values()) == 0)
 
 
 def test_no_tables_or_figure_without_measured_heads() -> None:
     group = group_of([row("softmax", 16, curves={}) | {"curves": {}}])
     assert theory.tables(group) == []
-    assert theory_plots.theory_plot(group) is None
+    assert theory_plot(group) is None
 
 
 def test_failed_seeds_are_left_out() -> None:
@@ -249,7 +249,7 @@ def test_failed_seeds_are_left_out() -> None:
 
 def test_figure_shows_measurements_the_fitted_law_and_the_bound() -> None:
     rows = rows_of("softmax", lambda n: softmax_fixed(n, 3.0)) + rows_of("entmax", lambda n: 0.3)
-    figure = theory_plots.theory_plot(group_of(rows))
+    figure = theory_plot(group_of(rows))
     assert figure is not None
     marks, law, bound, *others = figure.axes[0].lines
     assert list(marks.get_ydata()) == pytest.approx([softmax_fixed(n, 3.0) for n in KEYS])

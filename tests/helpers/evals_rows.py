@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,16 @@ def row(
         "cpu_seconds": 1.0, "train_cpu_seconds": 2.0, "training": f"{variant} {seed}",
         **more,
     }  # fmt: skip
+
+
+def grid(scores: Mapping[str, Mapping[int, Sequence[float | None]]], **more: Any) -> list[Row]:
+    """Rows of variants at some lengths, with one score for each seed."""
+    return [
+        row(variant, score, seed=seed, length=length, **more)
+        for variant, by_length in scores.items()
+        for length, of_seeds in by_length.items()
+        for seed, score in enumerate(of_seeds)
+    ]
 
 
 def written(folder: Path, rows: list[Row]) -> Path:
