@@ -140,8 +140,7 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     lines = [
         f"`{task}`, {seeds}, chance {chance_text(score, summary.chance or 0.0)}.",
         f"Effective length: {EFFECTIVE_NOTE}. Variants with {UNTRAINED} have none.",
-        # The overview has no intervals and no marks of tests.
-        *(f"{x}." for x in notes(summary, score) if "interval" not in x and x[0] != BETTER),
+        *(f"{x}." for x in notes(summary, score) if x[0] != BETTER),  # it has no marks of tests
     ]
     return f"{_markdown(Table('', header, rows))}\n{' '.join(lines)}\n"
 
@@ -162,10 +161,7 @@ def documented(folder: Path, name: str) -> str:
         folded = [_folded("Both ends of each interval", "\n".join(map(_titled, intervals)))]
         files = [(text, figure_path(folder, name, figure)) for figure, text in FIGURES.items()]
         pictures = [f"![{t}]({folder.name}/{file.name})\n" for t, file in files if file.exists()]
-        foot = (
-            f"Over samples: {HALF_NOTE}, which may be asymmetric. Samples: "
-            f"{samples_text(summary)}.\n{made_by(path)}"
-        )
+        foot = f"Over samples: {HALF_NOTE}. Samples: {samples_text(summary)}.\n{made_by(path)}"
     texts = [
         _short(_titled(table))
         if len(table.header) <= MOST_LENGTHS + 2

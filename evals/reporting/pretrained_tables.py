@@ -1,6 +1,6 @@
 """Tables of pretrained models, and of their trainings by the command ``adapt``.
 
-Each number is a mean over samples with its 95 % bootstrap interval. All variants read the same
+Each number is a mean over samples with its 95 % interval. All variants read the same
 samples, so differences from the model as loaded are paired by sample.
 """
 
@@ -24,7 +24,7 @@ from evals.task import Metric
 _PREFIX = "head_learned_"
 WINDOW = 10  # steps over which the training loss is averaged
 _NOTES = {
-    "loss": "Mean over samples (95 % bootstrap interval). Planted sentences do not count.",
+    "loss": "Mean over samples (95 % interval). Planted sentences do not count.",
     "retrieval": "Share of answers that greedy decoding would give exactly.",
 }
 # By length in the documentation.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from commandline.table import Table
-from evals.results.statistics import LEVEL, Estimate, coverage
+from evals.results.statistics import LEVEL, Estimate
 from evals.results.summary import SPREAD, UNSTABLE, UNTRAINED, Group, Series, baseline_of
 from evals.results.summary_csv import EFFECTIVE_SHARE, Summary, difference, gain
 from evals.results.tuned import validation, values_text
@@ -21,15 +21,14 @@ PARTIAL = "*"
 BETTER, WORSE = "⁺", "⁻"  # than softmax, with a p value below `LEVEL`
 EFFECTIVE = "effective length"
 EFFECTIVE_NOTE = (
-    f"the longest n up to which the score stays above {100 * EFFECTIVE_SHARE:g} % of its value at "
-    "the train length"
+    f"the longest n up to which the lead of the score over chance stays above "
+    f"{100 * EFFECTIVE_SHARE:g} % of that at the train length"
 )
-ENOUGH_FOR_INTERVALS = 30  # with fewer seeds, a 95 % bootstrap interval is too narrow
 ENOUGH_FOR_ERRORS = 6  # with fewer seeds, the estimated standard errors vary much
 # What a table shows besides the mean: nothing, the standard error, half the width of the interval,
 # or its ends.
 BARE, ERROR, HALF, RANGE, WIDE_RANGE = "", "±", "half", "–", " … "
-HALF_NOTE = "mean ± half the width of its 95 % bootstrap interval"
+HALF_NOTE = "mean ± half the width of its 95 % interval"
 MOST_LENGTHS = 5  # columns of a short table; the effective length is the sixth
 
 
@@ -231,7 +230,7 @@ def score_table(summary: Summary, errors: bool = True) -> Table:
 def tables_of_task(group: Group, summary: Summary) -> list[Table]:
     """All tables of a task, besides those of its heads."""
     score, several = group.task.score, summary.seeds > 1
-    ranges = by_x(summary, f"{score.title}: 95 % bootstrap interval over seeds",
+    ranges = by_x(summary, f"{score.title}: 95 % interval over seeds",
                   lambda s, x: interval(summary.mean(s, x, score.name), score) or NONE)  # fmt: skip
     tables = [
         score_table(summary),
@@ -322,7 +321,7 @@ def title_of(summary: Summary, metric: Metric) -> str:
     """The text above a table of a metric: task, metric, number of seeds, train length, chance."""
     task, seeds = summary.task, f"Mean of {summary.seeds} seeds"
     seeds = {0: "Mean over samples", 1: "One seed"}.get(summary.seeds, seeds)
-    ranges = "" if summary.seeds == 1 else " (95 % bootstrap interval)"
+    ranges = "" if summary.seeds == 1 else " (95 % interval)"
     more = []
     if summary.train_length is not None:
         more.append(f"Train length n = {summary.train_length}")
@@ -335,7 +334,7 @@ def title_of(summary: Summary, metric: Metric) -> str:
 
 def notes(summary: Summary, metric: Metric | None = None) -> list[str]:
     """The remarks of the task, an explanation of each mark (->, †, ‡, ⁺, ⁻, *) that occurs in the
-    table of a metric (default: in any table), and a note if there are few seeds."""
+    table of a metric (default: in any table)."""
     lines, seeds, score = list(summary.remarks), summary.seeds, summary.task.score
     series = summary.ranked(metric or score)
     untrained = [one for one in series if summary.lines[one].untrained]
@@ -367,11 +366,6 @@ def notes(summary: Summary, metric: Metric | None = None) -> list[str]:
     if any(is_partial(summary, value) for (_, _, name), value in summary.means.items()
            if metric is None or name == metric.name):  # fmt: skip
         lines.append(f"{PARTIAL} some seeds failed or are missing; the mean leaves them out")
-    if 1 < seeds < ENOUGH_FOR_INTERVALS:
-        lines.append(
-            f"The 95 % interval is too narrow with {seeds} seeds: if scores are normally "
-            f"distributed, it covers the true mean in about {100 * coverage(seeds):.0f} % of cases"
-        )
     return lines
 
 

@@ -135,9 +135,10 @@ class Summary:
         return sorted(self.lines, key=rank)
 
     def effective(self, series: Series, metric: Metric) -> tuple[int, bool] | None:
-        """The effective length: the longest length up to which the metric stays above
-        `EFFECTIVE_SHARE` of its value at the train length, of all lengths with a value; and whether
-        it drops at a longer one, so that the effective length is not only a lower bound.
+        """The effective length: the longest length up to which the metric's lead over chance stays
+        above `EFFECTIVE_SHARE` of that at the train length, of all lengths with a value; and whether
+        it drops at a longer one, so that the effective length is not only a lower bound. Only the
+        score has a chance other than 0.
 
         None if a seed is untrained, the value at the train length is missing or lower is better.
         """
@@ -146,11 +147,12 @@ class Summary:
         start, longest = self.mean(series, self.train_length, metric.name), None
         if start is None:
             return None
+        chance = (self.chance or 0.0) if metric is self.task.score else 0.0
         for x in [x for x in self.xs if x >= self.train_length]:
             mean = self.mean(series, x, metric.name)
             if mean is None:  # missing or failed, which says nothing about the score
                 continue
-            if mean.mean <= EFFECTIVE_SHARE * start.mean:
+            if mean.mean - chance <= EFFECTIVE_SHARE * (start.mean - chance):
                 return None if longest is None else (longest, True)
             longest = x
         return None if longest is None else (longest, False)
