@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.shared_operands import NO_DROPOUT, Dropout, Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import kernel_operands, launch, measured, tiles
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.groups import (
@@ -80,7 +80,7 @@ def factor_after_maximum(
 
 def describe_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, rule: Rule, vectors: Vectors, terms: Terms,
-    solved: Solved, want_lse: bool, arch: int, processors: int,
+    solved: Solved, want_lse: bool, arch: int, processors: int, dropout: Dropout = NO_DROPOUT,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out, stat, weight_sum and lse, see `flash_forward`."""
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
@@ -95,7 +95,9 @@ def describe_forward(
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
     rule_constants = launch.constants_of(rule, v, LATE=after)
     args = {
-        **launch.arguments_of(q, k, layout, rule_constants, vectors, terms, ranges, solved),
+        **launch.arguments_of(
+            q, k, layout, rule_constants, vectors, terms, ranges, solved, dropout=dropout
+        ),
         **strides(unit_of(q), q=q, k=k, v=v, o=out), "v": v, "o": out,
         **descriptors(config, arch, config.block_n, k=k, v=v),
         "maps": Maps(solved.blocks, solved.counts), "saved": Saved(stat, weight_sum, lse),
