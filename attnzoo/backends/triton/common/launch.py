@@ -249,14 +249,18 @@ def tile_of(config: Config, q: Tensor, v: Tensor | None = None, **others: Any) -
 
 
 def is_safe(
-    kernel: str, v: Tensor, layout: Layout, rule: Rule | None, vectors: Vectors, terms: Terms
-) -> bool:
+    kernel: str, v: Tensor, layout: Layout, rule: Rule | None, vectors: Vectors, terms: Terms,
+    dropout: Dropout = NO_DROPOUT,
+) -> bool:  # fmt: skip
     """Whether a kernel may need many registers, and so has the tile of the table SAFE.
 
     A window needs few registers. dK/dV accumulates two gradients, and has registers for no other
     term. The gradient of a mask has registers for the mask, and for no other term.
     """
-    added = layout.relative_bias, layout.k_segments, layout.mask, layout.softcap, terms.key_bias
+    added = (
+        layout.relative_bias, layout.k_segments, layout.mask, layout.softcap, terms.key_bias,
+        dropout.seed,
+    )  # fmt: skip
     number = sum(x is not None for x in added)
     if kernel == "dkdv" and rule is not None:
         phi = rule.activation

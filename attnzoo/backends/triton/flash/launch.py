@@ -32,10 +32,11 @@ from attnzoo.core.forms import Statistics
 def config_of(
     kernel: str, arch: int, q: Tensor, v: Tensor, layout: Layout, rule: Rule | None,
     vectors: Vectors, terms: Terms, map_size: tuple[int, int] | None,
+    dropout: Dropout = NO_DROPOUT,
 ) -> tiles.Config:  # fmt: skip
     """Return the tile of a kernel. With a block map, blocks divide the tiles of the map."""
     dim, bits = max(q.shape[3], v.shape[3]), 8 * q.element_size()
-    safe = launch.is_safe(kernel, v, layout, rule, vectors, terms)
+    safe = launch.is_safe(kernel, v, layout, rule, vectors, terms, dropout)
     if map_size is None:
         return measured.tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
     map_m, map_n = map_size
@@ -88,7 +89,7 @@ def describe_forward(
     two = kernel_operands.saves_weight_sum(rule, layout, vectors, terms, want_lse)
     weight_sum = new_vector(q) if two else None
     size = None if solved.blocks is None else map_size_of(q, v)
-    config = config_of("forward", arch, q, v, layout, rule, vectors, terms, size)
+    config = config_of("forward", arch, q, v, layout, rule, vectors, terms, size, dropout)
     after = None
     if rule.online:
         after = factor_after_maximum(q, layout, vectors, terms, arch)

@@ -47,7 +47,7 @@ def describe_backward(
         grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
     unit, size = unit_of(q), None if solved.blocks is None else flash.map_size_of(q, v)
     of_dq, of_dkdv = (
-        flash.config_of(kernel, arch, q, v, layout, rule, vectors, terms, size)
+        flash.config_of(kernel, arch, q, v, layout, rule, vectors, terms, size, dropout)
         for kernel in ("dq", "dkdv")
     )
     slopes, table = grads.get("relative_bias"), None
@@ -116,7 +116,7 @@ def describe_backward(
     }  # fmt: skip
     of_bias = []
     if bias is not None:
-        config = flash.config_of("dbias", arch, q, v, layout, rule, vectors, terms, None)
+        config = flash.config_of("dbias", arch, q, v, layout, rule, vectors, terms, None, dropout)
         tile = flash.tile_constants(config, q, v, layout, TRANSPOSED=True)
         of_bias = [_describe_dbias(args, grads["mask"], arch, config, tile)]
     if not of_keys:
