@@ -1,10 +1,9 @@
 """Which weights dropout keeps: a function of (seed, batch, head, query, key) alone.
 
-All backends but `eager` and `sdpa` compute it in blocks, of any size and in any order, and the
-backward computes it again from the saved seed. With a stateful generator the mask would depend on
-the order of the blocks. `tiled` uses `kept`, the kernels `triton.common.dropout.kept`: the same
-mask for the same seed. A 32-bit hash takes about ten instructions per weight, on any tile. Philox
-takes several times as many, which would be most of a kernel's work.
+`tiled` and `flash` compute it in blocks, of any size and in any order, and the backward computes it
+again from the saved seed. With a stateful generator the mask would depend on the order of the
+blocks. `tiled` uses `kept`, the kernels `triton.common.dropout.kept`: the same mask for the same
+seed.
 """
 
 from __future__ import annotations

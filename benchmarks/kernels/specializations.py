@@ -195,7 +195,7 @@ def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
     """The specializations of most calls: bf16 without extras, and the stages of decoding.
 
     Terms of the scores, rare activations, "decode short" and SPLIT are compiled once, for sm_90 and
-    a head dimension of 128, SPLIT and a table with a softmax only. A learned power has small tiles,
+    a head dimension of 128, SPLIT, DROPOUT and a table with a softmax only. A learned power has small tiles,
     whose work is done more than once, and is left out.
     """
     rare_activations = {name for kind, name in kinds().items() if kind in RARE}
@@ -203,7 +203,7 @@ def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
         common = spec.dtype == "bf16" or spec.kernel in STAGES
         if not common or spec.activation in (kinds()["family"], kinds()["factor-family"]):
             continue
-        if spec.extra in (SPLIT, "table") and spec.activation != kinds()["online"]:
+        if spec.extra in (SPLIT, DROPOUT, "table") and spec.activation != kinds()["online"]:
             continue
         special = spec.extra in (SPLIT, DROPOUT, *TERMS) or "short" in spec.kernel
         if special or spec.activation in rare_activations:
