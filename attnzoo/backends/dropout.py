@@ -2,8 +2,8 @@
 
 `tiled` and `flash` compute it in blocks, of any size and in any order, and the backward computes it
 again from the saved seed. With a stateful generator the mask would depend on the order of the
-blocks. `tiled` uses `kept`, the kernels `triton.common.dropout.kept`: the same mask for the same
-seed.
+blocks. `tiled` uses `retained`, the kernels `triton.common.dropout.retained`: the same mask for the
+same seed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _hash(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def kept(rows: Tensor, keys: Tensor, seed: Tensor, p: float) -> Tensor:
+def retained(rows: Tensor, keys: Tensor, seed: Tensor, p: float) -> Tensor:
     """Return the mask (…, keys) of the weights that are kept.
 
     rows: int64 (…), the index of (batch, head, query). keys: int64 (keys,), indices of keys.

@@ -195,8 +195,8 @@ def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
     """The specializations of most calls: bf16 without extras, and the stages of decoding.
 
     Terms of the scores, rare activations, "decode short" and SPLIT are compiled once, for sm_90 and
-    a head dimension of 128, SPLIT, DROPOUT and a table with a softmax only. A learned power has small tiles,
-    whose work is done more than once, and is left out.
+    a head dimension of 128, SPLIT, DROPOUT and a table with a softmax only. A learned power has
+    small tiles, whose work is done more than once, and is left out.
     """
     rare_activations = {name for kind, name in kinds().items() if kind in RARE}
     for spec in specializations(archs, list(QUICK_DIMS)):

@@ -19,7 +19,7 @@ import attnzoo
 from attnzoo import Activation, Pairwise
 from attnzoo.nn import Attention
 from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, WITH_FORMS, learned, params_of, rand
-from helpers.coverage_table import RUNS, VARIANT_BACKENDS
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS, marked
 
 IDS = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
 KEYS = rand(2, 1, 1, 9, seed=5) > -0.8

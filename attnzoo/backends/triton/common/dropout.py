@@ -18,7 +18,7 @@ def hashed_rows(rows, seed):
 
 
 @triton.jit
-def kept(of_rows, j, p):
+def retained(of_rows, j, p):
     """The mask of the weights that are kept, for `hashed_rows` and the indices j of keys."""
     bits = hashed(of_rows ^ hashed(j.to(tl.uint32) + 0x9E3779B9))
     least = tl.full([], p * 4294967296.0, tl.float32)  # p has 24 bits: exact
@@ -29,5 +29,5 @@ def kept(of_rows, j, p):
 def drop(x, of_rows, j, terms):
     """Set entries of a tile to 0 by dropout, if there is any. They are not divided by 1 − p."""
     if terms.seed is not None:
-        x = tl.where(kept(of_rows, j, terms.dropout_p), x, 0.0)
+        x = tl.where(retained(of_rows, j, terms.dropout_p), x, 0.0)
     return x
