@@ -32,6 +32,16 @@ class Terms(NamedTuple):
     factor: Tensor | None = None  # broadcasts to (B, H, Nq)
 
 
+class Dropout(NamedTuple):
+    """Dropout of the weights; see `attnzoo.backends.dropout`."""
+
+    seed: Tensor | None = None  # int64 (); None without dropout
+    dropout_p: float = 0.0
+
+
+NO_DROPOUT = Dropout()
+
+
 class Vectors(NamedTuple):
     """The per-query vectors of a form. Kernels receive a solved threshold τ as ``offset``."""
 

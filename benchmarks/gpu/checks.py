@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from benchmarks.gpu.measurements import MEASUREMENTS
+from benchmarks.gpu.measurements import MEASUREMENTS, milliseconds
 from benchmarks.harness import journal
 from benchmarks.harness.bench import first_line
 from benchmarks.harness.cases import Case
@@ -179,6 +179,25 @@ def repeatable(device: str) -> tuple[bool, Figures]:
     return same, {}
 
 
+def dropout(device: str) -> tuple[bool, Figures]:
+    """flash and tiled drop the same weights for the same seed; ms of flash with and without."""
+    inputs, figures = tensors(BASE, HALF, device), {}
+
+    def run(backend: str, dtype: torch.dtype, p: float) -> dict[str, Tensor]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        torch.manual_seed(0)
+        return results(leaves, "softmax", backend, True, is_causal=True, dropout_p=p)
+
+    exact = run("tiled", torch.float64, 0.1)
+    for name, x in run("flash", torch.bfloat16, 0.1).items():
+        figures[name] = relative_error(x, exact[name])
+    well = all(error < 2e-2 for error in figures.values())
+    if device == "cuda":
+        for p in (0.0, 0.1):
+            figures[f"p={p} ms"] = milliseconds(partial(run, "flash", torch.bfloat16, p))
+    return well, figures
+
+
 def captured(device: str, variant: str, backend: str) -> tuple[bool, Figures]:
     """A CUDA graph, replayed for new inputs, equals a call."""
     gradients = backend != "decode"
@@ -294,6 +313,7 @@ CHECKS: dict[str, Check] = {
     "one-kv-head": agreement(shape=(1, 32, 1, 1024, 1024, 128, 128), is_causal=True),
     "prefill": agreement(shape=(1, 4, 2, 128, 20_000, 128, 128), is_causal=True),
     "repeatable": repeatable,
+    "dropout": dropout,
     "losses": losses,
 }
 AGREEMENTS = {name: check for name, check in CHECKS.items() if isinstance(check, Agreement)}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.activations import activations, distance
-from benchmarks.kernels.specializations import DTYPES, EXTRAS, SPLIT, Specialization
+from benchmarks.kernels.specializations import DROPOUT, DTYPES, EXTRAS, SPLIT, Specialization
 
 # Features per token in linear calls. taylor has 153 at D = 16, padded to a multiple of 8.
 FEATURES = 160
@@ -33,6 +33,7 @@ class Described(NamedTuple):
     terms: Any
     solved: Any
     lse: bool
+    dropout: Any
 
 
 def describe(spec: Specialization) -> Any:
@@ -55,7 +56,14 @@ def empty(spec: Specialization, *shape: int) -> Tensor:
 
 
 def described(spec: Specialization, q: Tensor, keys: int) -> Described:
-    from attnzoo.backends.shared_operands import Layout, Terms, Vectors, rule_of
+    from attnzoo.backends.shared_operands import (
+        NO_DROPOUT,
+        Dropout,
+        Layout,
+        Terms,
+        Vectors,
+        rule_of,
+    )
     from attnzoo.backends.triton.common.kernel_operands import Solved, new_vector
     from attnzoo.backends.triton.flash.launch import new_solved
 
@@ -104,7 +112,10 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
         solved = new_solved(q, q.new_empty(*q.shape[:2], keys, q.shape[3]), q)
     if "distance" in extras:
         rule = rule._replace(distance=distance())
-    return Described(layout, rule, vectors, terms, solved, lse)
+    dropout = NO_DROPOUT
+    if DROPOUT in extras:
+        dropout = Dropout(q.new_empty((), dtype=torch.int64), 0.1)
+    return Described(layout, rule, vectors, terms, solved, lse, dropout)
 
 
 def is_plain(spec: Specialization) -> bool:
@@ -114,8 +125,8 @@ def is_plain(spec: Specialization) -> bool:
     if spec.family in ("linear", "rows"):
         return True
     q = empty(spec, 1, 2, 1024)
-    layout, rule, vectors, terms, *_ = described(spec, q, q.shape[2])
-    return not is_safe(spec.family, q, layout, rule, vectors, terms)
+    layout, rule, vectors, terms, _, _, dropout = described(spec, q, q.shape[2])
+    return not is_safe(spec.family, q, layout, rule, vectors, terms, dropout)
 
 
 def describe_flash(spec: Specialization) -> Any:
@@ -129,9 +140,11 @@ def describe_flash(spec: Specialization) -> Any:
         k = empty(spec, 1, 1, 2048)
     do = out = q.new_empty(q.shape)
     vector, arch = new_vector(q), arch_of(spec)
-    layout, rule, vectors, terms, solved, lse = described(spec, q, k.shape[2])
+    layout, rule, vectors, terms, solved, lse, dropout = described(spec, q, k.shape[2])
     if spec.family in ("forward", "segments"):
-        operands = q, k, k, layout, rule, vectors, terms, solved, lse, arch, PROCESSORS
+        operands = (
+            q, k, k, layout, rule, vectors, terms, solved, lse, arch, PROCESSORS, dropout
+        )  # fmt: skip
         launches, _ = launch.describe_forward(*operands)
         names = {"segments": "segment_ranges", "forward merge": "merge_splits"}
         name = names.get(spec.kernel, "flash_forward")
@@ -149,7 +162,7 @@ def describe_flash(spec: Specialization) -> Any:
     bias = layout.mask if spec.kernel == "dbias" else None
     launches, _ = launch_backward.describe_backward(
         do, vector if lse else None, q, k, k, out, stat, weight_sum, layout, rule, vectors, terms,
-        solved, bias, wanted, arch, PROCESSORS,
+        solved, bias, wanted, arch, PROCESSORS, dropout,
     )  # fmt: skip
     name = f"flash_{spec.kernel}"
     return next(each for each in launches if each.kernel.__name__ == name)
@@ -200,7 +213,7 @@ def describe_decode(spec: Specialization) -> Any:
     words = spec.kernel.split()
     keys, stage = SHORT if "short" in words else KEYS, DECODE_STAGES[words[-1]]
     q, k = empty(spec, 1, 8, few_queries(spec)), empty(spec, 1, 1, keys)
-    layout, rule, vectors, terms, _, lse = described(spec, q, keys)
+    layout, rule, vectors, terms, _, lse, _ = described(spec, q, keys)
     machine = arch_of(spec), PROCESSORS
     if rule.normalize == "threshold" or stage in ("decode", "merge_splits"):
         operands = q, k, k, None, layout, rule, vectors, terms, lse, *machine

@@ -32,6 +32,8 @@ BARE = ("full", "no gain", "full no gain")
 MODELS = ("full keys no gain", "full bool no gain")
 # A padded batch of a model with a window or ALiBi
 PADDED = ("window keys", "alibi keys")
+# Also with a causal mask, a per-query gain and a dense mask
+DROPOUT = "dropout"
 # Few programs: parts of a group of heads in dK/dV, splits of the keys in the forward
 SPLIT = "split"
 # Launches that do not depend on both the activation and the head dimension. The solver depends only
@@ -47,8 +49,8 @@ class Specialization(NamedTuple):
         no head dimension and no activation.
     extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head);
         "learned-keys" (a float mask of the keys with a gradient; "dbias" always has a dense one);
-        "fp32 mask" (as under autocast); SPLIT; "peak" (of "stats", only the maximum); or "all" (all
-        of EXTRAS, a sink and dlse).
+        "fp32 mask" (as under autocast); SPLIT; DROPOUT; "peak" (of "stats", only the maximum); or
+        "all" (all of EXTRAS, a sink and dlse).
     """
 
     kernel: str
@@ -112,6 +114,11 @@ GROUPS = (
     Group(PASSES, "online", "bf16", POWERS, ("distance", "distance full")),
     Group((*PASSES, "threshold"), "threshold", "bf16", POWERS, ("distance full",)),
     Group(PASSES, "online", "fp32", (128,), TERMS),
+    Group(PASSES, "online none threshold", "bf16", POWERS, (DROPOUT,)),
+    Group(PASSES, "online", "bf16", (128,), ("dropout mask", "dropout full no gain")),
+    Group(PASSES, "online", "fp32", (128,), (DROPOUT,)),
+    Group(PASSES, "sum", "fp16", (128,), (DROPOUT,)),
+    Group(("dbias",), "online", "bf16", QUICK_DIMS, (DROPOUT,)),
     Group(PASSES, " ".join(RARE), "bf16", QUICK_DIMS),
     Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("fp32 mask",)),
     Group(FLASH, "threshold", "bf16", POWERS, ("all",)),
@@ -188,20 +195,20 @@ def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
     """The specializations of most calls: bf16 without extras, and the stages of decoding.
 
     Terms of the scores, rare activations, "decode short" and SPLIT are compiled once, for sm_90 and
-    a head dimension of 128, SPLIT and a table with a softmax only. A learned power has small tiles,
-    whose work is done more than once, and is left out.
+    a head dimension of 128, SPLIT, DROPOUT and a table with a softmax only. A learned power has
+    small tiles, whose work is done more than once, and is left out.
     """
     rare_activations = {name for kind, name in kinds().items() if kind in RARE}
     for spec in specializations(archs, list(QUICK_DIMS)):
         common = spec.dtype == "bf16" or spec.kernel in STAGES
         if not common or spec.activation in (kinds()["family"], kinds()["factor-family"]):
             continue
-        if spec.extra in (SPLIT, "table") and spec.activation != kinds()["online"]:
+        if spec.extra in (SPLIT, DROPOUT, "table") and spec.activation != kinds()["online"]:
             continue
-        special = spec.extra in (SPLIT, *TERMS) or "short" in spec.kernel
+        special = spec.extra in (SPLIT, DROPOUT, *TERMS) or "short" in spec.kernel
         if special or spec.activation in rare_activations:
             once = (spec.arch, spec.head_dim) == ("sm_90", 128)
-            if once and spec.extra in ("", SPLIT, *TERMS):
+            if once and spec.extra in ("", SPLIT, DROPOUT, *TERMS):
                 yield spec
         elif spec.extra in ("", *BARE):
             yield spec

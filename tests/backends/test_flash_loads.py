@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attnzoo
-from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.shared_operands import NO_DROPOUT, Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import launch, prepared
 from attnzoo.backends.triton.common.kernel_operands import Solved
 from attnzoo.backends.triton.common.tiles import map_tile
@@ -247,7 +247,7 @@ def test_factors_of_any_sign_agree_with_the_definition(
     layout = Layout(scale, None, 0, mask, None, None, None)
     outputs = flash_ops.flash_forward(
         q=q, k=k, v=v, vectors=Vectors(None if gains == "none" else gain), terms=Terms(),
-        solved=Solved(), layout=layout, rule=SOFTMAX, want_lse=True,
+        solved=Solved(), layout=layout, rule=SOFTMAX, dropout=NO_DROPOUT, want_lse=True,
     )  # fmt: skip
     out, lse = definition(q, k, v, gain, scale, visible)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
@@ -265,7 +265,7 @@ def test_a_gain_of_nan_gives_nan_and_an_infinite_product_times_zero_too() -> Non
     q[..., 50, :], k[..., 3, :] = 1e30, 1e30
     outputs = flash_ops.flash_forward(
         q=q, k=k, v=v, vectors=Vectors(gain), terms=Terms(), solved=Solved(),
-        layout=CAUSAL, rule=SOFTMAX, want_lse=False,
+        layout=CAUSAL, rule=SOFTMAX, dropout=NO_DROPOUT, want_lse=False,
     )  # fmt: skip
     nan = outputs.out[0, 0].isnan().all(-1)
     assert nan[5]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import attnzoo
-from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.shared_operands import NO_DROPOUT, Dropout, Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common.kernel_operands import Solved
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.core import activations, registry
@@ -74,9 +74,10 @@ def operands(form: str, gradient: bool) -> dict[str, Any]:
     if "bias" in form:
         assert layout.mask is not None
         layout = layout._replace(mask=layout.mask.clone().requires_grad_(gradient))
+    dropout = Dropout(torch.tensor(7), 0.5) if form == "threshold" else NO_DROPOUT
     return {
         "q": q, "k": k, "v": v, "vectors": vectors, "terms": terms, "solved": solved,
-        "layout": layout, "rule": rule, "want_lse": form == "online",
+        "layout": layout, "rule": rule, "dropout": dropout, "want_lse": form == "online",
     }  # fmt: skip
 
 

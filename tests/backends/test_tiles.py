@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attnzoo import __main__ as command
-from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.shared_operands import NO_DROPOUT, Dropout, Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import measured, tiles
 from attnzoo.backends.triton.common.launch import is_safe
 from attnzoo.backends.triton.flash.launch import config_of
@@ -30,10 +30,11 @@ SOFTMAX = Rule(activations.EXP, "sum")
 def safe(
     layout: Layout = LAYOUT, rule: Rule = SOFTMAX, vectors: Vectors = Vectors(),  # noqa: B008
     terms: Terms = Terms(), q: torch.Tensor | None = None, kernel: str = "dq",  # noqa: B008
+    dropout: Dropout = NO_DROPOUT,
 ) -> bool:  # fmt: skip
     if q is None:
         q = torch.empty(1, 2, 64, 32, dtype=torch.float16)
-    return is_safe(kernel, q, layout, rule, vectors, terms)
+    return is_safe(kernel, q, layout, rule, vectors, terms, dropout)
 
 
 VECTOR = torch.ones(1, 2, 64)
@@ -55,6 +56,7 @@ def test_calls_with_at_most_one_term_are_plain_and_dkdv_has_none(term: dict[str,
         assert safe(layout, terms=Terms(key_bias=VECTOR))
         assert safe(layout, kernel="dkdv")
         assert not safe(LAYOUT._replace(left=left), kernel="dkdv")
+        assert safe(layout, dropout=Dropout(torch.tensor(1), 0.1))
 
 
 def test_other_calls_are_safe() -> None:

@@ -213,7 +213,7 @@ def test_quick_compiles_every_kernel_in_few_specializations() -> None:
     """The flash kernels are compiled for causal and full calls, with and without a gain."""
     quick = list(quick_specializations(list(ARCHITECTURES)))
     assert set(quick) < set(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
-    assert len(quick) < 315
+    assert len(quick) < 320
     for arch, dim in product(ARCHITECTURES, (64, 128)):
         here = [c for c in quick if (c.arch, c.head_dim) == (arch, dim)]
         once = {"rows", "segments"} if dim != 64 else set()

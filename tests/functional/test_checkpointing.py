@@ -145,8 +145,11 @@ def test_nested_checkpoint_supports_variants_without_forms(monkeypatch: pytest.M
     )
 
 
-def test_recomputed_dropout_is_the_same() -> None:
-    run, leaves = call("softmax", "tiled", dropout_p=0.5)
+@pytest.mark.parametrize(
+    ("variant", "backend"), [marked("softmax", "tiled"), marked("entmax", "flash")]
+)
+def test_recomputed_dropout_is_the_same(variant: str, backend: str) -> None:
+    run, leaves = call(variant, backend, dropout_p=0.5)
     torch.manual_seed(1)
     expected = gradients(run, leaves)
     torch.manual_seed(1)

@@ -19,7 +19,7 @@ import attnzoo
 from attnzoo import Activation, Pairwise
 from attnzoo.nn import Attention
 from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, WITH_FORMS, learned, params_of, rand
-from helpers.coverage_table import RUNS, VARIANT_BACKENDS
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS, marked
 
 IDS = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
 KEYS = rand(2, 1, 1, 9, seed=5) > -0.8
@@ -290,16 +290,17 @@ def test_second_value_of_alpha_compiles() -> None:
         assert torch.allclose(out, attend(q, k, v, backend="tiled"), atol=1e-6)
 
 
-def test_dropout_compiles() -> None:
+@pytest.mark.parametrize("backend", [marked("tiled"), marked("flash")])
+def test_dropout_compiles(backend: str) -> None:
     attend = Attention("softmax", 4)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     q, k = (rand(2, 4, 9, 8, seed=i).float().requires_grad_() for i in range(2))
     eye = torch.eye(9).expand(2, 4, 9, 9)  # v = identity: the output is the weights
-    out = compiled(q, k, eye, dropout_p=0.5, backend="tiled")
+    out = compiled(q, k, eye, dropout_p=0.5, backend=backend)
     out.sum().backward()
     assert bool(q.grad.isfinite().all())
     assert 0.4 < float((out != 0).float().mean()) < 0.6
-    assert not torch.equal(out, compiled(q, k, eye, dropout_p=0.5, backend="tiled"))
+    assert not torch.equal(out, compiled(q, k, eye, dropout_p=0.5, backend=backend))
 
 
 @pytest.mark.slow

@@ -122,6 +122,47 @@ def drawn(heads: int = 4, n: int = 200) -> Tensor:
     return seeded(7, zeros, zeros, eye, backend="tiled", dropout_p=0.5)[0] != 0
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("variant", "p"),
+    [("softmax", 0.1), ("sigmoid", 0.5), ("sparsemax", 0.7), ("softmax", 1 - 1e-9)],
+)
+def test_flash_and_tiled_drop_the_same_weights(variant: str, p: float) -> None:
+    q, k, eye = (
+        torch.zeros(2, 2, 20, 8),
+        torch.zeros(2, 1, 70, 8),
+        torch.eye(70).expand(2, 1, 70, 70),
+    )
+    options = dict(enable_gqa=True, dropout_p=p, **params_of(variant))
+    outs, states = [], []
+    for backend in ("tiled", "flash"):
+        outs.append(seeded(8, q, k, eye, variant, backend=backend, **options))
+        states.append(torch.get_rng_state())
+    assert torch.equal(outs[0] != 0, outs[1] != 0)
+    assert torch.allclose(outs[0], outs[1])
+    assert torch.equal(*states)
+    weights = outs[0].numel()
+    share = float((outs[0] != 0).double().mean())
+    assert abs(share - (1 - p)) < 4 * (p * (1 - p) / weights) ** 0.5  # four standard errors
+
+
+@pytest.mark.interpreter
+def test_dropout_of_flash_is_off_at_0_and_reused_by_the_backward() -> None:
+    q, k, v = (x.float().requires_grad_() for x in qkv())
+    exact = attnzoo.attention(q, k, v, backend="flash")
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    assert torch.equal(attnzoo.attention(q, k, v, backend="flash", dropout_p=0.0), exact)
+    assert torch.equal(before, torch.get_rng_state())
+    out = seeded(5, q, k, v, backend="flash", dropout_p=0.5)
+    torch.manual_seed(99)
+    # The output is linear in v: ⟨do, out⟩ = ⟨dv, v⟩ if both have the same mask.
+    do = rand(2, 2, 6, 6, seed=9).float()
+    (dv,) = torch.autograd.grad(out, v, do)
+    expected = float((do * out.detach()).sum())
+    assert float((dv * v.detach()).sum()) == pytest.approx(expected, rel=1e-4)
+
+
 def test_mask_entries_of_rows_keys_and_heads_are_independent() -> None:
     """With p = 0.5, half of the weights are kept, and the mask entries are not correlated."""
     centered = drawn().double() - 0.5

@@ -73,7 +73,7 @@ class TestChoice:
         reason = "does not support a gain per query in 16 bits on a GPU (flash does)"
         for variant in ("ssmax", "adaptive_temperature"):
             assert reason in str(plan(variant))
-        assert chosen("ssmax", dropout_p=0.1) == "tiled"
+        assert chosen("ssmax", dropout_p=0.1) == "flash"
 
     def test_options_that_sdpa_does_not_support_run_on_flash(self) -> None:
         for options in (
@@ -111,7 +111,6 @@ class TestChoice:
     def test_calls_that_flash_does_not_support_run_on_tiled(self) -> None:
         for variant, tensors, options, reason in (
             ("topk", None, {}, "does not support top-k selection"),
-            ("sink", None, {"dropout_p": 0.1}, "does not support dropout"),
             ("sink", qkv(dtype=torch.float64), {}, "does not support torch.float64"),
             ("sink", qkv(d=264), {}, "does not support head dimensions above 256"),
             ("taylor", None, {"order": 6}, "taylor6, which has no Triton implementation"),

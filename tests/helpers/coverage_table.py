@@ -124,7 +124,7 @@ _FEATURES: dict[str, dict[str, str | None]] = {
     "other value dim": {"sdpa": OTHER_DV, "flash": RUNS, "linear": RUNS},
     "dropout": {
         "sdpa": "does not support dropout on a CPU",
-        "flash": "does not support dropout",
+        "flash": RUNS,
         "linear": "does not support dropout",
     },
     "lse": {"sdpa": "does not support return_lse", "flash": RUNS, "linear": "return_lse"},
@@ -144,8 +144,11 @@ _FEATURES: dict[str, dict[str, str | None]] = {
 
 # `flash_linear` supports what `linear` does, except fp64.
 NO_KERNEL = {"fp64": "does not support torch.float64"}
-# `decode` supports what `flash` does, without gradients.
-NO_GRADIENT = {"float mask with gradient": "does not support gradients"}
+# `decode` supports what `flash` does, without gradients and dropout.
+NO_GRADIENT = {
+    "float mask with gradient": "does not support gradients",
+    "dropout": "does not support dropout",
+}
 FEATURE_BACKENDS = {
     name: {
         **row,

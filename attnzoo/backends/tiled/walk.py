@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.backends.dropout import new_seed
 from attnzoo.backends.shared_operands import Rule, Terms, Vectors, rule_of
 from attnzoo.backends.tiled.blocks import (
     Block,
@@ -28,7 +29,7 @@ from attnzoo.backends.tiled.blocks import (
     product,
     reduce_vector,
 )
-from attnzoo.backends.tiled.dropout import keep_mask, new_seed
+from attnzoo.backends.tiled.dropout import keep_mask
 from attnzoo.backends.tiled.scores import ScoreGradients, Scores, hide
 from attnzoo.backends.tiled.threshold import solve_threshold
 from attnzoo.core.call import Call

@@ -10,11 +10,15 @@ divides, once, at the end. Partial results by form:
 
 ``PEAKED`` (not ``ONLINE``, values in fp16): φ and o are relative to the running maximum of φ, see
 `relative`. After the loop, o is multiplied by this maximum.
+
+With dropout, o lacks the dropped weights, and is multiplied by 1 / (1 − p) after the loop. Z has
+all weights.
 """
 
 import triton
 import triton.language as tl
 
+from attnzoo.backends.triton.common.dropout import drop
 from attnzoo.backends.triton.common.groups import Side
 from attnzoo.backends.triton.common.scores import activate, capped, hide, out_of_unit, scores
 from attnzoo.backends.triton.common.tile import SMALLEST, dot, load_block, relative, times
@@ -101,6 +105,7 @@ def walk(
             z = z * rescale + tl.sum(p, 1)
             acc *= rescale[:, None]
             m = m_new
+            p = drop(p, scoring.loaded.hash, j[None, :], terms)
         else:
             # [BM, BN]
             s, seen = scores(product, i, j[None, :], scoring, rule, EDGE, HIDES)
@@ -116,6 +121,7 @@ def walk(
                 p, _, mu, _ = activate(s, scoring.loaded.shape, seen, rule, HIDES)
                 if rule.SUM:
                     z += tl.sum(mu, 1)
+            p = drop(p, scoring.loaded.hash, j[None, :], terms)
             if rule.PEAKED:
                 p, acc, peak = relative(p, acc, peak, 1)
         v_tile = load_block(sides.v, first, local, sides.dv, tile.DV, EDGE)  # [BN, DV]

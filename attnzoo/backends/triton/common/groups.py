@@ -52,6 +52,9 @@ class ScoreTerms(NamedTuple):
     factor: Tensor | None = None  # [B, H, Nq], of the weights
     tau: Tensor | None = None  # [B, H, Nq], in the unit: a solved τ, or a softmax's saved stat
     peak: Tensor | None = None  # [B, H, Nq]: what a solved τ is relative to
+    seed: Tensor | None = None  # int64 (), of dropout; see `common.dropout`
+    dropout_p: float | None = None
+    keep_scale: float | None = None  # 1 / (1 − p)
 
 
 class Visible(NamedTuple):
@@ -221,6 +224,7 @@ class QueryVectors(NamedTuple):
     offset: Any
     peak: Any
     threshold: Any  # τ relative to the peak
+    hash: Any  # of the query, for dropout
 
 
 class Head(NamedTuple):

@@ -17,7 +17,8 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.dropout import in_24_bits
+from attnzoo.backends.shared_operands import NO_DROPOUT, Dropout, Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common.groups import (
     RuleConstants,
     ScoreTerms,
@@ -158,6 +159,7 @@ def mask_align(mask: Tensor | None) -> int:
 def arguments_of(
     q: Tensor, k: Tensor, layout: Layout, rule: RuleConstants, vectors: Vectors, terms: Terms,
     ranges: Tensor | None, solved: Solved = UNSOLVED, mask_unit: int | None = None,
+    dropout: Dropout = NO_DROPOUT,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments shared by all kernels that read q and k. PLAIN and HIDES of ``rule`` are set.
 
@@ -180,6 +182,11 @@ def arguments_of(
         outer_scale(layout), inner, slopes, table, radius, tau=solved.tau, peak=solved.peak,
         **terms._asdict(),
     )  # fmt: skip
+    if dropout.seed is not None:
+        score_terms = score_terms._replace(
+            seed=dropout.seed, dropout_p=in_24_bits(dropout.dropout_p),
+            keep_scale=1.0 / (1.0 - dropout.dropout_p),
+        )  # fmt: skip
     return {
         "q": q, "k": k, "heads": heads, "group": heads // kv_heads if kv_heads else 1,
         "queries": q.shape[2], "keys": k.shape[2], "left": layout.left, "right": layout.right,
@@ -242,14 +249,18 @@ def tile_of(config: Config, q: Tensor, v: Tensor | None = None, **others: Any) -
 
 
 def is_safe(
-    kernel: str, v: Tensor, layout: Layout, rule: Rule | None, vectors: Vectors, terms: Terms
-) -> bool:
+    kernel: str, v: Tensor, layout: Layout, rule: Rule | None, vectors: Vectors, terms: Terms,
+    dropout: Dropout = NO_DROPOUT,
+) -> bool:  # fmt: skip
     """Whether a kernel may need many registers, and so has the tile of the table SAFE.
 
     A window needs few registers. dK/dV accumulates two gradients, and has registers for no other
     term. The gradient of a mask has registers for the mask, and for no other term.
     """
-    added = layout.relative_bias, layout.k_segments, layout.mask, layout.softcap, terms.key_bias
+    added = (
+        layout.relative_bias, layout.k_segments, layout.mask, layout.softcap, terms.key_bias,
+        dropout.seed,
+    )  # fmt: skip
     number = sum(x is not None for x in added)
     if kernel == "dkdv" and rule is not None:
         phi = rule.activation

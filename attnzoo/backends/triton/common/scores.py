@@ -7,6 +7,7 @@ against each other, so the same code serves a tile [BLOCK_M, BLOCK_N] and its tr
 import triton
 import triton.language as tl
 
+from attnzoo.backends.triton.common.dropout import hashed_rows
 from attnzoo.backends.triton.common.groups import Head, QueryVectors
 from attnzoo.backends.triton.common.tile import reciprocal
 
@@ -27,7 +28,7 @@ def load_vectors(i, at, count, vectors, terms, rule, EDGE: tl.constexpr = True):
     """
     gain = tl.full(i.shape, 1.0, tl.float32)
     factor, tau = gain * (terms.scale * rule.UNIT), tl.zeros(i.shape, tl.float32)
-    shape, slope, offset, peak, threshold = tau, tau, tau, tau, tau
+    shape, slope, offset, peak, threshold, of_dropout = tau, tau, tau, tau, tau, tau
     if vectors.gain is not None:
         gain = load_vector(vectors.gain, at, i, count, 0.0, EDGE)
         factor *= gain
@@ -45,7 +46,9 @@ def load_vectors(i, at, count, vectors, terms, rule, EDGE: tl.constexpr = True):
     if terms.peak is not None:
         peak = load_vector(terms.peak, at, i, count, 0.0, EDGE)
         threshold, tau = tau, threshold
-    return QueryVectors(gain, factor, tau, shape, slope, offset, peak, threshold)
+    if terms.seed is not None:
+        of_dropout = hashed_rows(at + i, terms.seed)
+    return QueryVectors(gain, factor, tau, shape, slope, offset, peak, threshold, of_dropout)
 
 
 @triton.jit

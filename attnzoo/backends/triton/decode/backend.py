@@ -20,6 +20,8 @@ MOST_ROWS = {2: 64, 4: 32}
 def unsupported(form: Form, call: Call) -> str | None:
     if (reason := flash.unsupported(form, call)) is not None:
         return reason
+    if call.dropout_p:
+        return "does not support dropout (flash does)"
     if call.needs_grad:
         return "does not support gradients (flash does)"
     if uses_transforms():

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.base import Backend, unsupported_extras
-from attnzoo.backends.shared_operands import rule_of
+from attnzoo.backends.dropout import new_seed
+from attnzoo.backends.shared_operands import NO_DROPOUT, Dropout, rule_of
 from attnzoo.backends.transforms import reject_transforms
 from attnzoo.backends.triton.common.kernel_operands import (
     UNSOLVED,
@@ -79,8 +80,6 @@ def _unsupported_call(call: Call) -> str | None:
     if max(call.head_dim, call.value_dim) > LARGEST:
         dims = f"{call.head_dim} and {call.value_dim}"
         return f"does not support head dimensions above {LARGEST}, got {dims} (tiled does)"
-    if call.dropout_p:
-        return "does not support dropout (tiled does)"
     if call.softcap is not None and call.softcap > MOST_SOFTCAP and call.input_dtype.itemsize == 2:
         return (
             f"does not support a softcap above {MOST_SOFTCAP:g} for {call.input_dtype}, got "
@@ -127,7 +126,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     if form.normalize == "threshold":
         with torch.no_grad():
             solved = ops.flash_threshold(q=q.detach(), k=k.detach(), v=v.detach(), **operands)
-    attended = ops.flash_forward(q=q, k=k, v=v, solved=solved, want_lse=call.return_lse, **operands)
+    dropout = Dropout(new_seed(call), call.dropout_p) if call.dropout_p else NO_DROPOUT
+    attended = ops.flash_forward(
+        q=q, k=k, v=v, solved=solved, dropout=dropout, want_lse=call.return_lse, **operands
+    )
     return without_padding(attended.out, call), attended.lse
 
 

@@ -158,6 +158,8 @@ def flash_dkdv(
     if rule.PEAKED:
         acc_k *= sums.peak_ds[:, None]
         acc_v *= sums.peak_p[:, None]
+    if terms.seed is not None:
+        acc_v *= terms.keep_scale
     acc_k *= terms.scale if terms.inner is None else terms.scale * terms.inner
     store_tile(dk, start + local, dk_n * tile.ALIGN, keys, d, tile.D, acc_k)
     store_tile(dv, start + local, dv_n * tile.ALIGN, keys, d_v, tile.DV, acc_v)

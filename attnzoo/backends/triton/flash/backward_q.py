@@ -7,6 +7,8 @@
                    "slopes": Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij       None: 0
     A gradient dlse_i of lse is subtracted from δ_i / Z_i, divided by Z_i without the sink, because
     lse does not include the sink.
+    With dropout, dO_i·v_j is 0 for dropped weights and divided by 1 − p for the others, and dV has
+    the φ_ij after dropout.
 
 `flash_dq` has one program per (batch, head, block of queries). It loops over the keys that
 causality and window allow, and writes δ, dq and the gradients of per-query vectors. dv and
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from attnzoo.backends.triton.common.dropout import drop
 from attnzoo.backends.triton.common.groups import KeySides, MaskStrides, Matrix, Scoring, Side, Size
 from attnzoo.backends.triton.common.scores import (
     activate,
@@ -273,6 +276,8 @@ def _weights(
     x = s - scoring.loaded.tau
     phi, slope, _, mu_slope = activate(x, scoring.loaded.shape, seen, rule, HIDES)
     dp = times(do_side, Side(v_tile, sides.v, first, local), tile.DV, tile)
+    if scoring.terms.seed is not None:
+        dp = drop(dp, scoring.loaded.hash, j, scoring.terms) * scoring.terms.keep_scale
     return j, k_tile, product, x, seen, phi, slope, mu_slope, dp
 
 

@@ -84,6 +84,8 @@ def flash_forward(
     )
     if rule.PEAKED:
         acc *= peak[:, None]
+    if terms.seed is not None:
+        acc *= terms.keep_scale
 
     if splits is not None:
         at = block.at * splits + split * queries

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.shared_operands import NO_DROPOUT, Dropout, Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import kernel_operands, launch, measured, tiles
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.groups import (
@@ -32,10 +32,11 @@ from attnzoo.core.forms import Statistics
 def config_of(
     kernel: str, arch: int, q: Tensor, v: Tensor, layout: Layout, rule: Rule | None,
     vectors: Vectors, terms: Terms, map_size: tuple[int, int] | None,
+    dropout: Dropout = NO_DROPOUT,
 ) -> tiles.Config:  # fmt: skip
     """Return the tile of a kernel. With a block map, blocks divide the tiles of the map."""
     dim, bits = max(q.shape[3], v.shape[3]), 8 * q.element_size()
-    safe = launch.is_safe(kernel, v, layout, rule, vectors, terms)
+    safe = launch.is_safe(kernel, v, layout, rule, vectors, terms, dropout)
     if map_size is None:
         return measured.tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
     map_m, map_n = map_size
@@ -80,7 +81,7 @@ def factor_after_maximum(
 
 def describe_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, rule: Rule, vectors: Vectors, terms: Terms,
-    solved: Solved, want_lse: bool, arch: int, processors: int,
+    solved: Solved, want_lse: bool, arch: int, processors: int, dropout: Dropout = NO_DROPOUT,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out, stat, weight_sum and lse, see `flash_forward`."""
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
@@ -88,14 +89,16 @@ def describe_forward(
     two = kernel_operands.saves_weight_sum(rule, layout, vectors, terms, want_lse)
     weight_sum = new_vector(q) if two else None
     size = None if solved.blocks is None else map_size_of(q, v)
-    config = config_of("forward", arch, q, v, layout, rule, vectors, terms, size)
+    config = config_of("forward", arch, q, v, layout, rule, vectors, terms, size, dropout)
     after = None
     if rule.online:
         after = factor_after_maximum(q, layout, vectors, terms, arch)
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
     rule_constants = launch.constants_of(rule, v, LATE=after)
     args = {
-        **launch.arguments_of(q, k, layout, rule_constants, vectors, terms, ranges, solved),
+        **launch.arguments_of(
+            q, k, layout, rule_constants, vectors, terms, ranges, solved, dropout=dropout
+        ),
         **strides(unit_of(q), q=q, k=k, v=v, o=out), "v": v, "o": out,
         **descriptors(config, arch, config.block_n, k=k, v=v),
         "maps": Maps(solved.blocks, solved.counts), "saved": Saved(stat, weight_sum, lse),

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.shared_operands import NO_DROPOUT, Dropout, Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import launch
 from attnzoo.backends.triton.common.groups import Gradients, Maps, Normalizers, Tile
 from attnzoo.backends.triton.common.kernel_operands import Solved, like, new_vector, unit_of
@@ -28,7 +28,7 @@ def describe_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     stat: Tensor | None, weight_sum: Tensor | None, layout: Layout, rule: Rule, vectors: Vectors,
     terms: Terms, solved: Solved, bias: Tensor | None, wanted: Collection[str], arch: int,
-    processors: int,
+    processors: int, dropout: Dropout = NO_DROPOUT,
 ) -> tuple[list[Launch], dict[str, Tensor]]:  # fmt: skip
     """Return the launches, and the gradients of q, k, v and the wanted vectors by name.
 
@@ -47,7 +47,7 @@ def describe_backward(
         grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
     unit, size = unit_of(q), None if solved.blocks is None else flash.map_size_of(q, v)
     of_dq, of_dkdv = (
-        flash.config_of(kernel, arch, q, v, layout, rule, vectors, terms, size)
+        flash.config_of(kernel, arch, q, v, layout, rule, vectors, terms, size, dropout)
         for kernel in ("dq", "dkdv")
     )
     slopes, table = grads.get("relative_bias"), None
@@ -73,7 +73,9 @@ def describe_backward(
     rule_of_dkdv = launch.constants_of(rule, v, PLAIN_DELTA=plain)
     ranges, before_dq = (None, []) if size else ranges_of(layout, of_dq.block_m, arch)
     args = {
-        **launch.arguments_of(q, k, layout, rule_of_dq, vectors, terms, ranges, solved),
+        **launch.arguments_of(
+            q, k, layout, rule_of_dq, vectors, terms, ranges, solved, dropout=dropout
+        ),
         **descriptors(of_dq, arch, of_dq.block_n, k=k, v=v),
         **strides(unit, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]),
         "v": v, "do": do, "o": out, "dq": grads["q"], "maps": Maps(solved.blocks, solved.counts),
@@ -99,7 +101,9 @@ def describe_backward(
     # The sink is in per_z or in tau already, the factor in per_z.
     vectors, terms = vectors._replace(sink=None), terms._replace(factor=None)
     args = {
-        **launch.arguments_of(q, k, layout, rule_of_dkdv, vectors, terms, ranges, solved),
+        **launch.arguments_of(
+            q, k, layout, rule_of_dkdv, vectors, terms, ranges, solved, dropout=dropout
+        ),
         **descriptors(of_dkdv, arch, of_dkdv.block_m, q=q, do=do),
         **strides(unit, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
         "v": v, "do": do, "dk": grads["k"], "dv": grads["v"], "normalizers": normalizers,
@@ -112,7 +116,7 @@ def describe_backward(
     }  # fmt: skip
     of_bias = []
     if bias is not None:
-        config = flash.config_of("dbias", arch, q, v, layout, rule, vectors, terms, None)
+        config = flash.config_of("dbias", arch, q, v, layout, rule, vectors, terms, None, dropout)
         tile = flash.tile_constants(config, q, v, layout, TRANSPOSED=True)
         of_bias = [_describe_dbias(args, grads["mask"], arch, config, tile)]
     if not of_keys:

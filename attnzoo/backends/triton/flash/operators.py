@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
-from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.shared_operands import Dropout, Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import kernel_operands
 from attnzoo.backends.triton.common.kernel_operands import (
     Solved,
@@ -110,12 +110,12 @@ class FlashResult(NamedTuple):
 @operator
 def flash_forward(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, terms: Terms, solved: Solved,
-    layout: Layout, rule: Rule, want_lse: bool,
+    layout: Layout, rule: Rule, dropout: Dropout, want_lse: bool,
 ) -> FlashResult:  # fmt: skip
     launch, prepared, flash_launch, _ = _modules()
     machine = launch.architecture(q.device), launch.processors(q.device)
     call = aligned_layout(layout), rule, vectors, terms, solved
-    operands = *aligned(q, k, v), *call, want_lse, *machine
+    operands = *aligned(q, k, v), *call, want_lse, *machine, dropout
     return FlashResult(*prepared.launch(flash_launch.describe_forward, *operands))
 
 
@@ -140,8 +140,9 @@ def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> int:
 )  # fmt: skip
 def flash_backward(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, terms: Terms, solved: Solved,
-    layout: Layout, rule: Rule, out: Tensor, stat: Tensor | None, weight_sum: Tensor | None,
-    lse: Tensor | None, dout: Tensor, dlse: Tensor | None, wanted: list[str],
+    layout: Layout, rule: Rule, dropout: Dropout, out: Tensor, stat: Tensor | None,
+    weight_sum: Tensor | None, lse: Tensor | None, dout: Tensor, dlse: Tensor | None,
+    wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     launch, prepared, _, launch_backward = _modules()
     dout, q, k, v, out = aligned(dout, q, k, v, out)
@@ -158,7 +159,7 @@ def flash_backward(
     grads = prepared.launch(
         launch_backward.describe_backward, dout, dlse, q, k, v, out, stat, weight_sum,
         aligned_layout(layout), rule, vectors, terms, solved, None if of_keys else mask, computed,
-        launch.architecture(q.device), launch.processors(q.device),
+        launch.architecture(q.device), launch.processors(q.device), dropout,
     )  # fmt: skip
     grads |= {name: _joined(grads[name], x) for name, x in (("k", k), ("v", v))}
     if "key_bias" in computed:

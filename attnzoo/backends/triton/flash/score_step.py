@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from attnzoo.backends.triton.common.dropout import drop
 from attnzoo.backends.triton.common.groups import Head, Scoring, Size
 from attnzoo.backends.triton.common.scores import (
     activate,
@@ -141,6 +142,11 @@ def gradients_of_scores(product, dp, i, j, member, begin, group, rule, tile, EDG
         per_z = load_vector(normalizers.per_z, row, i, count, 1.0, EDGE)
         p *= per_z
         dp_factor *= per_z
+    if terms.seed is not None:
+        column = j + (group.keys - size.keys)  # j begins at the first key of the block
+        p = drop(p, loaded.hash, column, terms)  # `flash_dkdv` divides dv by 1 − p
+        dp = drop(dp, loaded.hash, column, terms)
+        dp_factor *= terms.keep_scale
     delta = 0.0
     if normalizers.delta is not None:
         delta = load_vector(normalizers.delta, row, i, count, 0.0, EDGE)
