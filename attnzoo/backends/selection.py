@@ -12,7 +12,15 @@ from attnzoo.backends import BACKENDS, linear
 from attnzoo.backends.base import Backend
 from attnzoo.core.call import Call
 from attnzoo.core.checks import is_known, is_symbolic, shown
-from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, NoForm, Pairwise
+from attnzoo.core.forms import (
+    Definition,
+    Form,
+    FromStatistics,
+    Linear,
+    NoForm,
+    Pairwise,
+    Shares,
+)
 
 # Up to this many scores (half a MiB of fp32), the few dense operations of the definition cost less
 # than a loop over blocks.
@@ -51,7 +59,7 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
        queries is symbolic, it comes after `sdpa` and `flash`.
     3. `sdpa`, torch's fused softmax. On a GPU it comes after `flash` if the gain comes from
        statistics of the logits, which `flash` computes in a kernel.
-    4. On a GPU, `flash`.
+    4. On a GPU, `flash` and `flash_shares`.
     5. `tiled` with a form, then with the definition. A linear form that is not cheaper comes next.
     6. `eager`, if no other backend supports the call.
 
@@ -76,6 +84,8 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
     else:
         order = ["linear", "sdpa", "tiled"] if linear_first else ["sdpa", "tiled", "linear"]
         order += ["decode", "flash", "flash_linear", "eager"]
+    if any(isinstance(f, Shares) for f in forms):
+        order.insert(order.index("tiled") if call.device.type == "cuda" else -1, "flash_shares")
     backends = [BACKENDS[name] for name in order]
     return [(backend, form) for backend in backends for form in forms if _meets(backend, form)]
 
@@ -91,7 +101,8 @@ def has_few_scores(forms: tuple[Form, ...], call: Call) -> bool:
     that one graph serves all. A variant without a form has no such graph in blocks.
     """
     few = scores_of(call) <= FEW_SCORES
-    if all(isinstance(form, Definition | NoForm) for form in forms) and not is_exporting():
+    in_blocks = any(isinstance(form, Pairwise | Linear) for form in forms)
+    if not in_blocks and not is_exporting():
         return bool(few)
     return is_known(few)
 
@@ -153,7 +164,7 @@ def candidates(
 def with_absent(name: str, forms: tuple[Form, ...]) -> tuple[Form, ...]:
     """The forms, and a reason for each kind of form that is missing."""
     kinds = {form.kind for form in forms}
-    absent = [k for k in ("pairwise", "linear") if k not in kinds]
+    absent = [k for k in ("pairwise", "linear", "shares") if k not in kinds]
     return forms + tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)
 
 
