@@ -24,11 +24,8 @@ def unsupported(form: Form, call: Call) -> str | None:
         return "supports the form shares only"
     if call.return_lse:
         return "does not support return_lse: there is no sum of exponentials"
-    if call.needs_grad:
-        learned = {"a float mask": call.mask, "relative_bias or alibi": call.relative_bias}
-        for name, x in learned.items():
-            if x is not None and x.requires_grad:
-                return f"does not support a gradient for {name} (tiled does)"
+    if call.needs_grad and call.mask is not None and call.mask.requires_grad:
+        return "does not support a gradient for a float mask (tiled does)"
     return unsupported_call(call)
 
 

@@ -38,6 +38,7 @@ from attnzoo.backends.triton.common.tile import (
     store_tile,
     times,
 )
+from attnzoo.backends.triton.flash.backward_q import store_table_entries
 from attnzoo.backends.triton.flash.query_lists import full_blocks
 from attnzoo.backends.triton.flash.segments import blocks_of_keys, narrowed
 
@@ -63,6 +64,14 @@ class Carried(NamedTuple):
 
     later: Any  # Σ ℓ of the keys behind the block
     earlier: Any  # Σ g of the keys before the block
+
+
+class BiasSums(NamedTuple):
+    """Sums over the keys, [BM] each, of which only those that are wanted are computed."""
+
+    distance: Any  # Σ dS |i − j|
+    before: Any  # Σ dS of the keys radius positions or more before the query
+    after: Any  # likewise behind it
 
 
 @triton.jit(do_not_specialize=FORWARD)
@@ -161,12 +170,12 @@ def _score_gradients(dp, w, share, earlier):
 @triton.jit(do_not_specialize=[n for n in BACKWARD if n[:2] not in ("dk", "dv")])
 def shares_dq(
     q, k, v, do, dq, k_descriptor, v_descriptor,  # descriptors for TMA, or both None
-    vectors, terms, visible,
+    vectors, terms, visible, gradients,
     carried,  # written
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
     mask_b, mask_h, mask_m, mask_n, heads, group, queries, keys, left, right, rule, tile,
 ):  # fmt: skip
-    """Write dq and `Carried` for a block of queries."""
+    """Write dq, `Carried` and the gradients of ALiBi or a table for a block of queries."""
     size = Size(queries, keys, left, right)
     block, q, q_tile = load_queries(q, q_b, q_h, q_n, heads, queries, tile)
     b, h, hk, index = block.batch, block.head, block.head // group, block.first + block.local
@@ -203,15 +212,25 @@ def shares_dq(
     tl.debug_barrier()  # another thread may read what a thread has stored
     acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_D], tl.float32)
     earlier = tl.zeros([tile.BLOCK_M], tl.float32)
+    sums = BiasSums(earlier, earlier, earlier)
+    table_rows = i  # pointers [BM, 1] to the rows of gradients.table
+    if gradients.table is not None:
+        table_rows = gradients.table + (block.at + i) * (2 * terms.radius + 1)
     if tile.SPLIT:
-        acc, earlier = _walk_forward(
-            acc, earlier, low, full, q_side, do_side, i, k_matrix, v_matrix, scoring, carried, at,
-            rule, tile, False,
+        acc, earlier, sums = _walk_forward(
+            acc, earlier, sums, low, full, q_side, do_side, i, k_matrix, v_matrix, scoring,
+            carried, at, gradients, table_rows, rule, tile, False,
         )  # fmt: skip
-    acc, earlier = _walk_forward(
-        acc, earlier, full, high, q_side, do_side, i, k_matrix, v_matrix, scoring, carried, at,
-        rule, tile, True,
+    acc, earlier, sums = _walk_forward(
+        acc, earlier, sums, full, high, q_side, do_side, i, k_matrix, v_matrix, scoring, carried,
+        at, gradients, table_rows, rule, tile, True,
     )  # fmt: skip
+    inside = index < queries
+    if gradients.slopes is not None:
+        tl.store(gradients.slopes + block.at + index, -sums.distance, mask=inside)
+    if gradients.table is not None:
+        tl.store(table_rows, sums.before[:, None], mask=inside[:, None])
+        tl.store(table_rows + 2 * terms.radius, sums.after[:, None], mask=inside[:, None])
     acc *= terms.scale if terms.inner is None else terms.scale * terms.inner
     store_tile(dq, index, dq_n * tile.ALIGN, queries, d, tile.D, acc)
 
@@ -235,11 +254,12 @@ def _store_later(
 
 @triton.jit
 def _walk_forward(
-    acc, earlier, low, high, q_side, do_side, i, k_matrix, v_matrix, scoring, carried, at, rule,
-    tile, EDGE: tl.constexpr,
+    acc, earlier, sums, low, high, q_side, do_side, i, k_matrix, v_matrix, scoring, carried, at,
+    gradients, table_rows, rule, tile, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Add the blocks of keys [low, high) to Σ dS k and Σ g. Store Σ g of the keys before each."""
-    queries = scoring.size.queries
+    """Add the blocks of keys [low, high) to Σ dS k and the sums. Store Σ g of the keys before."""
+    size, queries = scoring.size, scoring.size.queries
+    distance_sum, before_sum, after_sum = sums.distance, sums.before, sums.after
     inside = q_side.first + q_side.local < queries
     local, dv = tl.arange(0, tile.BLOCK_N), tl.arange(0, tile.BLOCK_DV)
     for column in range(low, high):
@@ -252,9 +272,16 @@ def _walk_forward(
         v_tile = load_block(v_matrix, first, local, dv, tile.DV, EDGE)  # [BN, DV]
         dp = times(do_side, Side(v_tile, v_matrix, first, local), tile.DV, tile)  # [BM, BN]
         ds, earlier = _score_gradients(dp, w, share, earlier)
+        j = (first + local)[None, :]
+        if gradients.slopes is not None:
+            distance_sum += tl.sum(ds * tl.abs(i + (size.keys - size.queries) - j), 1)
+        if gradients.table is not None:
+            before, after = store_table_entries(ds, table_rows, i, j, size, scoring.terms.radius)
+            before_sum += before
+            after_sum += after
         ds = cap_slope(ds, product, scoring.terms.inner)
         acc = dot(ds.to(k_tile.dtype), k_tile, acc, tile.PRECISION)  # [BM, D]
-    return acc, earlier
+    return acc, earlier, BiasSums(distance_sum, before_sum, after_sum)
 
 
 class Members(NamedTuple):
@@ -369,7 +396,6 @@ def _sum_over_queries(
         do_tile = load_block(do_matrix, first, local, dv, tile.DV, EDGE)  # [BM, DV]
         product = times(Side(q_tile, q_matrix, first, local), k_side, tile.D, tile)  # [BM, BN]
         product = capped(product, terms.inner, tile.PRECISION)
-        dp = times(Side(do_tile, do_matrix, first, local), v_side, tile.DV, tile)  # [BM, BN]
         row = (b * heads + h) * queries
         loaded = load_vectors(i, row, queries, members.vectors, terms, rule, EDGE)
         head = load_head(b, h, i, heads, terms, visible, strides, members.size)
@@ -380,8 +406,9 @@ def _sum_over_queries(
         later = load_vector(members.carried.later, at, index, queries, 0.0, EDGE)  # [BM]
         earlier = load_vector(members.carried.earlier, at, index, queries, 0.0, EDGE)
         w, share, _ = _weigh(x, later)
+        acc_v = dot(tl.trans(w.to(do_tile.dtype)), do_tile, acc_v, tile.PRECISION)  # [BN, DV]
+        dp = times(Side(do_tile, do_matrix, first, local), v_side, tile.DV, tile)  # [BM, BN]
         ds, _ = _score_gradients(dp, w, share, earlier)
         ds = cap_slope(ds, product, terms.inner)
-        acc_v = dot(tl.trans(w.to(do_tile.dtype)), do_tile, acc_v, tile.PRECISION)  # [BN, DV]
         acc_k = dot(tl.trans(ds.to(q_tile.dtype)), q_tile, acc_k, tile.PRECISION)  # [BN, D]
     return acc_k, acc_v

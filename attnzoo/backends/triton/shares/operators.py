@@ -38,13 +38,20 @@ def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> int:
     return flops.attended(q, k, v, layout)
 
 
-@shares_forward.backward("q", "k", "v", like=lambda x: like(x, x.shape[3]))
+@shares_forward.backward(
+    "q", "k", "v", "relative_bias",
+    like=lambda x: like(x, x.shape[3]) if x.dim() == 4 else x.new_empty(x.shape),
+)  # fmt: skip
 def shares_backward(
-    *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, dout: Tensor
+    *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, dout: Tensor, wanted: list[str]
 ) -> dict[str, Tensor]:
     launch, prepared, shares_launch = _modules()
-    operands = *aligned(dout, q, k, v), aligned_layout(layout), launch.architecture(q.device)
-    return prepared.launch(shares_launch.describe_backward, *operands)
+    operands = *aligned(dout, q, k, v), aligned_layout(layout), wanted
+    machine = launch.architecture(q.device)
+    grads = prepared.launch(shares_launch.describe_backward, *operands, machine)
+    if "relative_bias" in wanted and grads["relative_bias"].dim() == 4:
+        grads["relative_bias"] = grads["relative_bias"].sum((0, 2))  # of a table, [H, W]
+    return grads
 
 
 @shares_backward.flops
