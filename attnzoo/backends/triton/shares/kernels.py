@@ -348,8 +348,8 @@ def shares_dkdv(
     if tile.SPLIT:
         # As with a mask, no block is full where keys do not exist: they would count as later keys.
         first, last = full_blocks(start, low, high, size, tile.BLOCK_M, tile.BLOCK_N, True)
-    acc_k = tl.zeros([tile.BLOCK_N, tile.BLOCK_D], tl.float32)
-    acc_v = tl.zeros([tile.BLOCK_N, tile.BLOCK_DV], tl.float32)
+    acc_k = tl.zeros([tile.BLOCK_D, tile.BLOCK_N], tl.float32)
+    acc_v = tl.zeros([tile.BLOCK_DV, tile.BLOCK_N], tl.float32)
     # The blocks [low, first) and [last, high), then those between, of each head
     acc_k, acc_v = _sum_over_queries(
         acc_k, acc_v, low, first, last - first, high - low - (last - first), group, k_side, v_side,
@@ -361,8 +361,8 @@ def shares_dkdv(
             False,
         )  # fmt: skip
     acc_k *= terms.scale if terms.inner is None else terms.scale * terms.inner
-    store_tile(dk, start + local, dk_n * tile.ALIGN, keys, d, tile.D, acc_k)
-    store_tile(dv, start + local, dv_n * tile.ALIGN, keys, d_v, tile.DV, acc_v)
+    store_tile(dk, start + local, dk_n * tile.ALIGN, keys, d, tile.D, tl.trans(acc_k))
+    store_tile(dv, start + local, dv_n * tile.ALIGN, keys, d_v, tile.DV, tl.trans(acc_v))
 
 
 @triton.jit
@@ -406,9 +406,9 @@ def _sum_over_queries(
         later = load_vector(members.carried.later, at, index, queries, 0.0, EDGE)  # [BM]
         earlier = load_vector(members.carried.earlier, at, index, queries, 0.0, EDGE)
         w, share, _ = _weigh(x, later)
-        acc_v = dot(tl.trans(w.to(do_tile.dtype)), do_tile, acc_v, tile.PRECISION)  # [BN, DV]
+        acc_v = dot(tl.trans(do_tile), w.to(do_tile.dtype), acc_v, tile.PRECISION)  # [DV, BN]
         dp = times(Side(do_tile, do_matrix, first, local), v_side, tile.DV, tile)  # [BM, BN]
         ds, _ = _score_gradients(dp, w, share, earlier)
         ds = cap_slope(ds, product, terms.inner)
-        acc_k = dot(tl.trans(ds.to(q_tile.dtype)), q_tile, acc_k, tile.PRECISION)  # [BN, D]
+        acc_k = dot(tl.trans(q_tile), ds.to(q_tile.dtype), acc_k, tile.PRECISION)  # [D, BN]
     return acc_k, acc_v
