@@ -13,13 +13,11 @@ from attnzoo.backends.base import Backend
 from attnzoo.core.call import Call
 from attnzoo.core.checks import is_known, is_symbolic, shown
 from attnzoo.core.forms import (
-    Definition,
     Form,
     FromStatistics,
     Linear,
     NoForm,
     Pairwise,
-    Shares,
 )
 
 # Up to this many scores (half a MiB of fp32), the few dense operations of the definition cost less
@@ -75,17 +73,16 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
         sizes = [f.size(call.head_dim) for f in forms if isinstance(f, Linear)]
         scans = ["flash_linear", "linear"]
         scans = scans if max(sizes, default=0) <= FEW_FEATURES else scans[::-1]
-        order = [*scans, *order, "tiled"] if linear_first else [*order, "tiled", *scans]
+        order = [*order, "flash_shares", "tiled"]
+        order = [*scans, *order] if linear_first else [*order, *scans]
         order += ["eager"]
     elif has_few_scores(forms, call):
-        order = ["linear", "tiled", "decode", "flash", "flash_linear"]
+        order = ["linear", "tiled", "decode", "flash", "flash_linear", "flash_shares"]
         eager_first = statistics and is_known(scores_of(call) <= FEWEST_SCORES)
         order = (["eager", "sdpa"] if eager_first else ["sdpa", "eager"]) + order
     else:
         order = ["linear", "sdpa", "tiled"] if linear_first else ["sdpa", "tiled", "linear"]
-        order += ["decode", "flash", "flash_linear", "eager"]
-    if any(isinstance(f, Shares) for f in forms):
-        order.insert(order.index("tiled") if call.device.type == "cuda" else -1, "flash_shares")
+        order += ["decode", "flash", "flash_linear", "flash_shares", "eager"]
     backends = [BACKENDS[name] for name in order]
     return [(backend, form) for backend in backends for form in forms if _meets(backend, form)]
 

@@ -134,9 +134,7 @@ def test_gradient_of_a_float_mask_is_rejected_with_the_reason() -> None:
             q, q, q, SHARES[0], attn_mask=mask, is_causal=True, backend="flash_shares"
         )
     with pytest.raises(ValueError, match="does not support dropout"):
-        attnzoo.attention(
-            q, q, q, SHARES[0], is_causal=True, dropout_p=0.1, backend="flash_shares"
-        )
+        attnzoo.attention(q, q, q, SHARES[0], is_causal=True, dropout_p=0.1, backend="flash_shares")
 
 
 @pytest.mark.parametrize("gradient", [False, pytest.param(True, marks=pytest.mark.slow)])

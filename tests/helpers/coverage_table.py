@@ -31,7 +31,8 @@ VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
 }
 
 FLASH = [name for name, reasons in VARIANT_BACKENDS.items() if reasons["flash"] is RUNS]
-KERNELS = ("flash", "decode", "flash_linear", "flash_shares")  # Triton backends; tests use Triton's interpreter
+# Triton backends; tests use Triton's interpreter
+KERNELS = ("flash", "decode", "flash_linear", "flash_shares")
 FORWARD_ONLY = ("decode",)
 
 

@@ -181,8 +181,8 @@ def linear_tile(arch: int, bits: int) -> Config:
 # the same block_n: sums that one stores for each block of keys are read by the other.
 SHARES: dict[tuple[str, int], Row] = {
     ("forward", 16): {128: full(128, 64, 8, 2), 256: full(64, 64, 8, 1)},
-    ("dq", 16): {128: full(128, 32, 8, 2), 256: full(64, 32, 8, 1)},
-    ("dkdv", 16): {128: full(128, 32, 8, 1), 256: full(64, 32, 8, 1)},
+    ("dq", 16): {128: full(128, 32, 8, 2), 256: full(64, 32, 8, 1, 64)},
+    ("dkdv", 16): {128: full(128, 32, 8, 1), 256: full(64, 32, 8, 1, 64)},
     ("forward", 32): {256: SMALL},
     ("dq", 32): {256: SMALLEST},
     ("dkdv", 32): {256: SMALLEST},

@@ -1,7 +1,7 @@
 """Runs the form `Shares` in Triton kernels, forward and backward.
 
 The forward takes memory linear in N. The backward also stores, until it ends, two fp32 numbers per
-query and block of keys (see `kernels.Carried`): N² / 8 bytes per head with blocks of 64 keys.
+query and block of keys (see `kernels.Carried`): N² / 4 bytes per head with blocks of 32 keys.
 """
 
 from __future__ import annotations

@@ -380,7 +380,7 @@ def _sum_over_queries(
     d, dv = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_DV)
     j = (k_side.first + k_side.local)[None, :]  # [1, BN]
     # One loop, because two nested loops would keep twice as much in registers.
-    for step in range(0, count * group):
+    for step in range(count * group):
         member, n = step // count, low + step % count
         n = tl.where(n >= gap, n + skipped, n)
         h, first = members.head + member, tl.full([], tile.BLOCK_M, tl.int32) * n
