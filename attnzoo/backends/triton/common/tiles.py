@@ -188,7 +188,11 @@ SHARES: dict[tuple[str, int], Row] = {
     ("dkdv", 32): {256: SMALL},
 }
 # By architecture too, for the class alone
-SHARES_OVERRIDES = {(80, "dkdv", 16): {256: full(32, 32, 8, 1)}}
+SHARES_OVERRIDES: dict[tuple[int, str, int], Row] = {
+    (80, "forward", 16): {128: full(64, 64, 8, 2)},
+    (80, "dq", 16): {128: full(64, 32, 8, 2)},
+    (80, "dkdv", 16): {256: full(32, 32, 8, 1)},
+}
 
 
 def shares_tile(kernel: str, arch: int, bits: int, head_dim: int) -> Config:
