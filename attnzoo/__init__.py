@@ -10,7 +10,7 @@ from attnzoo import losses, nn
 from attnzoo.core.activation import Activation
 from attnzoo.core.call import Call
 from attnzoo.core.distance import Distance
-from attnzoo.core.forms import FromStatistics, Linear, NoForm, Pairwise, Statistics
+from attnzoo.core.forms import FromStatistics, Linear, NoForm, Pairwise, Shares, Statistics
 from attnzoo.core.plugins import Plugin, load_plugin
 from attnzoo.core.registry import get_variant, list_variants, register_variant
 from attnzoo.core.variant import REQUIRED, Param, Projection, Variant
@@ -41,6 +41,7 @@ __all__ = [
     "Plan",
     "Plugin",
     "Projection",
+    "Shares",
     "Statistics",
     "TopK",
     "Variant",

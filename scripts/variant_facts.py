@@ -17,19 +17,21 @@ LENGTH, HEAD_DIM = 1024, 64
 SECTIONS = ("Formula", "Effect", "Initial values", "Source", "Differences", "Notes")
 # characters that are special in Markdown
 ESCAPED = re.compile(r"[\\*$|\[\]{}#~^]|(?<!\w)_|_(?!\w)")
-Form = attnzoo.Pairwise | attnzoo.Linear
+Form = attnzoo.Pairwise | attnzoo.Linear | attnzoo.Shares
 
 
 def forms_of(name: str) -> list[Form]:
     """The forms of the variant with its example parameters."""
     case = Case.parse(name, LENGTH)
-    return [form for form in (case.pairwise, case.linear) if form is not None]
+    return [form for form in (case.pairwise, case.linear, case.shares) if form is not None]
 
 
 def cost(form: Form) -> str:
     """A formula: number of multiplications per head for N queries and N keys of dimension D."""
     if isinstance(form, attnzoo.Linear):
         return f"N·F·D, F = {form.size(HEAD_DIM)} at D = {HEAD_DIM}"
+    if isinstance(form, attnzoo.Shares):
+        return "N²·D"
     more = {"threshold": ", and a threshold solved per row", "select": ", and a selection per row"}
     twice = ", keys read twice" if isinstance(form.gain, attnzoo.FromStatistics) else ""
     return "N²·D" + more.get(form.normalize, twice)

@@ -17,6 +17,7 @@ from scripts import variant_facts as facts
 BACKENDS = {
     "pairwise": "`sdpa` (softmax only), `flash`, `decode`",
     "linear": "`linear`, `flash_linear`",
+    "shares": "`flash_shares`",
     "definition only": "none",
 }
 

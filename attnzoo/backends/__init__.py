@@ -1,6 +1,6 @@
 """All backends. A backend is a module or package that computes some of the forms of variants.
 
-The kinds of form are "pairwise", "linear" and "definition"; see `attnzoo.core.forms`.
+The kinds of form are "pairwise", "linear", "shares" and "definition"; see `attnzoo.core.forms`.
 
 To add a backend, write a module that defines ``BACKEND``, list it here, and place it in the order
 of preference in ``selection``.
@@ -12,6 +12,7 @@ from attnzoo.backends.tiled import backend as tiled
 from attnzoo.backends.triton.decode import backend as decode
 from attnzoo.backends.triton.flash import backend as flash
 from attnzoo.backends.triton.linear import backend as flash_linear
+from attnzoo.backends.triton.shares import backend as flash_shares
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
@@ -20,6 +21,7 @@ BACKENDS: dict[str, Backend] = {
         decode.BACKEND,
         flash.BACKEND,
         flash_linear.BACKEND,
+        flash_shares.BACKEND,
         linear.BACKEND,
         tiled.BACKEND,
         eager.BACKEND,

@@ -61,7 +61,7 @@ class Backend:
     """
 
     name: str
-    kinds: tuple[str, ...]  # kinds of form: "pairwise", "linear", "definition"
+    kinds: tuple[str, ...]  # of form: "pairwise", "linear", "shares", "definition"
     unsupported: Unsupported
     run: Run
     scan: Scan | None = None

@@ -12,7 +12,13 @@ from attnzoo.backends import BACKENDS, linear
 from attnzoo.backends.base import Backend
 from attnzoo.core.call import Call
 from attnzoo.core.checks import is_known, is_symbolic, shown
-from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, NoForm, Pairwise
+from attnzoo.core.forms import (
+    Form,
+    FromStatistics,
+    Linear,
+    NoForm,
+    Pairwise,
+)
 
 # Up to this many scores (half a MiB of fp32), the few dense operations of the definition cost less
 # than a loop over blocks.
@@ -51,7 +57,7 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
        queries is symbolic, it comes after `sdpa` and `flash`.
     3. `sdpa`, torch's fused softmax. On a GPU it comes after `flash` if the gain comes from
        statistics of the logits, which `flash` computes in a kernel.
-    4. On a GPU, `flash`.
+    4. On a GPU, `flash` and `flash_shares`.
     5. `tiled` with a form, then with the definition. A linear form that is not cheaper comes next.
     6. `eager`, if no other backend supports the call.
 
@@ -67,15 +73,16 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
         sizes = [f.size(call.head_dim) for f in forms if isinstance(f, Linear)]
         scans = ["flash_linear", "linear"]
         scans = scans if max(sizes, default=0) <= FEW_FEATURES else scans[::-1]
-        order = [*scans, *order, "tiled"] if linear_first else [*order, "tiled", *scans]
+        order = [*order, "flash_shares", "tiled"]
+        order = [*scans, *order] if linear_first else [*order, *scans]
         order += ["eager"]
     elif has_few_scores(forms, call):
-        order = ["linear", "tiled", "decode", "flash", "flash_linear"]
+        order = ["linear", "tiled", "decode", "flash", "flash_linear", "flash_shares"]
         eager_first = statistics and is_known(scores_of(call) <= FEWEST_SCORES)
         order = (["eager", "sdpa"] if eager_first else ["sdpa", "eager"]) + order
     else:
         order = ["linear", "sdpa", "tiled"] if linear_first else ["sdpa", "tiled", "linear"]
-        order += ["decode", "flash", "flash_linear", "eager"]
+        order += ["decode", "flash", "flash_linear", "flash_shares", "eager"]
     backends = [BACKENDS[name] for name in order]
     return [(backend, form) for backend in backends for form in forms if _meets(backend, form)]
 
@@ -91,7 +98,8 @@ def has_few_scores(forms: tuple[Form, ...], call: Call) -> bool:
     that one graph serves all. A variant without a form has no such graph in blocks.
     """
     few = scores_of(call) <= FEW_SCORES
-    if all(isinstance(form, Definition | NoForm) for form in forms) and not is_exporting():
+    in_blocks = any(isinstance(form, Pairwise | Linear) for form in forms)
+    if not in_blocks and not is_exporting():
         return bool(few)
     return is_known(few)
 
@@ -153,7 +161,7 @@ def candidates(
 def with_absent(name: str, forms: tuple[Form, ...]) -> tuple[Form, ...]:
     """The forms, and a reason for each kind of form that is missing."""
     kinds = {form.kind for form in forms}
-    absent = [k for k in ("pairwise", "linear") if k not in kinds]
+    absent = [k for k in ("pairwise", "linear", "shares") if k not in kinds]
     return forms + tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)
 
 

@@ -274,6 +274,27 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """The form w_ij = β_ij · Π_l (1 − β_il) over the visible keys l behind key j, with β = σ(s).
+
+    s_ij = z_ij + bias_ij, as in `Pairwise`. Each query visits its keys from the last one back, and
+    each key takes the share β_ij of what the keys behind it have left. A query sees only keys
+    before its own position, so causal calls have no weight on the diagonal.
+
+    With the softplus −log(1 − σ(s)), and g_ij = w_ij dO_i·v_j in the backward:
+
+        w_ij = exp(s_ij − Σ_{l ≥ j} softplus(s_il))      dS_ij = g_ij − β_ij Σ_{l ≤ j} g_il
+
+    Example:
+        >>> import attnzoo
+        >>> attnzoo.Shares().kind
+        'shares'
+    """
+
+    kind = "shares"
+
+
+@dataclass(frozen=True)
 class Definition:
     """The form that every variant has: its definition, with the parameters of one call.
 
@@ -294,7 +315,7 @@ class NoForm:
     """The reason why a variant has no form of one kind for a call.
 
     Attributes:
-        kind: "pairwise" or "linear".
+        kind: "pairwise", "linear" or "shares".
         why: The reason, shown by `explain` and in errors.
     """
 
@@ -302,4 +323,4 @@ class NoForm:
     why: str
 
 
-Form = Pairwise | Linear | Definition | NoForm
+Form = Pairwise | Linear | Shares | Definition | NoForm

@@ -14,7 +14,7 @@ from attnzoo.backends.selection import choose
 from attnzoo.core.arguments import ARGUMENTS, check_call
 from attnzoo.core.call import WITHOUT_AUTOCAST, Call, in_full_precision
 from attnzoo.core.checks import shown
-from attnzoo.core.forms import Definition, Form, Linear, NoForm, Pairwise
+from attnzoo.core.forms import Definition, Form, Linear, NoForm, Pairwise, Shares
 from attnzoo.core.parameters import bind, checked_vectors
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Variant
@@ -40,10 +40,10 @@ class ValidatedCall(NamedTuple):
         """The variant's forms for this call, validated because users write variants too."""
         forms = self.variant.forms(self.call, **self.params)
         what = f"forms of variant {self.variant.name!r}"
-        kinds = (Pairwise, Linear, NoForm)
+        kinds = (Pairwise, Linear, Shares, NoForm)
         if not isinstance(forms, tuple) or not all(isinstance(x, kinds) for x in forms):
             raise TypeError(
-                f"{what} must be a tuple of Pairwise, Linear or NoForm, got {shown(forms)}"
+                f"{what} must be a tuple of Pairwise, Linear, Shares or NoForm, got {shown(forms)}"
             )
         return tuple(
             checked_vectors(what, form, self.call) if isinstance(form, Pairwise) else form

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from attnzoo.core.call import Call
+from attnzoo.core.forms import Shares
 from attnzoo.core.variant import Variant
 
 
@@ -48,6 +49,7 @@ VARIANT = Variant(
     paper="Tan et al. 2024, arXiv:2410.17980",
     aliases=("stick-breaking attention", "sb attention", "sba"),
     weights=weights,
+    forms=lambda call: (Shares(),),
     unsupported=unsupported,
     normalized=False,
     positional=True,

@@ -18,6 +18,7 @@ OTHERS = (
     "position_temperature", "silu", "lssa", "screening",
 )  # fmt: skip
 GAINS = "softmax,ssmax,log_n"
+SHARES = ("stick_breaking",)
 THRESHOLDS = ("entmax", "sparsemax", "asentmax")
 LINEAR = ("taylor", "elu", "cosformer", "hedgehog")
 
@@ -82,6 +83,7 @@ CONTACT = (
     replace(attention(16384, 128, 25, OTHERS, NO_MEMORY), name="attention, other variants"),
     linear(16384, 15),
     decode(4096, 1, 10),
+    attention(16384, 128, 6, SHARES, f"--backend flash_shares {NO_MEMORY}"),
 )
 TUNE = (
     *(tune(kernel, dim) for dim in (128, 64) for kernel in ("forward", "dkdv", "dq")),

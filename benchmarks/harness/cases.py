@@ -74,6 +74,10 @@ class Case:
         return next((f for f in self.forms if isinstance(f, attnzoo.Pairwise)), None)
 
     @property
+    def shares(self) -> attnzoo.Shares | None:
+        return next((f for f in self.forms if isinstance(f, attnzoo.Shares)), None)
+
+    @property
     def has_threshold(self) -> bool:
         """Whether the normalization solves for a threshold iteratively, which leaves a residual."""
         return self.pairwise is not None and self.pairwise.normalize == "threshold"

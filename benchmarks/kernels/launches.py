@@ -37,7 +37,10 @@ class Described(NamedTuple):
 
 
 def describe(spec: Specialization) -> Any:
-    describers = {"linear": describe_linear, "decode": describe_decode, "rows": describe_rows}
+    describers = {
+        "linear": describe_linear, "decode": describe_decode, "shares": describe_shares,
+        "rows": describe_rows,
+    }  # fmt: skip
     return describers.get(spec.family, describe_flash)(spec)
 
 
@@ -55,21 +58,11 @@ def empty(spec: Specialization, *shape: int) -> Tensor:
     return torch.empty(*shape, spec.head_dim, dtype=DTYPES[spec.dtype], device="meta")
 
 
-def described(spec: Specialization, q: Tensor, keys: int) -> Described:
-    from attnzoo.backends.shared_operands import (
-        NO_DROPOUT,
-        Dropout,
-        Layout,
-        Terms,
-        Vectors,
-        rule_of,
-    )
-    from attnzoo.backends.triton.common.kernel_operands import Solved, new_vector
-    from attnzoo.backends.triton.flash.launch import new_solved
+def layout_of(spec: Specialization, q: Tensor, keys: int) -> Any:
+    from attnzoo.backends.shared_operands import Layout
+    from attnzoo.backends.triton.common.kernel_operands import new_vector
 
-    use, extras = activations()[spec.activation], extras_of(spec)
-    kind, vector = use.kind, new_vector(q)
-    queries = q.shape[2]
+    extras, queries = extras_of(spec), q.shape[2]
     of_q, of_k = (
         q.new_empty(1, n, dtype=torch.int64) if "segments" in (*extras, spec.kernel) else None
         for n in (queries, keys)
@@ -85,6 +78,23 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
     elif "keys" in extras or "heads" in extras:
         heads = q.shape[1] if "heads" in extras else 1
         mask = q.new_empty(1, heads, 1, keys, dtype=torch.uint8)
+    left, right = keys // 4 if "window" in extras else None, None if "full" in extras else 0
+    relative = None
+    if "alibi" in extras:
+        relative = new_vector(q)
+    elif "table" in extras:
+        relative = q.new_empty(q.shape[1], 2 * RADIUS + 1, dtype=torch.float32)
+    softcap = 50.0 if "softcap" in extras else None
+    return Layout(0.1, left, right, mask, of_q, of_k, relative, softcap)
+
+
+def described(spec: Specialization, q: Tensor, keys: int) -> Described:
+    from attnzoo.backends.shared_operands import NO_DROPOUT, Dropout, Terms, Vectors, rule_of
+    from attnzoo.backends.triton.common.kernel_operands import Solved, new_vector
+    from attnzoo.backends.triton.flash.launch import new_solved
+
+    use, extras = activations()[spec.activation], extras_of(spec)
+    kind, vector, layout = use.kind, new_vector(q), layout_of(spec, q, keys)
     lse = spec.extra.startswith("all") and kind == "online"
     offset = kind == "none" or "factor" in kind or "key-bias" in extras
     vectors = Vectors(
@@ -93,14 +103,6 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
         shape=vector if "family" in kind else None,
         sink=vector if lse else None,
     )
-    left, right = keys // 4 if "window" in extras else None, None if "full" in extras else 0
-    relative = None
-    if "alibi" in extras:
-        relative = vector
-    elif "table" in extras:
-        relative = q.new_empty(q.shape[1], 2 * RADIUS + 1, dtype=torch.float32)
-    softcap = 50.0 if "softcap" in extras else None
-    layout = Layout(0.1, left, right, mask, of_q, of_k, relative, softcap)
     key_bias = q.new_empty(*q.shape[:2], keys, dtype=torch.float32)
     terms = Terms(
         key_bias=key_bias if "key-bias" in extras else None,
@@ -119,11 +121,16 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
 
 
 def is_plain(spec: Specialization) -> bool:
-    """Whether the kernel has the tile of the table PLAIN."""
+    """Whether the kernel has the tile of the table PLAIN.
+
+    Kernels of shares have one tile for all calls, and are as plain as a call without extras.
+    """
     from attnzoo.backends.triton.common.launch import is_safe
 
     if spec.family in ("linear", "rows"):
         return True
+    if spec.family == "shares":
+        return not spec.extra
     q = empty(spec, 1, 2, 1024)
     layout, rule, vectors, terms, _, _, dropout = described(spec, q, q.shape[2])
     return not is_safe(spec.family, q, layout, rule, vectors, terms, dropout)
@@ -187,6 +194,18 @@ def describe_linear(spec: Specialization) -> Any:
     (dy, dv), _ = launch.describe_dy_dv(y, v, x, do, delta, states, arch)
     launches = {"states back": back, "output": output, "dx": dx, "dy": dy, "dv": dv}
     return {"states": forward, **launches}[spec.kernel.removeprefix("linear ")]
+
+
+def describe_shares(spec: Specialization) -> Any:
+    from attnzoo.backends.triton.shares import launch
+
+    q, arch = empty(spec, 1, 2, 1024), arch_of(spec)
+    layout = layout_of(spec, q, q.shape[2])._replace(right=-1)
+    if spec.kernel == "shares forward":
+        return launch.describe_forward(q, q, q, layout, arch)[0][-1]
+    launches, _ = launch.describe_backward(q, q, q, q, layout, ("relative_bias",), arch)
+    name = spec.kernel.replace(" ", "_")
+    return next(each for each in launches if each.kernel.__name__ == name)
 
 
 def describe_rows(spec: Specialization) -> Any:

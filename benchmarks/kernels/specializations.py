@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from attnzoo.backends.triton.common.tiles import LINEAR_KERNELS
+from attnzoo.backends.triton.common.tiles import LINEAR_KERNELS, SHARES
 from benchmarks.kernels.activations import kinds
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HEAD_DIMS = (48, 64, 96, 128, 192, 256)
 QUICK_DIMS = (64, 128)
 KERNELS = (
-    "forward", "dq", "dkdv", "dbias", "stats", "threshold", "segments", "linear", "decode", "rows",
+    "forward", "dq", "dkdv", "dbias", "stats", "threshold", "segments", "linear", "decode",
+    "shares", "rows",
 )  # fmt: skip
 ROW_KERNELS = ("three-pass", "online", "two-pass")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -44,9 +45,9 @@ STAGES = ("decode statistics", "decode solver", "decode merge", "forward merge",
 class Specialization(NamedTuple):
     """One kernel and the settings that its compilation depends on.
 
-    kernel: one of KERNELS. "forward", "linear", "decode" and "rows" may be followed by a space and
-        the name of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has
-        no head dimension and no activation.
+    kernel: one of KERNELS. "forward", "linear", "decode", "shares" and "rows" may be followed by a
+        space and the name of a launch or an algorithm. "decode short" has few keys, in one split.
+        "rows" has no head dimension; "rows", "linear" and "shares" have no activation.
     extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head);
         "learned-keys" (a float mask of the keys with a gradient; "dbias" always has a dense one);
         "fp32 mask" (as under autocast); SPLIT; DROPOUT; "peak" (of "stats", only the maximum); or
@@ -73,8 +74,9 @@ class Specialization(NamedTuple):
 class Group(NamedTuple):
     """All combinations of these kernels, kinds, dtypes, head dimensions, extras and architectures.
 
-    ``kinds`` and ``dtypes`` are separated by spaces. A kind is `VariantForm.kind`, "linear" or
-    "rows". Calls are causal with a per-query gain, unless the extra says "full" or "no gain".
+    ``kinds`` and ``dtypes`` are separated by spaces. A kind is `VariantForm.kind`, "linear",
+    "shares" or "rows". Calls are causal with a per-query gain, unless the extra says "full" or "no
+    gain"; those of shares have no gain.
     """
 
     kernels: tuple[str, ...]
@@ -87,6 +89,7 @@ class Group(NamedTuple):
 
 PASSES = ("forward", "dq", "dkdv")
 FLASH = (*PASSES, "stats", "threshold")
+SHARES_KERNELS = tuple(dict.fromkeys(f"shares {kernel}" for kernel, _ in SHARES))
 POWERS = (64, 128, 256)  # other head dimensions are padded to a power of two
 DECODE_DIMS = (96, *POWERS)
 DECODE_EXTRAS = ("", "keys", "heads", "window")
@@ -160,6 +163,8 @@ GROUPS = (
     Group(("decode merge",), "online", "fp32", DECODE_DIMS, ("", "all")),
     Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16 fp32", (64,)),
     Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16", (128,)),
+    Group(SHARES_KERNELS, "shares", "bf16", POWERS, ("", "bool", "all")),
+    Group(SHARES_KERNELS, "shares", "fp32", POWERS),
     Group(tuple(f"rows {name}" for name in ROW_KERNELS), "rows", "bf16 fp32", (64,)),
 )
 
@@ -176,7 +181,7 @@ def of_groups(
     groups: tuple[Group, ...], archs: list[str], dims: list[int]
 ) -> Iterator[Specialization]:
     """The specializations of these groups, each of them once; see `specializations`."""
-    names, seen = {**kinds(), "linear": "", "rows": ""}, set()
+    names, seen = {**kinds(), "linear": "", "shares": "", "rows": ""}, set()
     for arch, dim, group in product(archs, dims, groups):
         like = dim if dim in HEAD_DIMS else 96 if dim & (dim - 1) else 64
         if arch not in group.archs or like not in group.dims:

@@ -136,9 +136,9 @@ class Summary:
 
     def effective(self, series: Series, metric: Metric) -> tuple[int, bool] | None:
         """The effective length: the longest length up to which the metric's lead over chance stays
-        above `EFFECTIVE_SHARE` of that at the train length, of all lengths with a value; and whether
-        it drops at a longer one, so that the effective length is not only a lower bound. Only the
-        score has a chance other than 0.
+        above `EFFECTIVE_SHARE` of that at the train length, of all lengths with a value; and
+        whether it drops at a longer one, so that the effective length is not only a lower bound.
+        Only the score has a chance other than 0.
 
         None if a seed is untrained, the value at the train length is missing or lower is better.
         """

@@ -33,7 +33,7 @@ from helpers.coverage_table import (
 )
 from helpers.features import feature
 
-LISTED = ("sdpa", "decode", "flash", "linear", "flash_linear")
+LISTED = ("sdpa", "decode", "flash", "linear", "flash_linear", "flash_shares")
 
 
 def check_shapes(arguments: dict[str, Any], variant: str, backend: str, **params: Any) -> None:

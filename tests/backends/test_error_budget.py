@@ -24,7 +24,7 @@ from attnzoo.core.forms import Pairwise
 from helpers import agreement
 from helpers.agreement import Inputs, bounds, by_backend, disagreements, make, outputs, reference
 from helpers.approx import Approx
-from helpers.cases import rand
+from helpers.cases import CAUSAL_ONLY, rand
 from helpers.coverage_table import FORWARD_ONLY, KERNELS, RUNS, VARIANT_BACKENDS, marked
 
 
@@ -51,8 +51,10 @@ Change = Callable[[Any, Any], tuple[Any, Any]]
 def example(backend: str, dtype: torch.dtype) -> tuple[str, Inputs]:
     """A variant that the backend supports, and its inputs. The mask hides keys 50 to 99 of 100."""
     shape = (9, 100) if backend == "decode" else (40, 100)
-    variant = "taylor" if "linear" in backend else "ssmax"
-    inputs = make(variant, {**CASE, "shape": shape, "dtype": dtype})
+    names = {"linear": "taylor", "flash_linear": "taylor", "flash_shares": "stick_breaking"}
+    variant = names.get(backend, "ssmax")
+    span = "causal" if variant in CAUSAL_ONLY else "full"
+    inputs = make(variant, {**CASE, "shape": shape, "dtype": dtype, "span": span})
     inputs.options["attn_mask"] = (torch.arange(100) < 50)[None, None, None]
     return variant, inputs
 
@@ -81,7 +83,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, backend: str, change: Change) -> Non
 def test_a_dropped_factor_is_caught(
     backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bug sets the gain of pairwise forms, or the scale of linear forms, to 1."""
+    """The bug sets the gain of pairwise forms, or the scale of other forms, to 1."""
 
     def drop(call: Any, form: Any) -> tuple[Any, Any]:
         if isinstance(form, Pairwise):

@@ -125,12 +125,13 @@ def test_named_backend_is_the_one_that_runs(backend: str, monkeypatch: pytest.Mo
 
         monkeypatch.setitem(BACKENDS, name, replace(known, run=record))
     q, k, v = rand(3, 1, 2, 5, 8).float().unbind()
-    variant = "taylor" if "linear" in backend else "softmax"
-    attnzoo.attention(q, k, v, variant, backend=backend)
+    names = {"linear": "taylor", "flash_linear": "taylor", "flash_shares": "stick_breaking"}
+    variant = names.get(backend, "softmax")
+    attnzoo.attention(q, k, v, variant, is_causal=True, backend=backend)
     assert ran[0] == backend
     ran.clear()
-    attnzoo.attention(q, k, v, variant)
-    assert ran[0] == attnzoo.explain(q, k, v, variant).chosen
+    attnzoo.attention(q, k, v, variant, is_causal=True)
+    assert ran[0] == attnzoo.explain(q, k, v, variant, is_causal=True).chosen
 
 
 # ---- user-defined variants --------------------------------------------------------------------
@@ -180,7 +181,7 @@ def test_variant_without_forms_supports_all_arguments_and_gradients() -> None:
         assert torch.allclose(out, expected)
         for have, want in zip(torch.autograd.grad(out, leaves, do), gradients, strict=True):
             assert torch.allclose(have, want)
-    for backend in ("sdpa", "flash", "linear", "flash_linear"):
+    for backend in ("sdpa", "flash", "linear", "flash_linear", "flash_shares"):
         with pytest.raises(ValueError, match=f"'{backend}' cannot run 'own_relu' here.*no .* form"):
             attnzoo.attention(q, k, v, "own_relu", backend=backend, **options)
 

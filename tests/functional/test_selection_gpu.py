@@ -119,6 +119,11 @@ class TestChoice:
             assert actual.chosen == "tiled"
             assert reason in str(actual)
 
+    def test_form_shares_runs_on_flash_shares(self) -> None:
+        for tensors in (qkv(), qkv(n=16), qkv(queries=1), qkv(gradient=False)):
+            assert chosen("stick_breaking", tensors, is_causal=True) == "flash_shares"
+        assert chosen("stick_breaking", is_causal=True, dropout_p=0.1) == "tiled"
+
     def test_linear_form_runs_if_it_is_less_work(self) -> None:
         assert chosen("cosformer") == "flash_linear"
         assert chosen("taylor") == "flash"
@@ -264,7 +269,7 @@ def test_kernels_are_not_chosen_on_a_cpu(variant: str, n: int) -> None:
     params = params_of(variant, n)
     for options in ({}, {"is_causal": True, "window": 7}):
         assert attnzoo.explain(q, k, v, variant, **options, **params).chosen not in (
-            "flash", "flash_linear", "decode",
+            "flash", "flash_linear", "flash_shares", "decode",
         )  # fmt: skip
 
 

@@ -69,6 +69,7 @@ TOKENS = {
         "shape": (9, 1111), "mask": "float", "dims": (256, 256), "heads": "3 of 1", "lse": True,
     },
 }  # fmt: skip
+SHARES = [v for v, reasons in VARIANT_BACKENDS.items() if reasons["flash_shares"] is RUNS]
 LINEAR = [v for v, reasons in VARIANT_BACKENDS.items() if reasons["flash_linear"] is RUNS]
 # Short sequences, because the fp64 reference of a Taylor form has D² / 2 features per token.
 LINEAR_SETTINGS = {
@@ -127,6 +128,13 @@ def trained(variant: str, setting: str, device: str) -> Inputs:
 @pytest.mark.parametrize("variant", FLASH)
 def test_agrees_with_the_definition(variant: str, setting: str, device: str) -> None:
     check(variant, "flash", trained(variant, setting, device))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("variant", SHARES)
+def test_shares_agree_with_the_definition(variant: str, setting: str, device: str) -> None:
+    row = supported(variant, {**SETTINGS[setting], "mask_gradient": False})
+    check(variant, "flash_shares", on_device(make(variant, row, seed=2), device))
 
 
 @pytest.mark.parametrize("dims", [(32, 64), (16, 128)])

@@ -48,18 +48,20 @@ class Case:
 
     rejects: for each backend that rejects a plain call, a text that its error contains. eager and
     tiled run every variant. decode supports what flash does, flash_linear what linear does.
+    shares: whether there is a form `Shares`, the only one that flash_shares supports.
     params: values that replace the example parameters of the variant; see `params_of`. learned: the
     range of each learnable parameter. Tests draw tensors (H,) from this range, and gradcheck must
     pass there. per_token: whether learnable parameters may also be (B, H, Nq). settings: more fixed
     parameters to test. row: the weights of one row of visible scores (n,), written from the
     formula, given the parameters by name; only for variants with `has_rows`. smooth: whether the
     variant is twice differentiable everywhere. least: a lower bound of the weights. weights: the
-    error analysis of a variant without forms. expensive: whether a call costs so much that larger
-    tests are slow.
+    error analysis of a variant without a pairwise or linear form. expensive: whether a call costs
+    so much that larger tests are slow.
     """
 
     paper: Paper
     rejects: dict[str, str]
+    shares: bool = field(default=False, kw_only=True)
     params: dict[str, Any] = field(default_factory=dict)
     learned: dict[str, tuple[float, float]] = field(default_factory=dict)
     per_token: bool = False
@@ -229,6 +231,7 @@ CASES = {
             "the last key is the query's own; the one before takes ½, the first ½ of the rest",
         ),
         DEFINITION,
+        shares=True,
         weights=StickBreakingWeights,
     ),
     "top_p": Case(

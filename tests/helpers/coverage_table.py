@@ -24,13 +24,15 @@ VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
         "flash": case.rejects.get("flash"),
         "linear": case.rejects.get("linear"),
         "flash_linear": case.rejects.get("linear"),
+        "flash_shares": RUNS if case.shares else "no shares form",
         "decode": case.rejects.get("flash"),
     }
     for name, case in CASES.items()
 }
 
 FLASH = [name for name, reasons in VARIANT_BACKENDS.items() if reasons["flash"] is RUNS]
-KERNELS = ("flash", "decode", "flash_linear")  # Triton backends; tests use Triton's interpreter
+# Triton backends; tests use Triton's interpreter
+KERNELS = ("flash", "decode", "flash_linear", "flash_shares")
 FORWARD_ONLY = ("decode",)
 
 
@@ -144,6 +146,11 @@ _FEATURES: dict[str, dict[str, str | None]] = {
 
 # `flash_linear` supports what `linear` does, except fp64.
 NO_KERNEL = {"fp64": "does not support torch.float64"}
+# `flash_shares` supports what `flash` does, except dropout and the gradient of a float mask.
+NO_SHARES = {
+    "float mask with gradient": CONSTANT_MASK,
+    "dropout": "does not support dropout",
+}
 # `decode` supports what `flash` does, without gradients and dropout.
 NO_GRADIENT = {
     "float mask with gradient": "does not support gradients",
@@ -153,6 +160,7 @@ FEATURE_BACKENDS = {
     name: {
         **row,
         "flash_linear": NO_KERNEL.get(name, row["linear"]),
+        "flash_shares": NO_SHARES.get(name, row["flash"]),
         "decode": NO_GRADIENT.get(name, row["flash"]),
     }
     for name, row in _FEATURES.items()

@@ -80,6 +80,7 @@ class StickBreakingWeights:
     scores = staticmethod(logits)
 
     def __init__(self, problem: Problem, form: Pairwise, s: Approx, visible: Tensor) -> None:
+        self.fused = problem.backend not in ("eager", "tiled")
         earlier = visible & (problem.call.distance > 0)
         log_share = s.map(logsigmoid, EVALUATION, 1 + s.value.abs())
         left = (-s).map(logsigmoid, EVALUATION, 1 + s.value.abs()).where(earlier)
@@ -94,8 +95,14 @@ class StickBreakingWeights:
         self.dropped = self.w.stored(problem.inner) * problem.exact(problem.keep)
 
     def score_gradient(self, dp: Approx, do: Approx, out: Approx) -> Approx:
-        """(1 − σ_j) w_j dP_j − σ_j Σ_{l before j} w_l dP_l."""
+        """(1 − σ_j) w_j dP_j − σ_j Σ_{l before j} w_l dP_l.
+
+        Kernels compute w_j dP_j − σ_j Σ with j in the sum, so errors of w_j dP_j stay where σ_j is
+        near 1.
+        """
         dlog = self.w * dp
+        if self.fused:
+            return dlog - self.share * cumulated(dlog)
         return dlog * self.complement - self.share * shifted(cumulated(dlog), (1, -1))
 
     def vector_gradients(self, ds: Approx, z: Approx) -> dict[str, Approx]:

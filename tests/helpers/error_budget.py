@@ -34,7 +34,7 @@ from helpers.cases import CASES
 from helpers.weights_budget import EVALUATION, SHIFTS, EntropyGain, Weights, largest
 
 SCANS = ("linear", "flash_linear")  # backends that update states and compute no scores
-FUSED = ("sdpa", "flash", "decode", "flash_linear")
+FUSED = ("sdpa", "flash", "decode", "flash_linear", "flash_shares")
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,12 @@ class Problem:
 
     @property
     def weights(self) -> type:
-        """The error analysis of the weights: the case's own if there is no form."""
-        has_no_form = self.variant is not None and not self.variant.forms(self.call, **self.params)
-        return CASES[self.variant.name].weights if has_no_form else Weights
+        """The error analysis of the weights: the case's own if no form here has one."""
+        if self.variant is None:
+            return Weights
+        forms = self.variant.forms(self.call, **self.params)
+        analysed = any(isinstance(form, Pairwise | Linear) for form in forms)
+        return Weights if analysed else CASES[self.variant.name].weights
 
     def form(self, params: dict[str, Any] | None = None) -> Pairwise | Linear:
         forms = self.variant.forms(self.call, **(self.params if params is None else params))

@@ -175,3 +175,32 @@ def linear_tile(arch: int, bits: int) -> Config:
     if arch == 0:
         return WIDE._replace(block_n=16)
     return LINEAR_OVERRIDES.get((known(arch), bits), LINEAR[bits])
+
+
+# Kernels of `Shares`, by kernel and bits, with a tile per class for all calls. "dq" and "dkdv" have
+# the same block_n: sums that one stores for each block of keys are read by the other.
+SHARES: dict[tuple[str, int], Row] = {
+    ("forward", 16): {128: full(128, 64, 8, 2), 256: full(64, 64, 8, 1)},
+    ("dq", 16): {128: full(128, 32, 8, 2), 256: full(64, 32, 8, 1, 64)},
+    ("dkdv", 16): {128: full(128, 32, 8, 1), 256: full(64, 32, 8, 1, 16)},
+    ("forward", 32): {256: SMALL},
+    ("dq", 32): {256: SMALL},
+    ("dkdv", 32): {256: SMALL},
+}
+# By architecture too, for the class alone
+SHARES_OVERRIDES: dict[tuple[int, str, int], Row] = {
+    (80, "forward", 16): {128: full(64, 64, 8, 2)},
+    (80, "dq", 16): {128: full(64, 32, 8, 2)},
+    (80, "dkdv", 16): {256: full(32, 32, 8, 1)},
+}
+
+
+def shares_tile(kernel: str, arch: int, bits: int, head_dim: int) -> Config:
+    limit = limit_of(head_dim)
+    if arch == 0:
+        part = 64 if bits == 32 and limit > 128 else None
+        return (TALL if kernel == "dq" else Config(32, 32, 1, 1))._replace(part=part)
+    override = SHARES_OVERRIDES.get((known(arch), kernel, bits), {}).get(limit)
+    config = override or of_class(SHARES[kernel, bits], limit)
+    assert config is not None
+    return config

@@ -44,7 +44,7 @@ def unsupported(form: Form, call: Call) -> str | None:
         return form.why
     if not isinstance(form, Pairwise):
         return "supports pairwise forms only"
-    return _unsupported_form(form, call) or _unsupported_call(call)
+    return _unsupported_form(form, call) or unsupported_call(call)
 
 
 def _unsupported_form(form: Pairwise, call: Call) -> str | None:
@@ -74,7 +74,8 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
     return None
 
 
-def _unsupported_call(call: Call) -> str | None:
+def unsupported_call(call: Call) -> str | None:
+    """Return why the kernels cannot run a call with any form, or None."""
     if call.input_dtype not in DTYPES:
         return f"does not support {call.input_dtype} (tiled does)"
     if max(call.head_dim, call.value_dim) > LARGEST:

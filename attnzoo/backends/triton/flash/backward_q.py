@@ -312,7 +312,7 @@ def _mean_over_keys(low, high, q_side, do_side, i, sides, scoring, blocks, per_z
 
 
 @triton.jit
-def _store_table_entries(ds, table_rows, i, j, size, radius):
+def store_table_entries(ds, table_rows, i, j, size, radius):
     """Store the gradients of a table's entries, for the queries i.
 
     Return the sums [BM] of the first and of the last entry. Each other entry belongs to one key of
@@ -356,7 +356,7 @@ def _sum_over_keys(
         if gradients.slopes is not None:
             distance_sum += tl.sum(ds * tl.abs(i + (size.keys - size.queries) - j), 1)
         if gradients.table is not None:
-            before, after = _store_table_entries(ds, table_rows, i, j, size, terms.radius)
+            before, after = store_table_entries(ds, table_rows, i, j, size, terms.radius)
             before_sum += before
             after_sum += after
         if rule.DISTANCE_SLOPE is not None:
