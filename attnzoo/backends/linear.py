@@ -352,4 +352,6 @@ def _segment_chunk(
     return out, sums.where(crosses, 0.0) + added
 
 
-BACKEND = Backend("linear", ("linear",), unsupported, run, scan, walks_segments=True)
+BACKEND = Backend(
+    "linear", ("linear",), unsupported, run, scan, walks_segments=True, splits_segments=True
+)

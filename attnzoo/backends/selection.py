@@ -120,10 +120,11 @@ def linear_is_cheaper(form: Linear, call: Call) -> bool:
 def linear_work(form: Linear, call: Call) -> float:
     """Cost of the scan relative to the cost of the pairwise form, in multiplications.
 
-    The scan takes F·(Dv + 1) for each key and each query. With causality it also takes F for each
-    pair of a query and a key of the same chunk, and so it does with segments. The pairwise form takes D + Dv for each pair that
-    causality and window allow, in one sequence of `Call.longest` keys. A multiplication of the scan counts `LINEAR_COST` times, or
-    `LINEAR_COST` · `FP64_COST` times if the scan runs in fp64.
+    The scan takes F·(Dv + 1) for each key and each query, and twice that with segments and without
+    causality. With causality or segments it also takes F for each pair of a query and a key of the
+    same chunk. The pairwise form takes D + Dv for each pair that causality and window allow, where
+    sequences have `Call.longest` tokens. A multiplication of the scan counts `LINEAR_COST` times,
+    or `LINEAR_COST` · `FP64_COST` times if the scan runs in fp64.
     """
     keys, queries = (call.keys, call.queries) if call.longest is None else (call.longest,) * 2
     visible = keys if call.right is None else keys - (queries - 1) / 2

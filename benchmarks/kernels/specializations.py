@@ -32,8 +32,8 @@ BARE = ("full", "no gain", "full no gain")
 MODELS = ("full keys no gain", "full bool no gain")
 # A padded batch of a model with a window or ALiBi
 PADDED = ("window keys", "alibi keys")
-# Packed sequences in kernels of linear forms, whose other calls are causal without segments
-PACKED = ("segments", "full segments")
+# Packed sequences without causality, in kernels of linear forms
+PACKED = "full segments"
 # Few programs: parts of a group of heads in dK/dV, splits of the keys in the forward
 SPLIT = "split"
 # Launches that do not depend on both the activation and the head dimension. The solver depends only
@@ -47,7 +47,7 @@ class Specialization(NamedTuple):
     kernel: one of KERNELS. "forward", "linear", "decode" and "rows" may be followed by a space and
         the name of a launch or an algorithm. "decode short" has few keys, in one split. "rows" has
         no head dimension and no activation.
-    extra: one of EXTRAS, TERMS, BARE, PADDED, MODELS or PACKED; "heads" (a key mask per head);
+    extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; PACKED; "heads" (a key mask per head);
         "learned-keys" (a float mask of the keys with a gradient; "dbias" always has a dense one);
         "fp32 mask" (as under autocast); SPLIT; "peak" (of "stats", only the maximum); or "all" (all
         of EXTRAS, a sink and dlse).
@@ -154,8 +154,10 @@ GROUPS = (
     Group(("decode solver",), "threshold", "fp32", (64,)),
     Group(("decode solver",), "family", "fp32", (64,), ("all",)),
     Group(("decode merge",), "online", "fp32", DECODE_DIMS, ("", "all")),
-    Group(LINEAR, "linear", "bf16 fp32", (64,), ("", *PACKED)),
-    Group(LINEAR, "linear", "bf16", (128,), ("", *PACKED)),
+    Group(LINEAR, "linear", "bf16 fp32", (64,), ("", "segments")),
+    Group(LINEAR, "linear", "bf16", (128,), ("", "segments")),
+    Group(LINEAR[2:], "linear", "bf16 fp32", (64,), (PACKED,)),  # the states are the same
+    Group(LINEAR[2:], "linear", "bf16", (128,), (PACKED,)),
     Group(tuple(f"rows {name}" for name in ROW_KERNELS), "rows", "bf16 fp32", (64,)),
 )
 

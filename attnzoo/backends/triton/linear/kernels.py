@@ -302,9 +302,10 @@ def linear_states(
             # The sum goes on if its segment, that of the first token, crosses the chunk.
             at = bounds + batch * (2 * length) + chunk.first
             end = chunk.first + sizes.CHUNK
-            crosses = (tl.load(at) < chunk.first) & (tl.load(at + length) > end)
-            s = tl.where(crosses, s, 0.0)
-            normalizer = tl.where(crosses, normalizer, 0.0)
+            # Not `tl.where`, which Triton 3.9 does not compile here for sm_100.
+            if (tl.load(at) >= chunk.first) | (tl.load(at + length) <= end):
+                s = tl.zeros([sizes.BLOCK_F, sizes.BLOCK_DV], tl.float32)
+                normalizer = tl.zeros([sizes.BLOCK_F, COLUMNS], tl.float32)
         for member in range(sizes.GROUP):
             head = hk * sizes.GROUP + member
             x_tile = load(features, head, chunk, f, sizes.F)  # [C, BF]
