@@ -213,12 +213,10 @@ def test_masks_and_segments_run_on_sdpa_or_flash_and_learned_masks_on_flash() ->
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_linear_forms_with_segments_run_on_flash_linear(is_causal: bool) -> None:
     """`flash` runs those with a pairwise form, whose segments may be short."""
+    ids = torch.zeros(2, 8192, dtype=torch.long, device="meta")
     for variant, backend in (("cosformer", "flash_linear"), ("taylor", "flash")):
-        actual = first_able(
-            variant, tokens=8192, d=16, segment_ids=torch.zeros(2, 8192, dtype=torch.long, device="meta"),
-            is_causal=is_causal,
-        )  # fmt: skip
-        assert actual == backend
+        options = params_of(variant, 8192) | {"segment_ids": ids, "is_causal": is_causal}
+        assert first_able(variant, tokens=8192, d=16, **options) == backend
 
 
 def test_calls_for_which_torch_stores_all_scores_or_raises_run_on_flash() -> None:
