@@ -381,7 +381,8 @@ def linear_dx(
         dp = hide(dp, bounds, others, batch, chunk, True)  # [queries, keys]
     reader = crossing(g_tile, bounds, batch, chunk, False, sizes)
     d_reader = crossing(d_i, bounds, batch, chunk, False, sizes)
-    for start in range(0, sizes.F, sizes.BLOCK_F):
+    STAGES: tl.constexpr = None if others is None else 1  # more stages spill with two states
+    for start in tl.range(0, sizes.F, sizes.BLOCK_F, num_stages=STAGES):
         f = start + tl.arange(0, sizes.BLOCK_F)
         acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_F], tl.float32)
         acc = add_dx(acc, reader, d_reader, state, f, d, sizes)
