@@ -57,6 +57,7 @@ class Backend:
     ``max_logits`` is None for backends that have no scores; `tiled` then computes the logits.
     ``walks_segments``: whether the backend computes only the scores of keys near a query's own
     segment. A call with segments is not split for such a backend; see `functional.packed`.
+    ``splits_segments``: whether it is split nevertheless, because calls on segments are faster.
     ``any_alignment``: whether the last query may have another position than the last key.
     """
 
@@ -67,4 +68,5 @@ class Backend:
     scan: Scan | None = None
     max_logits: MaxLogits | None = None
     walks_segments: bool = False
+    splits_segments: bool = False
     any_alignment: bool = False

@@ -5,6 +5,10 @@ the state: Σ ψ(k) vᵀ, with Σ ψ(k) as an extra column. If gradients are nee
 checkpointed, so that only the states between chunks are kept. In a graph with symbolic lengths,
 which cannot have a loop over chunks, all chunks are computed at once, and all states stored.
 
+With segments, the tokens of a segment lie side by side (`packed_tokens`). The state between two
+chunks is the sum over the keys of the segment that reaches across, so it begins anew with each
+segment. Without causality a second scan, from the last chunk to the first, adds the later keys.
+
 On a CPU, `run` uses fp64 for forms whose sums may lose digits to cancellation (`Linear.cancels`). A
 state returned to the caller is fp32, or fp64 for fp64 inputs.
 """
@@ -19,6 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends.base import Backend
+from attnzoo.backends.packed_tokens import features_at, in_one_sequence
 from attnzoo.core.call import Call
 from attnzoo.core.checks import is_symbolic
 from attnzoo.core.device import is_cpu
@@ -78,11 +83,8 @@ def unsupported(form: Form, call: Call) -> str | None:
         return "does not support a float mask, alibi or relative_bias: there is no score to add to"
     if call.left is not None or call.right not in (None, 0):
         return "does not support a window: keys cannot be removed from a state"
-    if call.segments is not None:
-        return (
-            "does not support these segment_ids: keys cannot be removed from a state (only sorted "
-            "ids on a CPU are split into segments)"
-        )
+    if call.segments is not None and is_symbolic(call.queries, call.keys):
+        return "does not support segment_ids in a graph with dynamic lengths"
     if call.dropout_p:
         return "does not support dropout (tiled does)"
     if call.return_lse:
@@ -103,6 +105,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     assert isinstance(form, Linear)
     if sums_in_fp64(form, call):
         call = replace(call, dtype=torch.float64)
+    if call.segments is not None:
+        return _attend_segments(q, k, v, call, form), None
     attend = scan if call.right == 0 else _attend_all
     return attend(q, k, v, call, form)[0], None
 
@@ -234,7 +238,7 @@ def _add(k: Tensor, v: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linea
 
 
 def _query_features(q: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
-    features = form.of_queries(call.scale * q.to(call.dtype), at)  # [B, H, c, F]
+    features = features_at(form.of_queries, call.scale * q.to(call.dtype), at)  # [B, H, c, F]
     return features.unflatten(1, (call.kv_heads, -1)).flatten(2, 3)  # [B, Hkv, G·c, F]
 
 
@@ -290,4 +294,64 @@ def _all_chunks(
     return out.flatten(3, 4).flatten(1, 2).index_select(2, tokens), states[:, :, -1]
 
 
-BACKEND = Backend("linear", ("linear",), unsupported, run, scan)
+def _attend_segments(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> Tensor:
+    """Attention within segments, causal or not: (B, H, Nq, Dv)."""
+    q, k, v, call, tokens = in_one_sequence(q, k, v, call)
+    call, k, v, _ = prepare(call, k, v, None, form)
+    values = tokens.sort(_values(v, call.key_positions, call))
+    at = tokens.sorted_positions()
+    chunk = tokens_per_chunk(form, call)
+    parts = [
+        *zip(
+            range(0, call.keys, chunk), split(tokens.sort(q), chunk), split(tokens.sort(k), chunk),
+            split(values, chunk), at.split(chunk, dim=-1), tokens.bounds.split(chunk, dim=-1),
+        )
+    ]  # fmt: skip
+    empty = v.new_zeros(
+        call.batch, call.kv_heads, form.size(call.head_dim), call.value_dim + 1, dtype=call.dtype
+    )
+    state, sums = empty, []
+    for part in parts:
+        done, state = _run(call, _segment_chunk, *part, state, call, form, False)
+        sums.append(done)
+    state = empty
+    for n in reversed(range(len(parts) if call.right is None else 0)):
+        done, state = _run(call, _segment_chunk, *parts[n], state, call, form, True)
+        sums[n] = sums[n] + done
+    out = [_zero_rows(v, call, 0), *(_divide(x, call) for x in sums)]
+    return tokens.queries(torch.cat(out, dim=2))
+
+
+def _segment_chunk(
+    start: int, q: Tensor, k: Tensor, values: Tensor, at: Tensor, bounds: Tensor, sums: Tensor,
+    call: Call, form: Linear, backwards: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the sums [B, Hkv, G·c, Dv + 1] of the queries of a chunk, and the state after it.
+
+    The state ``sums`` is of the earlier keys of the segment that reaches into the chunk, or, if
+    ``backwards``, of the later ones. The keys of the chunk are added if not ``backwards``.
+    """
+    length = q.shape[2]
+    first, last = (bounds - start).unbind(1)  # [B, c] from the start of the chunk
+    from_before, into_next = first < 0, last > length
+    reads, enters = (into_next, from_before) if backwards else (from_before, into_next)
+    psi_q = _query_features(q, at, call, form)  # [B, Hkv, G·c, F]
+    psi_k = features_at(form.features, k.to(call.dtype), at)  # [B, Hkv, c, F]
+    reads_state = reads.repeat(1, call.group)[:, None, :, None]
+    out = (psi_q @ sums).where(reads_state, 0.0)
+    if not backwards:
+        local = torch.arange(length, device=call.device)
+        stop = last if call.right is None else last.minimum(local + 1)
+        seen = (local >= first[..., None]) & (local < stop[..., None])  # [B, c, c]
+        inner = psi_q @ psi_k.transpose(-1, -2)  # [B, Hkv, G·c, c]
+        out = out + inner.where(seen.repeat(1, call.group, 1)[:, None], 0.0) @ values
+    # The old state counts on if its segment reaches from one end of the chunk to the other.
+    crosses = (from_before & into_next)[:, 0, None, None, None]
+    enters = enters[:, None, :, None]
+    added = psi_k.where(enters, 0.0).transpose(-1, -2) @ values.where(enters, 0.0)
+    return out, sums.where(crosses, 0.0) + added
+
+
+BACKEND = Backend(
+    "linear", ("linear",), unsupported, run, scan, walks_segments=True, splits_segments=True
+)

@@ -10,6 +10,7 @@ mask together with ``is_causal``. This module sets outputs of queries without vi
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import has_torch_function
 
 from attnzoo.backends.base import Backend, unsupported_extras
+from attnzoo.backends.operator import NO_DOUBLE
 from attnzoo.backends.tiled.statistics import with_gain
 from attnzoo.core.call import Call
-from attnzoo.core.checks import is_known, is_readable
+from attnzoo.core.checks import is_known, is_readable, runs_eagerly
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.core.visibility import visible_entries
 
@@ -203,9 +205,34 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         enable_gqa=grouped,
         dropout_p=call.dropout_p,
     )
+    node = out.grad_fn
+    # Torch's math, which runs where no fused kernel does, has second derivatives.
+    if node is not None and node.name().startswith("ScaledDotProduct") and runs_eagerly():
+        node.register_hook(_name_eager)
     if spoiled is not None:
         out = out.masked_fill(spoiled, torch.nan)
     return (out if empty is None else out.masked_fill(empty, 0.0)), None
+
+
+class _FirstOnly(torch.autograd.Function):
+    """A gradient that cannot be differentiated. Torch's error would not name a way out."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(NO_DOUBLE)
+
+
+def _name_eager(
+    grads: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...] | None:
+    """A hook on torch's attention: with ``create_graph``, its gradients become `_FirstOnly`."""
+    if not torch.is_grad_enabled():
+        return None
+    return tuple(None if x is None else _FirstOnly.apply(x) for x in grads)
 
 
 BACKEND = Backend("sdpa", ("pairwise",), unsupported, run)

@@ -50,7 +50,8 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
     On a GPU, and on a CPU above `FEW_SCORES` scores:
 
     1. A linear form if `linear_is_cheaper`. On a GPU, `flash_linear` comes before `linear` with up
-       to `FEW_FEATURES` features, and after `linear` with more.
+       to `FEW_FEATURES` features, and after `linear` with more. If segments have unknown lengths
+       there, a pairwise form is preferred: `flash` computes only the scores within segments.
     2. On a GPU, `decode`, which supports few queries only. It comes before `sdpa` for any number of
        keys, because each token of a decoding adds a key: torch may run cuDNN, which builds a plan
        for each new shape, and this takes longer than the attention of one token. If the number of
@@ -65,6 +66,8 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
     gain from statistics: `eager`, then `sdpa`. For symbolic lengths see `has_few_scores`.
     """
     linear_first = any(isinstance(f, Linear) and linear_is_cheaper(f, call) for f in forms)
+    if call.device.type == "cuda" and call.segments is not None and call.longest is None:
+        linear_first = linear_first and not any(isinstance(f, Pairwise) for f in forms)
     statistics = any(isinstance(f, Pairwise) and isinstance(f.gain, FromStatistics) for f in forms)
     if call.device.type == "cuda":
         order = ["flash", "sdpa"] if statistics else ["sdpa", "flash"]
@@ -116,7 +119,8 @@ def _meets(backend: Backend, form: Form) -> bool:
 
 
 def linear_is_cheaper(form: Linear, call: Call) -> bool:
-    if is_symbolic(call.queries, call.keys):  # the scan is cheaper for all but small lengths
+    lengths = call.queries, call.keys, 0 if call.longest is None else call.longest
+    if is_symbolic(*lengths):  # the scan is cheaper for all but small lengths
         return form.size(call.head_dim) <= FEW_FEATURES
     return linear_work(form, call) < 1
 
@@ -124,17 +128,22 @@ def linear_is_cheaper(form: Linear, call: Call) -> bool:
 def linear_work(form: Linear, call: Call) -> float:
     """Cost of the scan relative to the cost of the pairwise form, in multiplications.
 
-    The scan takes F·(Dv + 1) for each key and each query. With causality it also takes F for each
-    pair of a query and a key of the same chunk. The pairwise form takes D + Dv for each pair that
-    causality and window allow. A multiplication of the scan counts `LINEAR_COST` times, or
-    `LINEAR_COST` · `FP64_COST` times if the scan runs in fp64.
+    The scan takes F·(Dv + 1) for each key and each query, and twice that with segments and without
+    causality. With causality or segments it also takes F for each pair of a query and a key of the
+    same chunk. The pairwise form takes D + Dv for each pair that causality and window allow, where
+    sequences have `Call.longest` tokens. A multiplication of the scan counts `LINEAR_COST` times,
+    or `LINEAR_COST` · `FP64_COST` times if the scan runs in fp64.
     """
-    visible = call.keys if call.right is None else call.keys - (call.queries - 1) / 2
+    keys, queries = (call.keys, call.queries) if call.longest is None else (call.longest,) * 2
+    visible = keys if call.right is None else keys - (queries - 1) / 2
     if call.left is not None:
         visible = min(visible, call.left + 1 + (call.right or 0))
     size = form.size(call.head_dim)
-    chunk = linear.chunk_length(size, call.needs_grad) if call.right == 0 else 0
-    scan = size * ((call.keys + call.queries) * (call.value_dim + 1) + call.queries * chunk)
+    in_chunks = call.right == 0 or call.segments is not None
+    chunk = linear.chunk_length(size, call.needs_grad) if in_chunks else 0
+    scans = 2 if call.right is None and call.segments is not None else 1
+    with_states = scans * (call.keys + call.queries) * (call.value_dim + 1)
+    scan = size * (with_states + call.queries * chunk)
     pairs = call.queries * visible * (call.head_dim + call.value_dim)
     cost = LINEAR_COST * (FP64_COST if linear.sums_in_fp64(form, call) else 1)
     return cost * scan / pairs if pairs > 0 else math.inf

@@ -92,7 +92,7 @@ def layout_tensors(tensors: dict[str, Tensor], call: Call) -> dict[str, Any]:
         if (values := tensors.get(name)) is not None:
             fields["relative_bias"] = as_values(name, values, call.dtype)
     if (ids := tensors.get("segment_ids")) is not None:
-        fields["segments"] = ids.long(), ids.long()
+        fields["segments"] = (ids.long(),) * 2  # one tensor, as from `_segments`
     return fields
 
 
@@ -273,4 +273,5 @@ def _segments(
         if x.device != device:
             raise ValueError(f"segment_ids must be on q's device {device}, got {x.device}")
         checked.append(x.long())
-    return checked[0], checked[1]
+    # One tensor for both shows that queries and keys have the same ids.
+    return checked[0], checked[0] if pair[0] is pair[1] else checked[1]

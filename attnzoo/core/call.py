@@ -73,6 +73,8 @@ class Call(Visibility):
         return_lse: Whether lse is returned too.
         return_max_logits: Whether the largest logit of each head is returned too.
         needs_grad: Whether a gradient may be needed.
+        longest: If the segments are the sequences of `varlen_attention`, a bound of their lengths:
+            tokens are then sorted by segment. None for others.
 
     Example:
         >>> import torch, attnzoo
@@ -92,6 +94,7 @@ class Call(Visibility):
     return_lse: bool = False
     return_max_logits: bool = False
     needs_grad: bool = False
+    longest: int | None = None
 
     # ---- for variants ---------------------------------------------------------------------
 

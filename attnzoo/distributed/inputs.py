@@ -50,12 +50,13 @@ class Inputs:
         return (mask.dim() < 2 or mask.shape[-2] == 1) and mask.shape[-1] in (1, self.k.shape[2])
 
     def sums_states(self, form: Form, call: Call) -> bool:
-        """Whether the form can run from states. A state serves all queries, so a dense mask cannot.
+        """Whether the form can run from states. A state serves all queries, so a dense mask cannot,
+        and segments cannot either.
 
         A chunk of one query has a dense mask in the shape of a key mask.
         """
         dense = self.arguments.get("attn_mask") is not None and not self.has_key_mask()
-        return not dense and linear.unsupported(form, call) is None
+        return not dense and call.segments is None and linear.unsupported(form, call) is None
 
     def with_all_key_data(self) -> Inputs:
         """The key mask, the key segments and the parameters per key of the whole sequence.

@@ -65,7 +65,7 @@ def splits(q: Any, backend: Any) -> bool:
     if not (isinstance(q, Tensor) and is_readable(q) and not is_recorded()):
         return False
     named = BACKENDS.get(backend) if isinstance(backend, str) else None
-    return named is None or not named.walks_segments
+    return named is None or not named.walks_segments or named.splits_segments
 
 
 def runs_of(ready: ValidatedCall, backend: str | None) -> Runs | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
@@ -25,7 +26,7 @@ from attnzoo.functional.attention import attention
 from attnzoo.functional.max_logits import max_logits, max_logits_of_segments
 from attnzoo.functional.packed import Runs, Segment
 from attnzoo.functional.padded import padded_attention, sequences
-from attnzoo.functional.prepare import prepare
+from attnzoo.functional.prepare import prepare, why_unsupported
 from attnzoo.functional.results import Results
 from attnzoo.functional.use_backend import named_backend
 
@@ -285,7 +286,7 @@ def _attend(
     else:
         walked = None
         if inputs.ends[0] is inputs.ends[1]:
-            walked = _walked(q, k, v, inputs.ends[0], variant, backend, options)
+            walked = _walked(q, k, v, inputs, variant, backend, options)
         if walked is None:
             return padded_attention(inputs, variant, backend, arguments, token_params)
         out, lse, largest = walked
@@ -303,18 +304,21 @@ def _walked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ends: Tensor,
+    inputs: Packed,
     variant: str,
     backend: str | None,
     arguments: dict[str, Any],
 ) -> Results | None:
     """Run the sequences as segments of one row; None if no backend walks them in this call."""
-    ids = sequences(ends, q.shape[2])[None]
+    ids, longest = sequences(inputs.ends[0], q.shape[2])[None], min(inputs.longest)
     ready = prepare(q, k, v, variant, arguments | {"segment_ids": ids})
-    if ready.unsupported is not None:
+    # A variant may limit the length of a sequence, but not the number of packed tokens.
+    sequence = replace(ready.call, queries=longest, keys=longest)
+    if why_unsupported(ready.variant, sequence, ready.params) is not None:
         return None
-    call = ready.call
+    call = replace(ready.call, longest=longest)
     with in_full_precision(call.device):
+        ready = ready._replace(call=call)
         forms = (*ready.forms, ready.definition)
         able = (c for c in candidates(variant, forms, call, backend) if c.reason is None)
         first = next(able, None)

@@ -176,7 +176,10 @@ def describe_flash(spec: Specialization) -> Any:
 
 
 def describe_linear(spec: Specialization) -> Any:
-    """The launch of a causal call with an initial state and two query heads per key/value head."""
+    """The launch of a call with two query heads per key/value head.
+
+    It is causal with an initial state. With segments there is no state, and "full" is not causal.
+    """
     from attnzoo.backends.triton.linear import launch
     from attnzoo.backends.triton.linear.state import layout
 
@@ -186,12 +189,17 @@ def describe_linear(spec: Specialization) -> Any:
     y, v = x[:, :1], do[:, :1]
     delta = x.new_empty(1, 2, 1024, dtype=torch.float32)
     first = delta.new_empty(1, 1, FEATURES, layout(spec.head_dim, 32).WIDTH)
-    forward, (states, _) = launch.describe_states(y, v, None, first, 1, True, arch)
+    bounds = None
+    if "segments" in extras_of(spec):
+        first, bounds = None, x.new_empty(1, 2, 1024, dtype=torch.int32)
+    sums = first, bounds
+    forward, (states, _) = launch.describe_states(y, v, None, *sums, False, 1, True, arch)
     assert states is not None
-    back, _ = launch.describe_states(x, do, delta, first, 1, True, arch)
-    output, _ = launch.describe_output(x, y, v, states, spec.head_dim, dtype, arch)
-    dx, _ = launch.describe_dx(x, y, v, do, delta, states, arch)
-    (dy, dv), _ = launch.describe_dy_dv(y, v, x, do, delta, states, arch)
+    back, _ = launch.describe_states(x, do, delta, *sums, True, 1, True, arch)
+    read = states, states if "full" in extras_of(spec) else None, bounds
+    output, _ = launch.describe_output(x, y, v, *read, spec.head_dim, dtype, arch)
+    dx, _ = launch.describe_dx(x, y, v, do, delta, *read, arch)
+    (dy, dv), _ = launch.describe_dy_dv(y, v, x, do, delta, *read, arch)
     launches = {"states back": back, "output": output, "dx": dx, "dy": dy, "dv": dv}
     return {"states": forward, **launches}[spec.kernel.removeprefix("linear ")]
 

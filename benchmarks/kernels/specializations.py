@@ -35,6 +35,8 @@ MODELS = ("full keys no gain", "full bool no gain")
 PADDED = ("window keys", "alibi keys")
 # Also with a causal mask, a per-query gain and a dense mask
 DROPOUT = "dropout"
+# Packed sequences without causality, in kernels of linear forms
+PACKED = "full segments"
 # Few programs: parts of a group of heads in dK/dV, splits of the keys in the forward
 SPLIT = "split"
 # Launches that do not depend on both the activation and the head dimension. The solver depends only
@@ -48,7 +50,7 @@ class Specialization(NamedTuple):
     kernel: one of KERNELS. "forward", "linear", "decode", "shares" and "rows" may be followed by a
         space and the name of a launch or an algorithm. "decode short" has few keys, in one split.
         "rows" has no head dimension; "rows", "linear" and "shares" have no activation.
-    extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head);
+    extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; PACKED; "heads" (a key mask per head);
         "learned-keys" (a float mask of the keys with a gradient; "dbias" always has a dense one);
         "fp32 mask" (as under autocast); SPLIT; DROPOUT; "peak" (of "stats", only the maximum); or
         "all" (all of EXTRAS, a sink and dlse).
@@ -90,6 +92,7 @@ class Group(NamedTuple):
 PASSES = ("forward", "dq", "dkdv")
 FLASH = (*PASSES, "stats", "threshold")
 SHARES_KERNELS = tuple(dict.fromkeys(f"shares {kernel}" for kernel, _ in SHARES))
+LINEAR = tuple(f"linear {name}" for name in LINEAR_KERNELS)
 POWERS = (64, 128, 256)  # other head dimensions are padded to a power of two
 DECODE_DIMS = (96, *POWERS)
 DECODE_EXTRAS = ("", "keys", "heads", "window")
@@ -161,10 +164,12 @@ GROUPS = (
     Group(("decode solver",), "threshold", "fp32", (64,)),
     Group(("decode solver",), "family", "fp32", (64,), ("all",)),
     Group(("decode merge",), "online", "fp32", DECODE_DIMS, ("", "all")),
-    Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16 fp32", (64,)),
-    Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16", (128,)),
     Group(SHARES_KERNELS, "shares", "bf16", POWERS, ("", "bool", "all")),
     Group(SHARES_KERNELS, "shares", "fp32", POWERS),
+    Group(LINEAR, "linear", "bf16 fp32", (64,), ("", "segments")),
+    Group(LINEAR, "linear", "bf16", (128,), ("", "segments")),
+    Group(LINEAR[2:], "linear", "bf16 fp32", (64,), (PACKED,)),  # the states are the same
+    Group(LINEAR[2:], "linear", "bf16", (128,), (PACKED,)),
     Group(tuple(f"rows {name}" for name in ROW_KERNELS), "rows", "bf16 fp32", (64,)),
 )
 

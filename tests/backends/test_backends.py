@@ -66,7 +66,7 @@ def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple]
         if variant == "adaptive_temperature":
             levels["params"] = ("default",)
     if backend == "linear":
-        levels["mask"] = ("none", "keys")
+        levels.update(mask=("none", "keys"), segments=(False, True))
         if variant == "taylor":
             levels["params"] = ("default",)
     return tuple(levels.items())

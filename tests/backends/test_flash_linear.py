@@ -46,7 +46,7 @@ FACTORS = {
     "values": ("same",),
     "dims": ((8, 8), (16, 16), (16, 72), (12, 5)),
     "bias": (None,),
-    "segments": (False,),
+    "segments": (False, True, "sorted"),
     "dropout": (False,),
     "lse": (False,),
     "layout": ("contiguous", "bnhd", "sliced"),
@@ -60,18 +60,21 @@ THIN = [
     for span in ("causal", "full")
     for dtype in FACTORS["dtype"]
 ]
+THIN += [{**case, "segments": "sorted"} for case in THIN]
 
 
-def all_allowed(case: dict[str, Any]) -> bool:
-    return True
+def allowed(case: dict[str, Any]) -> bool:
+    """The same segments for queries and keys need as many queries as keys."""
+    queries, keys = case.get("shape", (1, 1))
+    return case.get("segments") != "sorted" or queries == keys
 
 
 def cases() -> Iterator[Any]:
     """Yield the quick cases of `quick_rows` and, marked slow, a covering array for one variant."""
     levels = [Level(variant, "default") for variant in LINEAR]
-    for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels, all_allowed, THIN, KINDS)):
+    for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels, allowed, THIN, KINDS)):
         yield pytest.param(variant, case, seed, id=f"quick-{variant}-{label(case)}")
-    for seed, case in enumerate(covering(tuple(FACTORS.items()), all_allowed)):
+    for seed, case in enumerate(covering(tuple(FACTORS.items()), allowed)):
         # taylor has the most features, and they may be negative.
         name = f"taylor-{label(case)}"
         yield pytest.param("taylor", case, seed, id=name, marks=pytest.mark.slow)
@@ -190,7 +193,8 @@ def test_opcheck_backward() -> None:
     for operands in attended(*features(False)):
         saved = linear_ops.linear_forward(**operands)._asdict()
         tensors = {n: x for n, x in operands.items() if n not in ("value_dim", "dtype")}
-        wanted = [n for n, x in tensors.items() if x is not None]
+        tensors.pop("both_sides")
+        wanted = [n for n, x in tensors.items() if x is not None and n != "bounds"]
         for dlast in (None, saved["last"]):
             opcheck(
                 linear_ops.linear_backward, **tensors, **saved,
@@ -199,9 +203,14 @@ def test_opcheck_backward() -> None:
 
 
 def attended(x: Tensor, y: Tensor, v: Tensor, first: Tensor) -> list[dict[str, Any]]:
-    """Operands of `linear_forward`, without causality and with."""
-    names = "y", "v", "y_before", "v_before", "first"
-    cases = (None, None, y, v, first), (y, v, None, None, first), (y, v, y, v, None)
+    """Operands of `linear_forward`: without causality, with it, and with two segments."""
+    names = "y", "v", "y_before", "v_before", "first", "bounds", "both_sides"
+    halves = torch.tensor([[[0] * 20 + [20] * 20, [20] * 20 + [40] * 20]], dtype=torch.int32)
+    cases = [
+        (None, None, y, v, first, None, False), (y, v, None, None, first, None, False),
+        (y, v, y, v, None, None, False), (y, v, None, None, None, halves, False),
+        (y, v, None, None, None, halves, True),
+    ]  # fmt: skip
     shared = {"x": x, "value_dim": v.shape[3], "dtype": v.dtype}
     return [{**shared, **dict(zip(names, case))} for case in cases]
 
@@ -247,7 +256,16 @@ def test_states_of_bf16_features_keep_16_bits(value_dim: int) -> None:
     x, y = (rand(1, 1, n, size, seed=i).bfloat16() for i in range(2))
     v = rand(1, 1, n, value_dim, seed=2).bfloat16()
     states = linear_ops.linear_forward(
-        x=x, y=y, v=v, y_before=None, v_before=None, first=None, value_dim=value_dim, dtype=v.dtype
+        x=x,
+        y=y,
+        v=v,
+        y_before=None,
+        v_before=None,
+        first=None,
+        bounds=None,
+        both_sides=False,
+        value_dim=value_dim,
+        dtype=v.dtype,
     ).states
     assert states is not None
     states = states[0, 0].double()

@@ -144,3 +144,15 @@ def test_16_bit_gain_does_not_round_fp32_queries_in_a_transform() -> None:
 
     transformed, _ = torch.func.vjp(attend, q, k, v)
     torch.testing.assert_close(transformed, attend(q, k, v), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "ssmax", "adaptive_temperature"])
+def test_second_derivatives_raise_and_name_eager(variant: str) -> None:
+    """Torch's error would not say what to do."""
+    q, k, v = (rand(1, 2, 6, 8, seed=seed).requires_grad_() for seed in range(3))
+    out = attnzoo.attention(q, k, v, variant, is_causal=True, backend="sdpa")
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    plain = torch.autograd.grad(out.square().sum(), q, retain_graph=True)[0]
+    assert torch.equal(dq, plain)
+    with pytest.raises(RuntimeError, match=r"use_backend\('eager'\)"):
+        torch.autograd.grad(dq.square().sum(), k)

@@ -186,6 +186,7 @@ def first_able(
     kv_heads: int = 8,
     d: int = 64,
     dtype: torch.dtype = torch.bfloat16,
+    tokens: int = 256,
     **options: Any,
 ) -> str:
     """Return the first backend that supports a call on a GPU.
@@ -193,7 +194,7 @@ def first_able(
     A torch build without CUDA raises an error for fake masks on the device "cuda". The tensors are
     therefore on the device "meta".
     """
-    shape, kind = (2, 8, 256, d), {"dtype": dtype, "device": "meta"}
+    shape, kind = (2, 8, tokens, d), {"dtype": dtype, "device": "meta"}
     q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)
     ready = ready._replace(call=replace(ready.call, device=torch.device("cuda")))
@@ -211,6 +212,15 @@ def test_masks_and_segments_run_on_sdpa_or_flash_and_learned_masks_on_flash() ->
     assert first_able("softmax", segment_ids=ids) == "flash"
     assert first_able("sparsemax", attn_mask=keys) == "flash"
     assert first_able("softmax", attn_mask=learned) == "flash"
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_linear_forms_with_segments_run_on_flash_linear(is_causal: bool) -> None:
+    """`flash` runs those with a pairwise form, whose segments may be short."""
+    ids = torch.zeros(2, 8192, dtype=torch.long, device="meta")
+    for variant, backend in (("cosformer", "flash_linear"), ("taylor", "flash")):
+        options = params_of(variant, 8192) | {"segment_ids": ids, "is_causal": is_causal}
+        assert first_able(variant, tokens=8192, d=16, **options) == backend
 
 
 def test_calls_for_which_torch_stores_all_scores_or_raises_run_on_flash() -> None:

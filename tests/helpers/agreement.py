@@ -56,6 +56,7 @@ class Inputs:
 def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
     """Inputs with the settings in ``row``, a row of a covering array; see `test_backends.FACTORS`.
 
+    row["segments"] is True (ids of queries and of keys), False, or "sorted" (the same for both).
     row["params"] is "default", "learned", "per_head", "per_token", or an index into the `settings`
     of the variant's case.
     """
@@ -98,6 +99,8 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
     if row["segments"]:
         ids = rand(batch, queries + keys, seed=seed + 4).mul(1.5).round().long()
         options["segment_ids"] = ids[:, :queries], ids[:, queries:]
+        if row["segments"] == "sorted":
+            options["segment_ids"] = ids[:, :queries].sort(-1).values
     if row["dropout"]:
         options["dropout_p"] = 0.3
     if row["lse"]:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends import linear
 from attnzoo.backends.base import Backend
+from attnzoo.backends.packed_tokens import features_at, in_one_sequence
 from attnzoo.backends.transforms import reject_transforms
 from attnzoo.backends.triton.common.tiles import LINEAR_WIDEST
 from attnzoo.backends.triton.flash import backend as flash
@@ -39,6 +40,8 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, None]:
     assert isinstance(form, Linear)
+    if call.segments is not None:
+        return _attend_segments(q, k, v, call, form), None
     return scan(q, k, v, call, form)[0], None
 
 
@@ -71,7 +74,7 @@ def scan(
             inside = y, part[:, :, lead:].contiguous()
         attended = ops.linear_forward(
             x=x, y=inside[0], v=inside[1], y_before=before[0], v_before=before[1], first=first,
-            value_dim=value_dim, dtype=v.dtype,
+            bounds=None, both_sides=False, value_dim=value_dim, dtype=v.dtype,
         )  # fmt: skip
         out.append(attended.out)
         states.append(unpack(attended.last[..., :size, :], value_dim))
@@ -79,6 +82,26 @@ def scan(
     if keyless:
         out = pad(out, (0, 0, keyless, 0))
     return out, torch.cat([*values, normalizers[0]], dim=-1)
+
+
+def _attend_segments(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> Tensor:
+    """Attention within segments, causal or not: (B, H, Nq, Dv)."""
+    q, k, v, call, tokens = in_one_sequence(q, k, v, call)
+    call, k, v, _ = linear.prepare(call, k, v, None, form)
+    x = _features(form.of_queries, call.scale, q, tokens.positions, call)
+    y = _unmasked(_features(form.features, 1.0, k, tokens.positions, call), call)
+    v = _unmasked(v, call)
+    reject_transforms("flash_linear", x, y, v)  # features may have tangents of parameters
+    x, y = tokens.sort(x).contiguous(), tokens.sort(y).contiguous()
+    out = []
+    for part in tokens.sort(v).split(LINEAR_WIDEST[8 * x.element_size()], dim=-1):
+        attended = ops.linear_forward(
+            x=x, y=y, v=part.contiguous(), y_before=None, v_before=None, first=None,
+            bounds=tokens.bounds, both_sides=call.right is None, value_dim=part.shape[-1],
+            dtype=v.dtype,
+        )  # fmt: skip
+        out.append(attended.out)
+    return tokens.queries(torch.cat(out, dim=-1))
 
 
 def _unmasked(x: Tensor, call: Call) -> Tensor:
@@ -93,7 +116,7 @@ def _features(function: Features, scale: float, x: Tensor, at: Tensor, call: Cal
     dtype = torch.bfloat16 if call.input_dtype == torch.bfloat16 else torch.float32
 
     def make(x: Tensor) -> Tensor:
-        made = function(scale * x.to(call.dtype), at).to(dtype)
+        made = features_at(function, scale * x.to(call.dtype), at).to(dtype)
         # Features are padded with 0 so that each row begins at a multiple of 16 bytes.
         return pad(made, (0, -made.shape[-1] % 8)).contiguous()
 
@@ -105,4 +128,4 @@ def _features(function: Features, scale: float, x: Tensor, at: Tensor, call: Cal
     return run
 
 
-BACKEND = Backend("flash_linear", ("linear",), unsupported, run, scan)
+BACKEND = Backend("flash_linear", ("linear",), unsupported, run, scan, walks_segments=True)

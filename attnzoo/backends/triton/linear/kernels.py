@@ -16,6 +16,12 @@ features). A program reads the state, features and values of its chunk, and writ
 result. Without causality all tokens read one state, there is no sum within a chunk, and the
 operands that only this sum reads are None.
 
+With ``bounds``, tokens are sorted by segment (`attnzoo.backends.packed_tokens`), and all sums are
+over one segment: S_c is the sum over the earlier keys of the segment that reaches across the start
+of chunk c, which only its queries read, and R_c that over the later queries of the segment that
+reaches across the chunk's end. Without causality the sum within a chunk is over all keys of the
+segment. Keys behind the chunk, or queries before it, then have a state too, in ``others``.
+
 Sums are accumulated in fp32. How states are stored is described in `state`: fp32 for fp32 features,
 multiplied in tf32x3. For bf16 features, a number is stored as two bf16 numbers whose sum is
 accurate to 2⁻¹⁶, and each is multiplied separately. This takes as much memory and as many tensor
@@ -51,6 +57,7 @@ class Sizes(NamedTuple):
     CHUNK: int  # tokens per chunk
     GROUP: int  # query heads per key/value head
     PRECISION: str
+    HEADS: int  # with bounds: heads per batch of the features in `linear_states`, or of programs
 
 
 class Chunk(NamedTuple):
@@ -103,6 +110,42 @@ def load_vector(vectors, head, chunk):
 
 
 @triton.jit
+def bounds_of(bounds, batch, chunk):
+    """Return where each row's segment begins and ends, [C] each, from the chunk's first token."""
+    at = bounds + batch * (2 * chunk.length) + chunk.first + chunk.local
+    inside = chunk.local < chunk.length - chunk.first
+    first = tl.load(at, mask=inside, other=0) - chunk.first
+    return first, tl.load(at + chunk.length, mask=inside, other=0) - chunk.first
+
+
+@triton.jit
+def crossing(x, bounds, batch, chunk, AFTER: tl.constexpr, sizes):
+    """Return x with 0 in rows whose segment ends at the chunk's start, or with AFTER at its end."""
+    if bounds is not None:
+        first, last = bounds_of(bounds, batch, chunk)
+        rows = last > sizes.CHUNK if AFTER else first < 0
+        x = tl.where(rows[:, None], x, 0.0)
+    return x
+
+
+@triton.jit
+def hide(a, bounds, others, batch, chunk, QUERIES: tl.constexpr):
+    """Return a with 0 where query and key do not meet; QUERIES: rows are queries, not keys."""
+    row, column = chunk.local[:, None], chunk.local[None, :]
+    if bounds is None:
+        seen = row >= column if QUERIES else column >= row
+    else:
+        first, last = bounds_of(bounds, batch, chunk)
+        if others is None:
+            if QUERIES:
+                last = tl.minimum(last, chunk.local + 1)
+            else:
+                first = tl.maximum(first, chunk.local)
+        seen = (column >= first[:, None]) & (column < last[:, None])
+    return tl.where(seen, a, 0.0)
+
+
+@triton.jit
 def state_of(states, head, chunk, sizes):
     """Return a pointer to the state before a chunk, or, if ``chunk`` is None, of all tokens."""
     layout: tl.constexpr = layout_of(sizes.DV, states.dtype.element_ty.primitive_bitwidth)
@@ -130,6 +173,12 @@ def load_normalizer(state, f, sizes):
 
 
 @triton.jit
+def normalizer_of(state, f, sizes):
+    """Return the last column of a state in fp32: [BF]."""
+    return tl.sum(load_normalizer(state, f, sizes).to(tl.float32), 1)
+
+
+@triton.jit
 def times_state(acc, x, state, f, d, TRANSPOSED: tl.constexpr, sizes):
     """Return acc + x S for x [C, BF], or acc + x Sᵀ for x [C, BDv], without S's last column."""
     layout: tl.constexpr = layout_of(sizes.DV, state.dtype.element_ty.primitive_bitwidth)
@@ -137,6 +186,40 @@ def times_state(acc, x, state, f, d, TRANSPOSED: tl.constexpr, sizes):
         s = load_values(state, part, f, d, sizes)
         acc = dot(x, tl.trans(s) if TRANSPOSED else s, acc, sizes.PRECISION)
     return acc
+
+
+@triton.jit
+def read(acc, total, x, state, f, d, sizes):
+    """Return acc + x S [C, BDv], and columns whose sum is larger by x times S's last column."""
+    acc = times_state(acc, x, state, f, d, False, sizes)
+    normalizer = load_normalizer(state, f, sizes)
+    if x.dtype == tl.bfloat16:
+        total = dot(x, normalizer, total, sizes.PRECISION)
+    else:
+        total += tl.sum(x * tl.sum(normalizer, 1)[None, :], 1)[:, None]
+    return acc, total
+
+
+@triton.jit
+def read_rows(acc, total, x, chunk, state, bounds, batch, AFTER: tl.constexpr, sizes):
+    """`read` all features of the rows of `crossing`.
+
+    It is a loop of its own: with the masked rows, those of the products within a chunk spilled.
+    """
+    d = tl.arange(0, sizes.BLOCK_DV)
+    for start in range(0, sizes.F, sizes.BLOCK_F):
+        f = start + tl.arange(0, sizes.BLOCK_F)
+        x_tile = load(x, chunk.head, chunk, f, sizes.F)  # [C, BF]
+        x_tile = crossing(x_tile, bounds, batch, chunk, AFTER, sizes)
+        acc, total = read(acc, total, x_tile, state, f, d, sizes)
+    return acc, total
+
+
+@triton.jit
+def add_dx(acc, g, d_i, state, f, d, sizes):
+    """Return acc + g Sᵀ [C, BF] for g [C, BDv] and −δ [C, 1] as its last column."""
+    acc = times_state(acc, g, state, f, d, True, sizes)
+    return acc - d_i * normalizer_of(state, f, sizes)[None, :]
 
 
 @triton.jit
@@ -187,7 +270,9 @@ def linear_states(
     first,  # [B·Hkv, F, WIDTH] in fp32 or None: the initial state
     states,  # [B·Hkv, chunks, F, WIDTH] or None: the state before each chunk
     last,  # [B·Hkv, spans, F, WIDTH] in fp32: first + the sum over each span of chunks
+    bounds,  # int32 [B, 2, N] or None: where segments begin and end
     length, spans, span,  # span: chunks per program
+    BACKWARDS: tl.constexpr,  # from the last chunk to the first
     sizes,
 ):  # fmt: skip
     FEATURES: tl.constexpr = (sizes.F + sizes.BLOCK_F - 1) // sizes.BLOCK_F
@@ -208,14 +293,25 @@ def linear_states(
         normalizer += 0.5 * tl.sum(load_normalizer(state, f, sizes), 1)[:, None]
     chunks = tl.cdiv(length, sizes.CHUNK)
     for step in range(part * span, tl.minimum(part * span + span, chunks)):
-        number = step if delta is None else chunks - 1 - step
+        number = chunks - 1 - step if BACKWARDS else step
         chunk = Chunk(hk, number, number * sizes.CHUNK, local, length)
         if states is not None:
             store_state(state_of(states, hk, chunk, sizes), f, d, s, normalizer, sizes)
+        batch = hk * sizes.GROUP // sizes.HEADS if bounds is not None else 0
+        if bounds is not None:
+            # The sum goes on if its segment, that of the first token, crosses the chunk.
+            at = bounds + batch * (2 * length) + chunk.first
+            end = chunk.first + sizes.CHUNK
+            # Not `tl.where`, which Triton 3.9 does not compile here for sm_100.
+            if (tl.load(at) >= chunk.first) | (tl.load(at + length) <= end):
+                s = tl.zeros([sizes.BLOCK_F, sizes.BLOCK_DV], tl.float32)
+                normalizer = tl.zeros([sizes.BLOCK_F, COLUMNS], tl.float32)
         for member in range(sizes.GROUP):
             head = hk * sizes.GROUP + member
             x_tile = load(features, head, chunk, f, sizes.F)  # [C, BF]
             y_tile = load(values, head, chunk, d, sizes.DV)  # [C, BDv]
+            x_tile = crossing(x_tile, bounds, batch, chunk, not BACKWARDS, sizes)
+            y_tile = crossing(y_tile, bounds, batch, chunk, not BACKWARDS, sizes)
             column = tl.full([sizes.CHUNK, COLUMNS], 0.5, tl.float32)
             if delta is not None:
                 column = -load_vector(delta, head, chunk)[:, None]
@@ -229,47 +325,51 @@ def linear_states(
 
 @triton.jit(do_not_specialize=["length"])
 def linear_output(
-    x, y, v, states, out, z,  # y and v: None without causality
+    x, y, v, states, others, bounds, out, z,  # y and v: None if all tokens read one state
     length, sizes,
 ):  # fmt: skip
     chunk = chunk_of(tl.program_id(0), length, sizes)
-    local, d, hk = chunk.local, tl.arange(0, sizes.BLOCK_DV), chunk.head // sizes.GROUP
+    d, hk = tl.arange(0, sizes.BLOCK_DV), chunk.head // sizes.GROUP
+    batch = chunk.head // sizes.HEADS if bounds is not None else 0
     state = state_of(states, hk, chunk if y is not None else None, sizes)
     dtype = x.dtype.element_ty  # fp32 or bf16: weights may exceed the range of fp16
     acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_DV], tl.float32)
     # The denominators are the sums of the columns. A vector product is one column in fp32.
     total = tl.zeros([sizes.CHUNK, COLUMNS if dtype == tl.bfloat16 else 1], tl.float32)
+    if bounds is not None:
+        acc, total = read_rows(acc, total, x, chunk, state, bounds, batch, False, sizes)
+    if others is not None:
+        other = state_of(others, hk, chunk, sizes)
+        acc, total = read_rows(acc, total, x, chunk, other, bounds, batch, True, sizes)
     a = tl.zeros([sizes.CHUNK, sizes.CHUNK], tl.float32)
     for start in range(0, sizes.F, sizes.BLOCK_F):
         f = start + tl.arange(0, sizes.BLOCK_F)
         x_tile = load(x, chunk.head, chunk, f, sizes.F)  # [C, BF]
-        acc = times_state(acc, x_tile, state, f, d, False, sizes)  # [C, BDv]
-        normalizer = load_normalizer(state, f, sizes)
-        if dtype == tl.bfloat16:
-            total = dot(x_tile, normalizer, total, sizes.PRECISION)
-        else:
-            total += tl.sum(x_tile * tl.sum(normalizer, 1)[None, :], 1)[:, None]
+        if bounds is None:
+            acc, total = read(acc, total, x_tile, state, f, d, sizes)  # [C, BDv]
         if y is not None:
             y_tile = load(y, hk, chunk, f, sizes.F)  # [C, BF]
             a = dot(x_tile, tl.trans(y_tile), a, sizes.PRECISION)  # [queries, keys]
     denominator = tl.sum(total, 1)
     if y is not None:
-        a = tl.where(local[:, None] >= local[None, :], a, 0.0)  # y_tile is 0 beyond the last key
+        a = hide(a, bounds, others, batch, chunk, True)  # y_tile is 0 beyond the last key
         denominator += tl.sum(a, 1)
         v_tile = load(v, hk, chunk, d, sizes.DV)  # [C, BDv]
         acc = dot(a.to(dtype), v_tile.to(dtype), acc, sizes.PRECISION)
     denominator = tl.where(denominator == 0.0, 1.0, denominator)
-    at = z + chunk.head * length + chunk.first + local
-    tl.store(at, denominator, mask=local < length - chunk.first)
+    at = z + chunk.head * length + chunk.first + chunk.local
+    tl.store(at, denominator, mask=chunk.local < length - chunk.first)
     store(out, chunk.head, chunk, d, sizes.DV, acc / denominator[:, None])
 
 
 @triton.jit(do_not_specialize=["length"])
 def linear_dx(
-    y, v, g, delta, states, dx, length, sizes  # y and v: None without causality
+    y, v, g, delta, states, others, bounds, dx,  # y and v: None if all tokens read one state
+    length, sizes,
 ):  # fmt: skip
     chunk = chunk_of(tl.program_id(0), length, sizes)
-    local, d, hk = chunk.local, tl.arange(0, sizes.BLOCK_DV), chunk.head // sizes.GROUP
+    d, hk = tl.arange(0, sizes.BLOCK_DV), chunk.head // sizes.GROUP
+    batch = chunk.head // sizes.HEADS if bounds is not None else 0
     state = state_of(states, hk, chunk if y is not None else None, sizes)
     dtype = dx.dtype.element_ty
     g_tile = load(g, chunk.head, chunk, d, sizes.DV)  # [C, BDv]
@@ -278,13 +378,19 @@ def linear_dx(
     if y is not None:
         v_tile = load(v, hk, chunk, d, sizes.DV)  # [C, BDv]
         dp = dot(g_tile, tl.trans(v_tile.to(dtype)), None, sizes.PRECISION) - d_i
-        dp = tl.where(local[:, None] >= local[None, :], dp, 0.0)  # [queries, keys]
-    for start in range(0, sizes.F, sizes.BLOCK_F):
+        dp = hide(dp, bounds, others, batch, chunk, True)  # [queries, keys]
+    reader = crossing(g_tile, bounds, batch, chunk, False, sizes)
+    d_reader = crossing(d_i, bounds, batch, chunk, False, sizes)
+    STAGES: tl.constexpr = None if others is None else 1  # more stages spill with two states
+    for start in tl.range(0, sizes.F, sizes.BLOCK_F, num_stages=STAGES):
         f = start + tl.arange(0, sizes.BLOCK_F)
         acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_F], tl.float32)
-        acc = times_state(acc, g_tile, state, f, d, True, sizes)  # [C, BF]
-        normalizer = tl.sum(load_normalizer(state, f, sizes).to(tl.float32), 1)  # [BF]
-        acc -= d_i * normalizer[None, :]
+        acc = add_dx(acc, reader, d_reader, state, f, d, sizes)
+        if others is not None:
+            other_reader = crossing(g_tile, bounds, batch, chunk, True, sizes)
+            d_other = crossing(d_i, bounds, batch, chunk, True, sizes)
+            other = state_of(others, hk, chunk, sizes)
+            acc = add_dx(acc, other_reader, d_other, other, f, d, sizes)
         if y is not None:
             y_tile = load(y, hk, chunk, f, sizes.F)  # [C, BF]
             acc = dot(dp.to(dtype), y_tile, acc, sizes.PRECISION)
@@ -293,16 +399,23 @@ def linear_dx(
 
 @triton.jit(do_not_specialize=["length"])
 def linear_dv(
-    x, y, g, states, dv, length, sizes  # x and g: None without causality
+    x, y, g, states, others, bounds, dv,  # x and g: None if all tokens read one state
+    length, sizes,
 ):  # fmt: skip
     chunk = chunk_of(tl.program_id(0), length, sizes)
-    local, d = chunk.local, tl.arange(0, sizes.BLOCK_DV)
+    d = tl.arange(0, sizes.BLOCK_DV)
+    batch = chunk.head // sizes.HEADS if bounds is not None else 0
     state = state_of(states, chunk.head, chunk if x is not None else None, sizes)
     acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_DV], tl.float32)
     for start in range(0, sizes.F, sizes.BLOCK_F):
         f = start + tl.arange(0, sizes.BLOCK_F)
         y_tile = load(y, chunk.head, chunk, f, sizes.F)  # [C, BF]
-        acc = times_state(acc, y_tile, state, f, d, False, sizes)  # [C, BDv]
+        reader = crossing(y_tile, bounds, batch, chunk, True, sizes)
+        acc = times_state(acc, reader, state, f, d, False, sizes)  # [C, BDv]
+        if others is not None:
+            reader = crossing(y_tile, bounds, batch, chunk, False, sizes)
+            other = state_of(others, chunk.head, chunk, sizes)
+            acc = times_state(acc, reader, other, f, d, False, sizes)
     if x is not None:
         for member in range(sizes.GROUP):
             head = chunk.head * sizes.GROUP + member
@@ -312,7 +425,7 @@ def linear_dv(
                 y_tile = load(y, chunk.head, chunk, f, sizes.F)  # [C, BF]
                 x_tile = load(x, head, chunk, f, sizes.F)  # [C, BF]
                 a = dot(y_tile, tl.trans(x_tile), a, sizes.PRECISION)  # [keys, queries]
-            a = tl.where(local[None, :] >= local[:, None], a, 0.0)
+            a = hide(a, bounds, others, batch, chunk, False)
             g_tile = load(g, head, chunk, d, sizes.DV)  # [C, BDv]
             acc = dot(a.to(y.dtype.element_ty), g_tile, acc, sizes.PRECISION)
     store(dv, chunk.head, chunk, d, sizes.DV, acc)
@@ -320,25 +433,33 @@ def linear_dv(
 
 @triton.jit(do_not_specialize=["length"])
 def linear_dy(
-    x, v, g, delta, states, dy, length, sizes  # x, g, delta: None without causality
+    x, v, g, delta, states, others, bounds, dy,  # x, g, delta: None if all tokens read one state
+    length, sizes,
 ):  # fmt: skip
     FEATURES: tl.constexpr = (sizes.F + sizes.BLOCK_F - 1) // sizes.BLOCK_F
     chunk = chunk_of(tl.program_id(0) // FEATURES, length, sizes)
     f = tl.program_id(0) % FEATURES * sizes.BLOCK_F + tl.arange(0, sizes.BLOCK_F)  # [BF]
-    local, d = chunk.local, tl.arange(0, sizes.BLOCK_DV)
+    d = tl.arange(0, sizes.BLOCK_DV)
+    batch = chunk.head // sizes.HEADS if bounds is not None else 0
     state = state_of(states, chunk.head, chunk if x is not None else None, sizes)
     dtype = dy.dtype.element_ty
     v_tile = load(v, chunk.head, chunk, d, sizes.DV).to(dtype)  # [C, BDv]
-    normalizer = tl.sum(load_normalizer(state, f, sizes).to(tl.float32), 1)  # [BF]
-    acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_F], tl.float32) + normalizer[None, :]
-    acc = times_state(acc, v_tile, state, f, d, True, sizes)  # [C, BF]
+    acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_F], tl.float32)
+    acc += crossing(normalizer_of(state, f, sizes)[None, :], bounds, batch, chunk, True, sizes)
+    reader = crossing(v_tile, bounds, batch, chunk, True, sizes)
+    acc = times_state(acc, reader, state, f, d, True, sizes)  # [C, BF]
+    if others is not None:
+        other = state_of(others, chunk.head, chunk, sizes)
+        acc += crossing(normalizer_of(other, f, sizes)[None, :], bounds, batch, chunk, False, sizes)
+        reader = crossing(v_tile, bounds, batch, chunk, False, sizes)
+        acc = times_state(acc, reader, other, f, d, True, sizes)
     if x is not None:
         for member in range(sizes.GROUP):
             head = chunk.head * sizes.GROUP + member
             g_tile = load(g, head, chunk, d, sizes.DV)  # [C, BDv]
             d_i = load_vector(delta, head, chunk)[None, :]
             dp = dot(v_tile, tl.trans(g_tile), None, sizes.PRECISION) - d_i
-            dp = tl.where(local[None, :] >= local[:, None], dp, 0.0)  # [keys, queries]
+            dp = hide(dp, bounds, others, batch, chunk, False)  # [keys, queries]
             x_tile = load(x, head, chunk, f, sizes.F)  # [C, BF]
             acc = dot(dp.to(dtype), x_tile, acc, sizes.PRECISION)
     store(dy, chunk.head, chunk, f, sizes.F, acc)

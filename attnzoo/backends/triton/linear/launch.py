@@ -3,6 +3,8 @@
 Shapes: features x (B, H, N, F) and y (B, Hkv, N, F), v (B, Hkv, N, Dv), G = dO/Z (B, H, N, Dv) in
 the dtype of the features, and δ = G·o (B, H, N). The state that the tokens of a chunk read is in
 ``states`` (B, Hkv, chunks, F, WIDTH), see `state`. Without causality there is one for all chunks.
+With segments, ``bounds`` (B, 2, N) is that of `packed_tokens`. Without causality there are then two
+states for each chunk, the second ones in ``others``, and y, v, x, g and delta are never None.
 All tensors are contiguous.
 """
 
@@ -44,7 +46,13 @@ def _config(x: Tensor, arch: int) -> Config:
 
 
 def _launch(
-    kernel: Any, tokens: Tensor, value_dim: int, group: int, arch: int, **operands: Any
+    kernel: Any,
+    tokens: Tensor,
+    value_dim: int,
+    group: int,
+    bounds: Tensor | None,
+    arch: int,
+    **operands: Any,
 ) -> Launch:
     """Return a launch with one program per chunk of features ``tokens`` (B, H or Hkv, N, F)."""
     config, (batch, heads, length, size) = _config(tokens, arch), tokens.shape
@@ -52,20 +60,23 @@ def _launch(
         kernels.Sizes, F=size, BLOCK_F=config.block_n, DV=value_dim, BLOCK_DV=padded(value_dim),
         CHUNK=config.block_m, GROUP=group,
         PRECISION="tf32x3" if tokens.dtype == torch.float32 else "tf32",
+        HEADS=0 if bounds is None else heads,
     )  # fmt: skip
     programs = batch * heads * triton.cdiv(length, config.block_m)
-    return Launch(kernel, programs, {**operands, "length": length, "sizes": sizes}, config)
+    operands |= {"bounds": bounds, "length": length, "sizes": sizes}
+    return Launch(kernel, programs, operands, config)
 
 
 def describe_states(
-    x: Tensor, values: Tensor, delta: Tensor | None, first: Tensor | None, kv_heads: int,
-    keep: bool, arch: int,
+    x: Tensor, values: Tensor, delta: Tensor | None, first: Tensor | None, bounds: Tensor | None,
+    backwards: bool, kv_heads: int, keep: bool, arch: int,
 ) -> tuple[Launch, tuple[Tensor | None, Tensor]]:  # fmt: skip
     """Return the launch, the states before each chunk, and the sums over each span of chunks.
 
     The states are (B, Hkv, chunks, F, WIDTH), or None without ``keep``. The sums (B, Hkv, spans, F,
-    WIDTH) in fp32 add up to the final state. ``first`` requires ``keep``, for which there is one
-    span. With ``delta`` the states are R of the backward, summed from the last chunk to the first.
+    WIDTH) in fp32 add up to the final state. ``first`` and ``bounds`` require ``keep``, for
+    which there is one span. With ``delta`` the states are R of the backward. If ``backwards``,
+    states are summed from the last chunk to the first.
     """
     (batch, heads, length, size), value_dim = x.shape, values.shape[3]
     config = _config(x, arch)
@@ -78,44 +89,47 @@ def describe_states(
     shape = batch, kv_heads, spans, size, layout(value_dim, 32).WIDTH
     last = x.new_empty(shape, dtype=torch.float32)
     launch = _launch(
-        kernels.linear_states, x, value_dim, heads // kv_heads, arch, features=x, values=values,
-        delta=delta, first=first, states=states, last=last, spans=spans, span=span,
+        kernels.linear_states, x, value_dim, heads // kv_heads, bounds, arch, features=x,
+        values=values, delta=delta, first=first, states=states, last=last, spans=spans, span=span,
+        BACKWARDS=backwards,
     )  # fmt: skip
     programs = batch * kv_heads * spans * triton.cdiv(size, config.block_n)
     return launch._replace(programs=programs), (states, last)
 
 
 def describe_output(
-    x: Tensor, y: Tensor | None, v: Tensor | None, states: Tensor, value_dim: int,
-    dtype: torch.dtype, arch: int,
+    x: Tensor, y: Tensor | None, v: Tensor | None, states: Tensor, others: Tensor | None,
+    bounds: Tensor | None, value_dim: int, dtype: torch.dtype, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor]]:  # fmt: skip
-    """Return the launch, o and Z. y and v are None without causality."""
+    """Return the launch, o and Z. y and v are None if all queries read one state."""
     out = x.new_empty(*x.shape[:3], value_dim, dtype=dtype)
     z = x.new_empty(x.shape[:3], dtype=torch.float32)
-    sizes = value_dim, x.shape[1] // states.shape[1], arch
-    launch = _launch(kernels.linear_output, x, *sizes, x=x, y=y, v=v, states=states, out=out, z=z)
-    return launch, (out, z)
+    sizes = value_dim, x.shape[1] // states.shape[1], bounds, arch
+    operands = {"x": x, "y": y, "v": v, "states": states, "others": others, "out": out, "z": z}
+    return _launch(kernels.linear_output, x, *sizes, **operands), (out, z)
 
 
 def describe_dx(
     x: Tensor, y: Tensor | None, v: Tensor | None, g: Tensor, delta: Tensor, states: Tensor,
-    arch: int,
+    others: Tensor | None, bounds: Tensor | None, arch: int,
 ) -> tuple[Launch, Tensor]:  # fmt: skip
-    """Return the launch and dx. y and v are None without causality."""
-    dx, sizes = torch.empty_like(x), (g.shape[3], x.shape[1] // states.shape[1], arch)
-    operands = {"y": y, "v": v, "g": g, "delta": delta, "states": states, "dx": dx}
+    """Return the launch and dx. y and v are None if all queries read one state."""
+    dx, sizes = torch.empty_like(x), (g.shape[3], x.shape[1] // states.shape[1], bounds, arch)
+    operands = {"y": y, "v": v, "g": g, "delta": delta, "states": states, "others": others}
+    operands["dx"] = dx
     return _launch(kernels.linear_dx, x, *sizes, **operands), dx
 
 
 def describe_dy_dv(
     y: Tensor, v: Tensor, x: Tensor | None, g: Tensor | None, delta: Tensor | None, states: Tensor,
-    arch: int,
+    others: Tensor | None, bounds: Tensor | None, arch: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
     """Return the launches, dy and dv, from the states R. x, g and delta are None if only R adds."""
     dy, dv = torch.empty_like(y), torch.empty_like(v)
-    shared = y, v.shape[3], 1 if x is None else x.shape[1] // y.shape[1], arch
-    of_v = _launch(kernels.linear_dv, *shared, x=x, y=y, g=g, states=states, dv=dv)
-    of_y = _launch(kernels.linear_dy, *shared, x=x, v=v, g=g, delta=delta, states=states, dy=dy)
+    shared = y, v.shape[3], 1 if x is None else x.shape[1] // y.shape[1], bounds, arch
+    both = {"x": x, "g": g, "states": states, "others": others}
+    of_v = _launch(kernels.linear_dv, *shared, **both, y=y, dv=dv)
+    of_y = _launch(kernels.linear_dy, *shared, **both, v=v, delta=delta, dy=dy)
     # A program of `linear_dy` computes one block of features.
     of_y = of_y._replace(programs=of_y.programs * triton.cdiv(y.shape[3], of_y.config.block_n))
     return [of_y, of_v], (dy, dv)
