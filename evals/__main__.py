@@ -128,7 +128,7 @@ def dispatch(args: argparse.Namespace) -> int:
         return laws.command(args.out, args.plugin, names)
     if args.command in pretrained_options.NAMES:
         return pretrained.main(args)
-    load_plugins(args.plugin)
+    load_plugins(getattr(args, "plugin", None))
     if args.command == "ranks":
         return ranks.main(args.out, args.seed)
     if args.command == "report":

@@ -30,10 +30,10 @@ from evals.pretrained.reading import Reader, only
 from evals.pretrained.substitution import Substitution, is_converted, substituted
 from evals.pretrained.training import Adapted, read_stored
 from evals.progress import counted
-from evals.results.rows import PRETRAINED, Row, key_of, origin
-from evals.results.store import Shard
-from evals.run import AnyRun, Emit, RunContext
-from evals.study import to_do
+from evals.results.rows import PRETRAINED, Row, key_of
+from evals.results.store import UNSHARDED, Shard
+from evals.run import Emit, Run, RunContext
+from evals.study import row_of
 from evals.tasks.draws import GENERATOR
 
 MEASURES = ("loss", "retrieval", "sharpness", "dispersion")
@@ -190,47 +190,37 @@ def _outcome(metrics: dict[str, float], curves: dict[str, list[float]], seconds:
     return Outcome("ok", "", metrics, curves, seconds)
 
 
-@dataclass(frozen=True)
-class Reading(AnyRun):
-    """A run. ``settings`` is the `PretrainedTask`; tests[(length, sample)] has the key of the row.
-
-    label: the name, which stays the same when only some points are left.
-    """
-
-    substitution: Substitution
-    label: str
-
-    def __str__(self) -> str:
-        return self.label
-
-    def point_text(self, point: ContextPoint) -> str:
-        return f"n = {point[0]}, sample {point[1]}"
-
-    def execute(self, context: RunContext, emit: Emit) -> str:
-        settings: PretrainedTask = self.settings
-        task = replace(settings, source=replace(settings.source, device=context.device))
-        points: list[ContextPoint] = list(self.tests)
-        emit(("stage", points[0], 0.0))
-        loaded, text_contexts = load(task.source), drawn_from(task)
-        with substituted(loaded.model, self.substitution, typical_tokens(task)) as model:
-            for start in range(0, len(points), task.batch):
-                batch = points[start : start + task.batch]
-                emit(("stage", batch[0], start / len(points)))
-                batch_contexts = [text_contexts.draw(*point) for point in batch]
-                try:
-                    outcomes = measured(task, loaded, model, batch_contexts)
-                except (MemoryError, RuntimeError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    outcomes = [Outcome("oom", str(error).split("\n")[0])] * len(batch)
-                for point, outcome in zip(batch, outcomes, strict=True):
-                    emit(("rows", point, dict.fromkeys(self.tests[point], outcome), {}))
-        return "done"
+def read(run: Run, context: RunContext, emit: Emit) -> str:
+    """The work of a run: read its contexts. Its variant is a `Substitution`, and its settings are
+    the `PretrainedTask`."""
+    task = replace(run.settings, source=replace(run.settings.source, device=context.device))
+    points: list[ContextPoint] = list(run.tests)
+    emit(("stage", points[0], 0.0))
+    loaded, text_contexts = load(task.source), drawn_from(task)
+    with substituted(loaded.model, run.variant, typical_tokens(task)) as model:
+        for start in range(0, len(points), task.batch):
+            batch = points[start : start + task.batch]
+            emit(("stage", batch[0], start / len(points)))
+            batch_contexts = [text_contexts.draw(*point) for point in batch]
+            try:
+                outcomes = measured(task, loaded, model, batch_contexts)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                outcomes = [Outcome("oom", str(error).split("\n")[0])] * len(batch)
+            for point, outcome in zip(batch, outcomes, strict=True):
+                emit(("rows", point, dict.fromkeys(run.tests[point], outcome), {}))
+    return "done"
 
 
-def work(length: int) -> float:
+def _work(length: int) -> float:
     """About the cost of a context, in tokens."""
     return length * (1 + length / _QUADRATIC)
+
+
+def _label(spec: Substitution, points: Sequence[ContextPoint]) -> str:
+    (length, first), (_, last) = points[0], points[-1]
+    return f"{spec}, n = {length}, samples {first} to {last}"
 
 
 @dataclass(frozen=True)
@@ -254,21 +244,16 @@ class PretrainedStudy:
         """The folder of the rows."""
         return out
 
-    @property
-    def total(self) -> int:
-        """The number of result rows."""
-        return len(self.specs) * sum(self.samples.values())
-
     def shares(self) -> Iterator[list[ContextPoint]]:
         """The points of one variant in lists of one length, the longest first. The work of a list
         is at most that of the longest context."""
-        most = work(max(self.samples))
+        most = _work(max(self.samples))
         for length, count in sorted(self.samples.items(), reverse=True):
-            size = max(1, int(most / work(length)))
+            size = max(1, int(most / _work(length)))
             for start in range(0, count, size):
                 yield [(length, sample) for sample in range(start, min(start + size, count))]
 
-    def key(self, spec: Substitution, point: ContextPoint) -> str:
+    def _key(self, spec: Substitution, point: ContextPoint) -> str:
         return key_of({
             "task": PRETRAINED, "version": _VERSION, "model": self.fingerprint,
             "data": self.task.data, "device": self.device_kind, "variant": spec.identity(),
@@ -281,32 +266,28 @@ class PretrainedStudy:
     def device_kind(self) -> str:
         return self.task.source.device.split(":")[0]
 
-    def _every_run(self) -> list[Reading]:
-        """All runs, also of points that have results."""
-        return [
-            Reading(PRETRAINED, spec.call, self.task.seed, self.task,
-                    {point: {self.key(spec, point): None} for point in points}, spec,
-                    f"{spec}, n = {points[0][0]}, samples {points[0][1]} to {points[-1][1]}")
+    def runs(self, by_key: Mapping[str, Row], shard: Shard = UNSHARDED) -> list[Run]:
+        """The runs of a shard."""
+        runs = [
+            Run(PRETRAINED, _label(spec, points), read, spec, self.task.seed, self.task,
+                {point: {self._key(spec, point): None} for point in points})
             for spec in self.specs for points in self.shares()
         ]  # fmt: skip
+        return runs[shard.index :: shard.count]
 
     def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
         """The stored rows that belong to this study."""
-        keys = [key for run in self._every_run() for tests in run.tests.values() for key in tests]
-        return [by_key[key] for key in keys if key in by_key]
+        return [by_key[key] for run in self.runs({}) for key in run.keys if key in by_key]
 
-    def runs(self, by_key: Mapping[str, Row], shard: Shard, retry: bool, *_: Any) -> list[Reading]:
-        """The runs of a shard with the points that have no result, or with retry a failed one."""
-        runs = [
-            replace(run, tests={
-                point: tests for point, tests in run.tests.items()
-                if any(to_do(key, by_key, retry) for key in tests)
-            })
-            for run in self._every_run()[shard.index :: shard.count]
-        ]  # fmt: skip
-        return [run for run in runs if run.tests]
+    def completed(self, row: Row) -> Row:
+        """A row of another study."""
+        return row
 
-    def headline(self, runs: Sequence[Any]) -> str:
+    def alike(self, run: Run, row: Row) -> bool:
+        """Whether a run takes about as long as that of a stored row of the same variant and x."""
+        return row["group"] == self._group()
+
+    def headline(self, runs: Sequence[Run]) -> str:
         """The study and the number of contexts to read, in one line."""
         contexts = counted(sum(len(run.tests) for run in runs), "context")
         return (
@@ -314,7 +295,7 @@ class PretrainedStudy:
             f"{max(self.samples)}: {contexts} to read"
         )
 
-    def details(self, runs: Sequence[Any], out: Path) -> list[str]:
+    def details(self, runs: Sequence[Run], total: int, out: Path) -> list[str]:
         """More lines about the study."""
         samples = ", ".join(f"{count} at n = {length}" for length, count in self.samples.items())
         return [f"  samples: {samples}"]
@@ -329,37 +310,35 @@ class PretrainedStudy:
             f"{either(beyond)} tokens are beyond its trained context"
         ]
 
-    def row(
-        self, run: Any, key: str, point: ContextPoint, outcome: Outcome, training: dict[str, Any]
-    ) -> Row:
+    def _contexts(self) -> dict[str, Any]:
+        """What decides which contexts are read."""
+        task = self.task
+        return {"fingerprint": self.fingerprint, "dtype": task.source.dtype,
+                "planted": task.planted, "data": task.data}  # fmt: skip
+
+    def _group(self) -> dict[str, Any]:
+        """What all rows of one table share."""
+        return {**self._contexts(), "seed": self.task.seed, "device": self.device_kind}
+
+    def row(self, run: Run, key: str, point: ContextPoint, outcome: Outcome, _: Any) -> Row:
         """The result row of one point."""
-        task, spec = self.task, run.substitution
+        task, spec = self.task, run.variant
         plugin = self.plugins.get(spec.call.name)
-        contexts_of = {"fingerprint": self.fingerprint, "dtype": task.source.dtype,
-                       "planted": task.planted, "data": task.data}  # fmt: skip
-        row: Row = {
-            "key": key,
-            "task": PRETRAINED,
+        row = row_of(run, key, outcome, {
             "variant": str(spec),
             "seed": point[1],
             "x": point[0],
             "series": {"layers": "all" if spec.layers is None else ",".join(map(str, spec.layers))},
-            "group": {**contexts_of, "seed": task.seed, "device": self.device_kind},
+            "group": self._group(),
             "version": f"plugin {plugin}" if plugin else "built in",
             "settings": {},
             "model": str(task.source),
             "limit": self.limit,
             "text": task.text_name,
-            **contexts_of,
             "plugin": plugin,
-            "status": outcome.status,
-            "message": outcome.message,
-            "metrics": outcome.metrics,
-            "curves": outcome.curves,
-            "cpu_seconds": round(outcome.cpu_seconds, 3),
             "device": task.source.device,
-            **origin(),
-        }
+            **self._contexts(),
+        })  # fmt: skip
         if isinstance(spec, Adapted) and spec.file is not None:
             stored = read_stored(spec.file)
             row["training"] = stored.fields
