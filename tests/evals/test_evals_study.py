@@ -90,7 +90,7 @@ WRONG = {
     "positions": (["--positions", "rope"], "--positions of max-retrieval must be none, got rope"),
     "config": (["--config", "no/such.toml"], "--config no/such.toml: No such file"),
     "too short": (["--variants", "cosformer(max_length=32)", "--lengths", "64"], "max_length"),
-    "twice": (["--variants", "softmax,softmax"], "listed twice"),
+    "twice": (["--variants", "softmax,softmax"], "must not repeat an entry, got softmax twice"),
     "twice with the default": (
         ["--variants", "topk,topk(top_k=8)"],
         "--variants must not repeat an entry, got topk.* twice",
