@@ -21,7 +21,7 @@ from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
 from evals.options import check_device, check_unique, read_options
 from evals.plugins import load_plugins
 from evals.pretrained import training
-from evals.pretrained.loading import Source, load, outline
+from evals.pretrained.loading import Source, load, outline, read_text
 from evals.pretrained.options import (
     ADAPT,
     HELD_OUT,
@@ -35,6 +35,7 @@ from evals.pretrained.study import (
     PretrainedStudy,
     PretrainedTask,
     drawn_from,
+    hash_of,
     typical_tokens,
 )
 from evals.pretrained.substitution import (
@@ -141,7 +142,7 @@ def plan(options: Any) -> PretrainedStudy:
     plugins = load_plugins(options.plugin)
     check_device(options.device)
     samples = _samples(options.lengths, options.samples)
-    task = _task(options).planned()
+    task = _task(options)
     if isinstance(options, AdaptOptions):
         # Without the train length, a table cannot show whether the training worked.
         samples.setdefault(options.train_length, next(iter(samples.values())))
@@ -152,9 +153,9 @@ def plan(options: Any) -> PretrainedStudy:
     model_outline.check_length("--lengths", max(options.lengths))
     study = PretrainedStudy(task, specs, samples, plugins, "", model_outline.limit)
     contexts = drawn_from(task)
-    for share in study.shares():
-        for point in share:
-            contexts.draw(*point)
+    for length, count in samples.items():
+        for sample in range(count):
+            contexts.draw(length, sample)
     for spec in specs:
         check_substitution(spec, model_outline.model.config, typical_tokens(task))
     study = replace(study, fingerprint=load(task.source).fingerprint())
@@ -180,22 +181,36 @@ def _samples(lengths: Sequence[int], samples: Sequence[int] | None) -> dict[int,
 
 def _task(options: Any) -> PretrainedTask:
     source = Source(options.model, options.gguf, options.dtype, options.device)
-    task = PretrainedTask(source, options.text, options.measures, seed=options.seed)
+    text = read_text(options.text)
+    task = PretrainedTask(source, text, options.text.name, options.measures, seed=options.seed)
     if isinstance(options, PretrainedOptions):
         if options.greedy and "retrieval" not in options.measures:
             raise UsageError("--greedy needs the measure retrieval in --measures")
         return replace(task, greedy=options.greedy, batch=options.batch)
     if options.eval_text is None:
         share = HELD_OUT if options.held_out is None else options.held_out
-        if not 0 < share < 1:
-            raise UsageError(f"--held-out must be between 0 and 1, got {share}")
-        return replace(task, training=options.text, share=share)
+        training_text, held_out = split_text(text, share)
+        name = f"last {100 * share:g} % of {options.text.name}"
+        return replace(task, text=held_out, text_name=name, training=training_text)
     if options.held_out is not None:
         raise UsageError("--held-out must not be given with --eval-text")
-    task = replace(task, text=options.eval_text, training=options.text)
-    if len(set(task.texts())) == 1:
+    eval_text = read_text(options.eval_text, "--eval-text")
+    if eval_text == text:
         raise UsageError("--eval-text must be another text than --text")
-    return task
+    return replace(task, text=eval_text, text_name=options.eval_text.name, training=text)
+
+
+def split_text(text: str, share: float) -> tuple[str, str]:
+    """Hold out the last share of a text, cut at the end of a line."""
+    if not 0 < share < 1:
+        raise UsageError(f"--held-out must be between 0 and 1, got {share}")
+    cut = text.find("\n", int(len(text) * (1 - share))) + 1
+    if cut == 0:
+        raise UsageError(
+            f"--text must have a line that ends in its last {100 * share:g} %, so that this part "
+            "can be held out"
+        )
+    return text[:cut], text[cut:]
 
 
 def _substitutions(options: Any, longest: int, plugins: Mapping[str, str]) -> list[Substitution]:
@@ -217,7 +232,8 @@ def _trainings(options: Any, task: PretrainedTask) -> list[Substitution]:
     elif options.lora_learning_rate is not None:
         raise UsageError("--lora-learning-rate needs --lora")
     rate = (options.lora_learning_rate or LORA_RATE) if options.lora else 0.0
-    recipe = Recipe(task.hashes[0], options.train_length, options.steps, options.batch,
+    text = hash_of(task.training or "")
+    recipe = Recipe(text, options.train_length, options.steps, options.batch,
                     options.learning_rate, 0, options.lora, rate)  # fmt: skip
     starts = [training.parse_training(text, options.layers, recipe) for text in options.variants]
     check_unique("--variants", list(map(str, starts)))

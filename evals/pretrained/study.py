@@ -10,22 +10,22 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from commandline.arguments import either
-from commandline.errors import UsageError
 from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.metrics import Outcome
 from evals.pretrained import contexts, heads, positions, retrieval
-from evals.pretrained.loading import Loaded, Source, load, outline, read_text
+from evals.pretrained.loading import Loaded, Source, load, outline
 from evals.pretrained.reading import Reader, only
 from evals.pretrained.substitution import Substitution, is_converted, substituted
 from evals.pretrained.training import Adapted, read_stored
@@ -46,76 +46,40 @@ ContextPoint = tuple[int, int]  # length, sample
 class PretrainedTask:
     """What all points of a command share.
 
-    text: the text of the contexts. training: the text to train on, if there is one. share: the part
-    at the end of the text that is held out of the training; 0 if the training text is another file.
-    hashes: hashes of the texts, which must not change after the command is planned; see `planned`.
+    text, text_name: the text of the contexts, and its name in tables. training: the text to train
+    on, if there is one.
     """
 
     source: Source
-    text: Path
+    text: str
+    text_name: str
     measures: tuple[str, ...] = MEASURES
     greedy: bool = False
     seed: int = 0
     batch: int = 1
-    training: Path | None = None
-    share: float = 0.0
-    hashes: tuple[str, ...] = ()
+    training: str | None = None
 
     @property
     def data(self) -> str:
-        """The texts and the version of the contexts. Only of a planned task."""
-        trained = "" if self.training is None else f" trained-on-{self.hashes[0]}"
-        return f"{self.hashes[-1]} contexts-{contexts.VERSION} {GENERATOR}{trained}"
+        """The texts and the version of the contexts."""
+        trained = "" if self.training is None else f" trained-on-{hash_of(self.training)}"
+        return f"{hash_of(self.text)} contexts-{contexts.VERSION} {GENERATOR}{trained}"
 
     @property
     def planted(self) -> bool:
         """Whether facts are planted in the contexts."""
         return not {"retrieval", "dispersion"}.isdisjoint(self.measures)
 
-    @property
-    def text_name(self) -> str:
-        """The text in words, for tables."""
-        return f"last {100 * self.share:g} % of {self.text.name}" if self.share else self.text.name
 
-    def planned(self) -> Self:
-        """The task with the hashes of its texts, which are checked when they are read again."""
-        return replace(self, hashes=_hashes(self._read()))
-
-    def texts(self) -> tuple[str, ...]:
-        """The training text, if there is one, and the text of the contexts.
-
-        Raises:
-            UsageError: a text is not the one of the plan.
-        """
-        texts = self._read()
-        if self.hashes and self.hashes != _hashes(texts):
-            raise UsageError(f"{self.text_name} changed after the start; run the command again")
-        return texts
-
-    def _read(self) -> tuple[str, ...]:
-        """A text of which a part is held out is cut at the end of a line."""
-        if self.training is None:
-            return (read_text(self.text),)
-        if not self.share:
-            return read_text(self.training), read_text(self.text, "--eval-text")
-        text = read_text(self.text)
-        cut = text.find("\n", int(len(text) * (1 - self.share))) + 1
-        if cut == 0:
-            raise UsageError(
-                f"--text must have a line that ends in its last {100 * self.share:g} %, so that "
-                "this part can be held out"
-            )
-        return text[:cut], text[cut:]
-
-
-def _hashes(texts: Sequence[str]) -> tuple[str, ...]:
-    return tuple(hashlib.sha256(text.encode()).hexdigest()[:20] for text in texts)
+@cache
+def hash_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 @cache
 def drawn_from(task: PretrainedTask) -> contexts.Contexts:
     """The contexts of a task, made once in each process."""
-    return contexts.Contexts(outline(task.source), task.texts()[-1], task.planted, task.seed)
+    return contexts.Contexts(outline(task.source), task.text, task.planted, task.seed)
 
 
 @cache
@@ -123,7 +87,7 @@ def typical_tokens(task: PretrainedTask) -> Tensor:
     """The tokens (N,) to train and to calibrate variants on."""
     if task.training is None:
         return drawn_from(task).tokens
-    return outline(task.source).tokens(task.texts()[0])
+    return outline(task.source).tokens(task.training)
 
 
 @torch.inference_mode()
@@ -218,11 +182,6 @@ def _work(length: int) -> float:
     return length * (1 + length / _QUADRATIC)
 
 
-def _label(spec: Substitution, points: Sequence[ContextPoint]) -> str:
-    (length, first), (_, last) = points[0], points[-1]
-    return f"{spec}, n = {length}, samples {first} to {last}"
-
-
 @dataclass(frozen=True)
 class PretrainedStudy:
     """A planned command.
@@ -244,15 +203,6 @@ class PretrainedStudy:
         """The folder of the rows."""
         return out
 
-    def shares(self) -> Iterator[list[ContextPoint]]:
-        """The points of one variant in lists of one length, the longest first. The work of a list
-        is at most that of the longest context."""
-        most = _work(max(self.samples))
-        for length, count in sorted(self.samples.items(), reverse=True):
-            size = max(1, int(most / _work(length)))
-            for start in range(0, count, size):
-                yield [(length, sample) for sample in range(start, min(start + size, count))]
-
     def _key(self, spec: Substitution, point: ContextPoint) -> str:
         return key_of({
             "task": PRETRAINED, "version": _VERSION, "model": self.fingerprint,
@@ -267,12 +217,17 @@ class PretrainedStudy:
         return self.task.source.device.split(":")[0]
 
     def runs(self, by_key: Mapping[str, Row], shard: Shard = UNSHARDED) -> list[Run]:
-        """The runs of a shard."""
-        runs = [
-            Run(PRETRAINED, _label(spec, points), read, spec, self.task.seed, self.task,
-                {point: {self._key(spec, point): None} for point in points})
-            for spec in self.specs for points in self.shares()
-        ]  # fmt: skip
+        """The runs of a shard: for each variant the points in lists of one length, the longest
+        first. The work of a list is at most that of the longest context."""
+        runs = []
+        for spec, length in product(self.specs, sorted(self.samples, reverse=True)):
+            count = self.samples[length]
+            size = max(1, int(_work(max(self.samples)) / _work(length)))
+            for first in range(0, count, size):
+                samples = range(first, min(first + size, count))
+                name = f"{spec}, n = {length}, samples {first} to {samples[-1]}"
+                tests = {(length, x): {self._key(spec, (length, x)): None} for x in samples}
+                runs.append(Run(PRETRAINED, name, read, spec, self.task.seed, self.task, tests))
         return runs[shard.index :: shard.count]
 
     def rows(self, by_key: Mapping[str, Row]) -> list[Row]:

@@ -14,7 +14,6 @@ from commandline.errors import UsageError
 from evals.__main__ import main
 from evals.pretrained.contexts import Contexts
 from evals.pretrained.loading import Loaded, Source, load
-from evals.pretrained.study import PretrainedTask
 from helpers.hf_models import quiet
 from helpers.pretrained_runs import metrics_in, rows_in, run
 from helpers.small_lm import LENGTH, TEXT, byte_tokenizer, save_small_lm
@@ -201,16 +200,6 @@ def test_other_names_of_the_model_and_of_the_text_share_the_baseline(
     assert measure(Path(small_lm.name), tmp_path / "out", *options, *other) == 0
     lines = (tmp_path / "out" / "summary.csv").read_text().splitlines()
     assert sum(",entmax,64,loss minus as loaded," in line for line in lines) == 1
-
-
-def test_a_text_that_changes_during_the_run_is_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "text.txt"
-    file.write_text("One.\n")
-    task = PretrainedTask(Source("model"), file).planned()
-    assert task.texts() == ("One.\n",)
-    file.write_text("Two.\n")
-    with pytest.raises(UsageError, match=r"text\.txt changed after the start; run the command"):
-        task.texts()
 
 
 @pytest.mark.parametrize(
