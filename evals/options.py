@@ -40,6 +40,7 @@ LoggerName = Literal["tensorboard", "wandb"]
 NO_SWEEP = "none"
 LINE = "command line"  # the context of pydantic where values are texts
 AnyOptions = TypeVar("AnyOptions", bound=BaseModel)
+AnyRunOptions = TypeVar("AnyRunOptions", bound="RunOptions")
 
 
 # ------------------------------------------------------------------------------ texts and values
@@ -137,6 +138,7 @@ def _shard_from_environment() -> str:
 # ------------------------------------------------------------------------------------ the options
 
 Count = Annotated[int, Field(ge=1, le=MAX_SETTING)]
+File = Annotated[Path, Field(strict=False)]
 Names = Annotated[
     Sequence[str], Field(min_length=1), AfterValidator(no_repeats), BeforeValidator(split)
 ]
@@ -146,35 +148,34 @@ Lengths = Annotated[
 ]
 
 
-class RunOptions(BaseModel):
-    """The options of every command that executes runs. None stands for a default.
+def option(default: Any, placeholder: str, text: str) -> Any:
+    """A field with its default, its placeholder in the command line's help, such as N, and its help
+    text. The default ... makes it required."""
+    return Field(default, title=placeholder, description=text)
 
-    The title of a field is its placeholder in the command line's help, such as N, and the
-    description is its help text.
-    """
+
+class RunOptions(BaseModel):
+    """The options of every command that executes runs. None stands for a default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    plugin: Path | None = Field(
-        None, title="FILE.py", strict=False,
-        description="Load a Python file that registers more variants or tasks",
-    )  # fmt: skip
-    workers: int | None = Field(
-        None, title="N", ge=0,
-        description="Use N worker processes (default: one per core or GPU); 0: no worker process",
-    )  # fmt: skip
-    shard: Annotated[Shard, BeforeValidator(_shard)] = Field(
-        UNSHARDED, title="I/N",
-        description="Run part I of N (I from 0); env reads I and N from torchrun or a SLURM array",
-    )  # fmt: skip
-    device: str = Field("cpu", title="NAME", description="Run on cpu, cuda or cuda:N")
-    retry_failed: bool = Field(False, description="Repeat runs that ended in NaN or out of memory")
-    verbose: bool = Field(
-        False,
-        description="Also print schedule, more tables, all failures, tracebacks and status lines",
+    plugin: File | None = option(
+        None, "FILE.py", "Load a Python file that registers more variants or tasks"
     )
-    dry_run: bool = Field(
-        False, description="Print the runs and, from stored results, their time; run nothing"
+    workers: Annotated[int, Field(ge=0)] | None = option(
+        None, "N", "Use N worker processes (default: one per core or GPU); 0: no worker process"
+    )
+    shard: Annotated[Shard, BeforeValidator(_shard)] = option(
+        UNSHARDED, "I/N",
+        "Run part I of N (I from 0); env reads I and N from torchrun or a SLURM array",
+    )  # fmt: skip
+    device: str = option("cpu", "NAME", "Run on cpu, cuda or cuda:N")
+    retry_failed: bool = option(False, "", "Repeat runs that ended in NaN or out of memory")
+    verbose: bool = option(
+        False, "", "Also print schedule, more tables, all failures, tracebacks and status lines"
+    )
+    dry_run: bool = option(
+        False, "", "Print the runs and, from stored results, their time; run nothing"
     )
 
 
@@ -184,49 +185,42 @@ class Options(RunOptions):
     ``settings`` overrides fields of the task's Settings.
     """
 
-    preset: PresetName = Field(
-        "quick", title="{smoke,quick,paper}", description="Choose variants, lengths and model size"
+    preset: PresetName = option(
+        "quick", "{smoke,quick,paper}", "Choose variants, lengths and model size"
     )
-    variants: Names | None = Field(
-        None, title="a,b(x=1),a->b",
-        description="Train and evaluate these; a->b trains a and substitutes b at inference",
+    variants: Names | None = option(
+        None, "a,b(x=1),a->b",
+        "Train and evaluate these; a->b trains a and substitutes b at inference",
     )  # fmt: skip
-    positions: Names | None = Field(
-        None, title="none,rope,…", description="Combine each variant with these position encodings"
+    positions: Names | None = option(
+        None, "none,rope,…", "Combine each variant with these position encodings"
     )
-    seeds: Count | None = Field(None, title="N", description="Train with the seeds 0 to N - 1")
-    lengths: Lengths | None = Field(
-        None, title="N,N,…", description="Evaluate at these lengths and at the train length"
+    seeds: Count | None = option(None, "N", "Train with the seeds 0 to N - 1")
+    lengths: Lengths | None = option(
+        None, "N,N,…", "Evaluate at these lengths and at the train length"
     )
-    conditions: Names | None = Field(
-        None, title="NAME,…", description="Train under these conditions (default: all)"
-    )
-    steps: Count | None = Field(None, title="N", description="Train for N steps")
-    output: str | None = Field(
-        None, title="LAYER",
-        description="Train with this output layer: a variant, mixture(components=K) or adaptive "
+    conditions: Names | None = option(None, "NAME,…", "Train under these conditions (default: all)")
+    steps: Count | None = option(None, "N", "Train for N steps")
+    output: str | None = option(
+        None, "LAYER", "Train with this output layer: a variant, mixture(components=K) or adaptive "
         "(default: softmax)",
     )  # fmt: skip
-    settings: Annotated[Mapping[str, Any], BeforeValidator(_settings)] = Field(
-        {}, title="NAME=VALUE",
-        description="Change a setting of the task (repeatable); an unknown NAME lists all settings",
+    settings: Annotated[Mapping[str, Any], BeforeValidator(_settings)] = option(
+        {}, "NAME=VALUE",
+        "Change a setting of the task (repeatable); an unknown NAME lists all settings",
     )  # fmt: skip
-    sweep: Annotated[Any, BeforeValidator(_sweep)] = Field(
-        None, title="NAME=V,V,…",
-        description="Train each variant with the best of these values of a setting (repeatable); "
+    sweep: Annotated[Any, BeforeValidator(_sweep)] = option(
+        None, "NAME=V,V,…",
+        "Train each variant with the best of these values of a setting (repeatable); "
         "recorded: the values that a recorded sweep chose; none: no sweep",
     )  # fmt: skip
-    record: bool = Field(
-        False, description="Record the choices of the sweep in evals/tasks/tuned.json"
+    record: bool = option(False, "", "Record the choices of the sweep in evals/tasks/tuned.json")
+    out: File | None = option(
+        None, "DIR", "Write results to DIR, or continue those in it (default: results/PRESET)"
     )
-    out: Path | None = Field(
-        None, title="DIR", strict=False,
-        description="Write results to DIR, or continue those in it (default: results/PRESET)",
-    )  # fmt: skip
-    log: Annotated[Sequence[LoggerName], BeforeValidator(split)] = Field(
-        (), title="NAME,…",
-        description=f"Also log losses and metrics to {', '.join(get_args(LoggerName))}",
-    )  # fmt: skip
+    log: Annotated[Sequence[LoggerName], BeforeValidator(split)] = option(
+        (), "NAME,…", f"Also log losses and metrics to {', '.join(get_args(LoggerName))}"
+    )
 
 
 # The options that are allowed in a task's table of the TOML file.
@@ -280,7 +274,15 @@ def add_arguments(parser: argparse.ArgumentParser, task: Eval) -> None:
 def read_options(options: type[AnyOptions], args: argparse.Namespace) -> AnyOptions:
     """The options in the command line; raises UsageError for the first invalid one."""
     values = {name: x for name, x in vars(args).items() if name in options.model_fields}
-    return _with_local_rank(_validated(options, values, "", LINE))
+    try:
+        return options.model_validate(values, strict=False, context=LINE)
+    except ValidationError as error:
+        raise UsageError(first_error(error, flag)) from error
+
+
+def _set(options: BaseModel) -> dict[str, Any]:
+    """The options that are set."""
+    return {name: getattr(options, name) for name in options.model_fields_set}
 
 
 def gather(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]:
@@ -293,8 +295,7 @@ def gather(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]
     Raises:
         UsageError: the file cannot be read, or an option is unknown or out of bounds.
     """
-    known = Options.model_fields
-    line = _set(Options, {name: x for name, x in vars(args).items() if name in known}, "", LINE)
+    line = _set(read_options(Options, args))
     file = _read(args.config) if "config" in args else {}
     shared = {name: value for name, value in file.items() if name not in EVALS}
     several = len(names) > 1
@@ -309,26 +310,8 @@ def gather(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]
         layers = (next(general), file.get(task, {}), next(general))
         settings = {name: x for layer in layers for name, x in layer.get("settings", {}).items()}
         merged = {name: value for layer in layers for name, value in layer.items()}
-        options[task] = _with_local_rank(Options(**{**merged, "settings": settings}))
+        options[task] = with_local_rank(Options(**{**merged, "settings": settings}))
     return options
-
-
-def _validated(
-    options: type[AnyOptions], values: Mapping[str, Any], where: str, context: str | None = None
-) -> AnyOptions:
-    """Some options; raises UsageError for the first invalid one."""
-    try:
-        strict = None if context is None else False
-        return options.model_validate(values, strict=strict, context=context)
-    except ValidationError as error:
-        word = flag if context == LINE else str
-        raise UsageError(f"{where}{first_error(error, word)}") from error
-
-
-def _set(*args: Any) -> dict[str, Any]:
-    """The checked values of the options that are set."""
-    options = _validated(*args)
-    return {name: getattr(options, name) for name in options.model_fields_set}
 
 
 def settings_of(task: str) -> set[str]:
@@ -357,9 +340,9 @@ def _supported(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _with_local_rank(options: AnyOptions) -> AnyOptions:
+def with_local_rank(options: AnyRunOptions) -> AnyRunOptions:
     """Under torchrun, use the GPU of the local rank, and one worker by default."""
-    if not isinstance(options, RunOptions) or options.shard.local_rank is None:
+    if options.shard.local_rank is None:
         return options
     device = f"cuda:{options.shard.local_rank}" if options.device == "cuda" else options.device
     workers = 1 if options.workers is None else options.workers
@@ -412,7 +395,10 @@ def _checked(where: str, table: Mapping[str, Any], names: Sequence[str]) -> dict
         if name not in names:
             hint = did_you_mean(name, names) or f"; known: {', '.join(names)}"
             raise UsageError(f"{where}unknown key {name!r}{hint}")
-    return _set(Options, table, where)
+    try:
+        return _set(Options.model_validate(table))
+    except ValidationError as error:
+        raise UsageError(f"{where}{first_error(error)}") from error
 
 
 # ------------------------------------------------------------------- checks that commands share

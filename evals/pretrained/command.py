@@ -18,7 +18,7 @@ from commandline.files import check_folder, check_writable
 from commandline.variants import complete, split_list
 from evals.command import Failure, Studies, carry_out
 from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
-from evals.options import check_device, check_unique, read_options
+from evals.options import check_device, check_unique, read_options, with_local_rank
 from evals.plugins import load_plugins
 from evals.pretrained import training
 from evals.pretrained.loading import Source, load, outline, read_text
@@ -57,7 +57,7 @@ FOLDER = "trained"  # of the trained parameters, in --out
 
 def main(args: argparse.Namespace) -> int:
     """Train, measure, print the tables and write the report; returns 1 if a run failed, or 0."""
-    options: Any = read_options(OPTIONS[args.command], args)
+    options: Any = with_local_rank(read_options(OPTIONS[args.command], args))
     study = plan(options)
     trained = [spec for spec in study.specs if isinstance(spec, Adapted)]
     trainings = [spec for spec in trained if not is_trained(spec)]

@@ -10,7 +10,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from evals.options import Lengths, Names, RunOptions, add_fields, no_repeats, split
+from evals.options import (
+    File,
+    Length,
+    Lengths,
+    Names,
+    RunOptions,
+    add_fields,
+    no_repeats,
+    option,
+    split,
+)
 from evals.pretrained.loading import DTYPES
 from evals.pretrained.study import MEASURES
 from evals.results.rows import PRETRAINED
@@ -68,112 +78,82 @@ def _rate(value: object) -> object:
 Rate = Annotated[float, BeforeValidator(_rate)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Positive = Annotated[int, Field(ge=1, le=2**31)]
-MODEL: Any = Field(
-    title="PATH_OR_NAME",
-    description="Load this model: a folder, or a name on the Hugging Face hub",
-)
-
-
-def _out(name: str) -> Any:
-    """The field of the results folder."""
-    text = "Write results to DIR, or continue those in it"
-    return Field(Path("results") / name, title="DIR", strict=False, description=text)
-
-
-TEXT: Any = Field(title="FILE", description="Read this UTF-8 text", strict=False)
+MODEL = option(..., "PATH_OR_NAME", "Load this model: a folder, or a name on the Hugging Face hub")
+TEXT = option(..., "FILE", "Read this UTF-8 text")
+_LENGTHS = "Read contexts of these lengths in tokens"
+_MEASURES = f"Measure these of {', '.join(MEASURES)}"
+_OUT = "Write results to DIR, or continue those in it"
+Measures = Annotated[Names, AfterValidator(_measures)]
 
 
 class _Shared(RunOptions):
     """The options of both ``pretrained`` and ``adapt``."""
 
     model: str = MODEL
-    gguf: str | None = Field(
-        None, title="FILE", description="Load the model and its tokenizer from this file in it"
+    gguf: str | None = option(None, "FILE", "Load the model and its tokenizer from this file in it")
+    text: File = TEXT
+    layers: Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)] = option(
+        None, "N-N,N", "Substitute only in these layers (default: all)"
     )
-    text: Path = TEXT
-    layers: Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)] = Field(
-        None, title="N-N,N", description="Substitute only in these layers (default: all)"
+    measures: Measures = option(MEASURES, "NAME,…", _MEASURES)
+    lengths: Lengths = option((512, 1024, 2048, 8192), "N,N,…", _LENGTHS)
+    samples: Annotated[Sequence[Positive], BeforeValidator(split)] | None = option(
+        None, "N,N,…",
+        "Read N contexts: one number, or one for each length (default: 20, and 5 at lengths above "
+        "2048)",
+    )  # fmt: skip
+    seed: Seed = option(0, "N", "Draw contexts with seed N")
+    dtype: Literal[tuple(DTYPES)] = option(  # pyright: ignore[reportInvalidTypeForm]
+        "float32", "NAME", f"Load the parameters in this dtype: {', '.join(DTYPES)}"
     )
-    measures: Annotated[Names, AfterValidator(_measures)] = Field(
-        MEASURES, title="NAME,…", description=f"Measure these of {', '.join(MEASURES)}"
-    )
-    lengths: Lengths = Field(
-        (512, 1024, 2048, 8192), title="N,N,…",
-        description="Read contexts of these lengths in tokens",
-    )  # fmt: skip
-    samples: Annotated[Sequence[Positive] | None, BeforeValidator(split)] = Field(
-        None, title="N,N,…",
-        description="Read N contexts: one number, or one for each length (default: 20, and 5 at "
-        "lengths above 2048)",
-    )  # fmt: skip
-    seed: Seed = Field(0, title="N", description="Draw contexts with seed N")
-    dtype: Literal[tuple(DTYPES)] = Field(  # pyright: ignore[reportInvalidTypeForm]
-        "float32", title="NAME",
-        description=f"Load the parameters in this dtype: {', '.join(DTYPES)}",
-    )  # fmt: skip
 
 
 class PretrainedOptions(_Shared):
     """The options of ``pretrained``."""
 
-    variants: Names | None = Field(
-        None, title="a,b(x=1)",
-        description="Substitute these variants at inference, also with start='identity' or "
-        f"calibrate=N (default: {VARIANTS}, and those of --plugin). The model as loaded is always "
-        "measured",
+    variants: Names | None = option(
+        None, "a,b(x=1)",
+        "Substitute these variants at inference, also with start='identity' or calibrate=N "
+        f"(default: {VARIANTS}, and those of --plugin). The model as loaded is always measured",
     )  # fmt: skip
-    greedy: bool = Field(False, description="Also decode the answers greedily")
-    batch: Positive = Field(1, title="N", description="Read N contexts at once")
+    greedy: bool = option(False, "", "Also decode the answers greedily")
+    batch: Positive = option(1, "N", "Read N contexts at once")
     save: ClassVar[None] = None
-    out: Path = _out(PRETRAINED)
+    out: File = option(Path("results") / PRETRAINED, "DIR", _OUT)
 
 
 class AdaptOptions(_Shared):
     """The options of ``adapt``."""
 
-    text: Path = Field(title="FILE", description="Train on this UTF-8 text", strict=False)
-    eval_text: Path | None = Field(
-        None, title="FILE", strict=False,
-        description="Measure on this text (default: the end of --text, which is not trained on)",
+    text: File = option(..., "FILE", "Train on this UTF-8 text")
+    eval_text: File | None = option(
+        None, "FILE", "Measure on this text (default: the end of --text, which is not trained on)"
+    )
+    held_out: float | None = option(
+        None, "X", f"Hold out this share of --text (default: {HELD_OUT})"
+    )
+    variants: Names = option(
+        ("ssmax",), "a,b(x=1)",
+        "Train these variants, also with start='identity', calibrate=N or learn='x y', the "
+        "parameters to train",
     )  # fmt: skip
-    held_out: float | None = Field(
-        None, title="X", description=f"Hold out this share of --text (default: {HELD_OUT})"
+    measures: Measures = option(("loss", "retrieval"), "NAME,…", _MEASURES)
+    lengths: Lengths = option((512, 1024, 2048, 4096, 8192), "N,N,…", _LENGTHS)
+    train_length: Length = option(512, "N", "Train on sequences of N tokens")
+    steps: Positive = option(100, "N", "Train for N steps")
+    batch: Positive = option(4, "N", "Sequences per step")
+    learning_rate: Rate = option(0.01, "X", "Peak learning rate of the variant's parameters")
+    lora: Annotated[int, Field(ge=0)] = option(
+        0, "RANK", "Also train LoRA of this rank in all linear layers, with peft"
     )
-    variants: Names = Field(
-        ("ssmax",), title="a,b(x=1)",
-        description="Train these variants, also with start='identity', calibrate=N or "
-        "learn='x y', the parameters to train",
-    )  # fmt: skip
-    measures: Annotated[Names, AfterValidator(_measures)] = Field(
-        ("loss", "retrieval"), title="NAME,…", description=f"Measure these of {', '.join(MEASURES)}"
+    lora_learning_rate: Rate | None = option(
+        None, "X", f"Peak learning rate of LoRA (default: {LORA_RATE})"
     )
-    lengths: Lengths = Field(
-        (512, 1024, 2048, 4096, 8192), title="N,N,…",
-        description="Read contexts of these lengths in tokens",
-    )  # fmt: skip
-    train_length: Annotated[int, Field(ge=2)] = Field(
-        512, title="N", description="Train on sequences of N tokens"
+    seeds: Annotated[Sequence[Seed], AfterValidator(no_repeats), BeforeValidator(split)] = option(
+        (0,), "N,N,…", "Train once with each of these seeds"
     )
-    steps: Positive = Field(100, title="N", description="Train for N steps")
-    batch: Positive = Field(4, title="N", description="Sequences per step")
-    learning_rate: Rate = Field(
-        0.01, title="X", description="Peak learning rate of the variant's parameters"
-    )
-    lora: Annotated[int, Field(ge=0)] = Field(
-        0, title="RANK",
-        description="Also train LoRA of this rank in all linear layers, with peft",
-    )  # fmt: skip
-    lora_learning_rate: Rate | None = Field(
-        None, title="X", description=f"Peak learning rate of LoRA (default: {LORA_RATE})"
-    )
-    seeds: Annotated[Sequence[Seed], AfterValidator(no_repeats), BeforeValidator(split)] = Field(
-        (0,), title="N,N,…", description="Train once with each of these seeds"
-    )
-    save: Path | None = Field(
-        None, title="DIR", strict=False,
-        description="Save the trained model to DIR (only one model)",
-    )  # fmt: skip
-    out: Path = _out(ADAPT)
+    save: File | None = option(None, "DIR", "Save the trained model to DIR (only one model)")
+    out: File = option(Path("results") / ADAPT, "DIR", _OUT)
 
 
 OPTIONS = {PRETRAINED: PretrainedOptions, ADAPT: AdaptOptions}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
@@ -28,7 +28,7 @@ from commandline.errors import UsageError
 from commandline.files import check_folder, write_whole
 from commandline.table import Table
 from commandline.variants import VariantCall, parse_specs
-from evals.options import Lengths, Names, add_fields, check_registered, read_options
+from evals.options import File, Lengths, Names, add_fields, check_registered, option, read_options
 from evals.pretrained import heads
 from evals.pretrained.loading import Source, from_source, read_text
 from evals.pretrained.options import MODEL, TEXT, Positive
@@ -63,20 +63,18 @@ class Options(BaseModel):
     """The options of the command."""
 
     model: str = MODEL
-    text: Path = TEXT
-    variants: Names = Field(
-        ("softmax", "adaptive_temperature", "log_n"), title="a,b(x=1)",
-        description="Substitute these variants without training",
+    text: File = TEXT
+    variants: Names = option(
+        ("softmax", "adaptive_temperature", "log_n"), "a,b(x=1)",
+        "Substitute these variants without training",
     )  # fmt: skip
-    lengths: Lengths | None = Field(
-        None, title="N,N,…",
-        description="Measure at these lengths in tokens (default: 16, 32, 64 … up to the limit of "
-        "the model or the text)",
+    lengths: Lengths | None = option(
+        None, "N,N,…",
+        "Measure at these lengths in tokens (default: 16, 32, 64 … up to the limit of the model or "
+        "the text)",
     )  # fmt: skip
-    samples: Positive = Field(4, title="N", description="Read N pieces of the text at each length")
-    out: Path = Field(
-        Path("results") / NAME, title="DIR", description=f"Write {NAME}.csv and {NAME}.png to DIR"
-    )
+    samples: Positive = option(4, "N", "Read N pieces of the text at each length")
+    out: File = option(Path("results") / NAME, "DIR", f"Write {NAME}.csv and {NAME}.png to DIR")
 
 
 def add_parser(commands: Any) -> None:
