@@ -238,9 +238,9 @@ class Studies:
         """The stored result rows in these folders other than ``rows``."""
         keys = {row["key"] for row in rows}
         return [
-            study.completed(row)
-            for name, study in self.studies.items()
-            for row in self.folders[name].by_key.values()
+            row
+            for folder in self.folders.values()
+            for row in folder.by_key.values()
             if row["key"] not in keys and not is_validation(row)
         ]
 

@@ -223,27 +223,14 @@ class Study:
 
     def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
         """The stored rows that belong to this study, in the order of its seeds and variants."""
+        runs = [run for run in self.runs(by_key) if not run.candidate and not run.waits]
+        rows = [by_key[key] for run in runs for key in run.keys if key in by_key]
         specs = [str(spec) for spec in self.specs]
-        rows = []
-        for run in self.runs(by_key):
-            for key in run.keys if not run.candidate and not run.waits else ():
-                if (row := by_key.get(key)) is not None:
-                    # The group of a row from an older file lacks the sizes of the test sets.
-                    settings = row["settings"] | self._shared(run.variant)
-                    rows.append(row | {"group": self._group(settings)})
         encodings = {positions: number for number, positions in enumerate(self.positions)}
         return sorted(rows, key=lambda row: (
             row["seed"], encodings.get(row["series"].get("positions"), 0),
             specs.index(row["variant"]),
         ))  # fmt: skip
-
-    def completed(self, row: Row) -> Row:
-        """A row of another study. The group of a row from an older file lacks the sizes of the test
-        sets; it gets those of this study if they give the same number of sequences."""
-        lacks = self.has_lengths and not row["group"].keys() & {*_TEST_SIZES}
-        if not lacks or row["sequences"] != self.settings.sequences(row["x"]):
-            return row
-        return row | {"group": row["group"] | self._sizes()}
 
     def row(
         self, run: Run, key: str, point: Any, outcome: Outcome, training: Mapping[str, Any]
@@ -281,10 +268,8 @@ class Study:
     def _group(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """What all rows of one table share."""
         origins = {"data": self._data(), "device": self.device.split(":")[0]}
-        return {n: x for n, x in settings.items() if x is not None} | self._sizes() | origins
-
-    def _sizes(self) -> dict[str, int]:
-        return {name: getattr(self.settings, name) for name in _TEST_SIZES if self.has_lengths}
+        sizes = {name: getattr(self.settings, name) for name in _TEST_SIZES if self.has_lengths}
+        return {n: x for n, x in settings.items() if x is not None} | sizes | origins
 
     def _data(self) -> str:
         """The version of the data and the model, with the hash of a plugin that defines either.

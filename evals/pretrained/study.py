@@ -234,10 +234,6 @@ class PretrainedStudy:
         """The stored rows that belong to this study."""
         return [by_key[key] for run in self.runs({}) for key in run.keys if key in by_key]
 
-    def completed(self, row: Row) -> Row:
-        """A row of another study."""
-        return row
-
     def alike(self, run: Run, row: Row) -> bool:
         """Whether a run takes about as long as that of a stored row of the same variant and x."""
         return row["group"] == self._group()

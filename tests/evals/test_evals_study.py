@@ -16,6 +16,7 @@ from commandline.errors import UsageError
 from commandline.files import write_whole
 from commandline.variants import complete, parse_spec, parse_specs, split_list
 from evals.__main__ import main
+from evals.measures.metrics import Outcome
 from evals.options import Options
 from evals.plan import plan_study
 from evals.progress import Progress, clock
@@ -23,6 +24,8 @@ from evals.reporting.plots import length_axis, name_lines
 from evals.results.old_rows import converted
 from evals.results.rows import Row
 from evals.results.store import Folder, RowFile, Shard
+from evals.results.summary import groups
+from evals.run import NOT_TRAINED
 from evals.study import Study
 from evals.tasks import TASKS
 from evals.tasks.families.retrieval import RetrievalSettings
@@ -230,6 +233,19 @@ def test_unsupported_position_encodings_are_left_out_or_raise() -> None:
     assert sum(len(run.keys) for run in planned.runs({})) == 3 * len(planned.xs)
     with pytest.raises(UsageError, match="cosformer.*alibi"):
         plan_study(TASKS["mqar"], options.model_copy(update={"positions": ["alibi"]}), {})
+
+
+def test_rows_of_older_files_are_in_the_table_of_new_ones() -> None:
+    planned = study("softmax", "ssmax")
+    new, old = (
+        planned.row(run, run.keys[0], 16, Outcome("ok", "", {"accuracy": 0.5}), NOT_TRAINED)
+        for run in planned.runs({})
+    )
+    # The group of a row of an older file lacks the sizes of the test sets.
+    old["group"] = {n: x for n, x in old["group"].items() if not n.startswith("test_")}
+    assert planned.rows({old["key"]: old}) == [old]
+    assert len(groups([new, old])) == 1
+    assert len(groups([new, old | {"sequences": 9}])) == 2
 
 
 def test_a_folder_reads_the_files_of_all_shards(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from evals.__main__ import parser
+from evals.options import read_options, with_local_rank
+from evals.pretrained.options import PretrainedOptions
 from helpers.hf_models import quiet
 from helpers.pretrained_runs import run
 from helpers.small_lm import ROOT, TEXT
@@ -102,3 +105,13 @@ def test_wrong_options_are_errors_and_write_nothing(
     assert run(command, folder, tmp_path / "out", *options.split()) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_under_torchrun_a_shard_uses_the_gpu_of_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    line = ["pretrained", "--model", "m", "--text", "t", "--shard", "env", "--device", "cuda"]
+    options = with_local_rank(read_options(PretrainedOptions, parser().parse_args(line)))
+    assert (options.shard.index, options.device, options.workers) == (3, "cuda:1", 1)
