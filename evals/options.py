@@ -68,8 +68,9 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def _settings(value: object, info: ValidationInfo) -> object:
     """Read a list of NAME=VALUE. VALUE is read as TOML; if it is not valid TOML, it is text."""
-    is_line = info.context == LINE and isinstance(value, list)
-    return _unique([_setting(text) for text in value]) if is_line else value
+    if info.context != LINE or not isinstance(value, list):
+        return value
+    return _unique([_setting(text) for text in value])
 
 
 def _setting(text: str) -> tuple[str, Any]:

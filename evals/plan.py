@@ -52,10 +52,12 @@ def plan_study(
     except ValueError as error:
         raise UsageError(f"setting {error}") from error
     texts = list(options.variants or preset.variants)
-    if tuple(texts) == EVERY_VARIANT and isinstance(task, Experiment):
-        texts = list(layers.every_layer())
-    elif tuple(texts) == EVERY_VARIANT:
-        texts = every_variant(task.tokens(settings.train_longest))
+    if tuple(texts) == EVERY_VARIANT:
+        texts = (
+            list(layers.every_layer())
+            if isinstance(task, Experiment)
+            else every_variant(task.tokens(settings.train_longest))
+        )
     if options.variants is None:
         texts += [n for n in plugins if n not in texts and not n.startswith("task ")]
     of_variants = {

@@ -120,10 +120,10 @@ class Study:
         if not self.sweep.grid:
             return NOT_TUNED
         seeds = [self._candidates(trained, seed) for seed in SWEEP_SEEDS]
-        rows = [[by_key.get(key) for run in runs for key in run.keys] for runs in zip(*seeds)]
-        if any(None in of_candidate for of_candidate in rows):
+        keys = [[key for run in runs for key in run.keys] for runs in zip(*seeds)]
+        if any(key not in by_key for of_candidate in keys for key in of_candidate):
             return None
-        score = self.task.score
+        rows, score = [[by_key[key] for key in x] for x in keys], self.task.score
         return choose(self.sweep.candidates, rows, score.name, score.lower_is_better)
 
     def _candidates(self, trained: TrainedVariant, seed: int) -> list[Run]:
@@ -263,7 +263,7 @@ class Study:
                 "train_cpu_seconds": round(training["train_cpu_seconds"], 3),
                 "training": run.training_key,
             }
-        return row_of(run, key, outcome, fields | run.fields)
+        return row_of(run, key, outcome, {**fields, **run.fields})
 
     def _group(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """What all rows of one table share."""

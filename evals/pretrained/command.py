@@ -176,7 +176,8 @@ def _samples(lengths: Sequence[int], samples: Sequence[int] | None) -> dict[int,
             f"--samples must be one number or {len(lengths)}, one for each length, got "
             f"{len(samples)}"
         )
-    return dict(zip(lengths, samples if len(samples) > 1 else samples * len(lengths), strict=True))
+    counts = list(samples) * (len(lengths) if len(samples) == 1 else 1)
+    return dict(zip(lengths, counts, strict=True))
 
 
 def _task(options: Any) -> PretrainedTask:
