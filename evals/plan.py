@@ -61,13 +61,13 @@ def plan_study(
     if options.variants is None:
         texts += [n for n in plugins if n not in texts and not n.startswith("task ")]
     of_variants = {
-        name: {key: value for key, value in own.items() if key not in changes}
-        for name, own in preset.variant_settings.items()
+        name: {key: value for key, value in values.items() if key not in changes}
+        for name, values in preset.variant_settings.items()
     }
     study = Study(
         task, (), ("none",), preset.seeds if options.seeds is None else options.seeds, (),
         settings, options.device, plugins,
-        variant_settings={name: own for name, own in of_variants.items() if own},
+        variant_settings={name: values for name, values in of_variants.items() if values},
     )  # fmt: skip
     if isinstance(task, Experiment):
         study = _with_conditions(study, texts, options.conditions or preset.conditions, several)
