@@ -86,7 +86,7 @@ _OUT = "Write results to DIR, or continue those in it"
 Measures = Annotated[Names, AfterValidator(_measures)]
 
 
-class _Shared(RunOptions):
+class ModelOptions(RunOptions):
     """The options of both ``pretrained`` and ``adapt``."""
 
     model: str = MODEL
@@ -108,7 +108,7 @@ class _Shared(RunOptions):
     )
 
 
-class PretrainedOptions(_Shared):
+class PretrainedOptions(ModelOptions):
     """The options of ``pretrained``."""
 
     variants: Names | None = option(
@@ -122,7 +122,7 @@ class PretrainedOptions(_Shared):
     out: File = option(Path("results") / PRETRAINED, "DIR", _OUT)
 
 
-class AdaptOptions(_Shared):
+class AdaptOptions(ModelOptions):
     """The options of ``adapt``."""
 
     text: File = option(..., "FILE", "Train on this UTF-8 text")

@@ -59,7 +59,7 @@ SHOWN = {
 }
 
 
-class Options(BaseModel):
+class SharpnessOptions(BaseModel):
     """The options of the command."""
 
     model: str = MODEL
@@ -80,7 +80,7 @@ class Options(BaseModel):
 def add_parser(commands: Any) -> None:
     short = "Measure the attention of a pretrained model as its input grows"
     parser = commands.add_parser(NAME, help=short, description=__doc__)
-    add_fields(parser, Options)
+    add_fields(parser, SharpnessOptions)
     add_plugin(parser)
 
 
@@ -96,7 +96,7 @@ def check(name: str, file: Path) -> None:
 
 
 def main(line: argparse.Namespace) -> int:
-    args = read_options(Options, line)
+    args = read_options(SharpnessOptions, line)
     check_folder("--out", args.out)
     specs = parse_specs(list(args.variants))
     for spec in specs:
