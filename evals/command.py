@@ -6,11 +6,11 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from commandline.errors import UsageError
 from commandline.files import check_folder, check_writable
-from evals.launch import Failure, default_workers, execute
+from evals.launch import default_workers, execute
 from evals.loggers import Logger, open_loggers
 from evals.measures.metrics import Outcome
 from evals.options import Options
@@ -19,16 +19,24 @@ from evals.plugins import load_plugins
 from evals.progress import Progress, clock, counted
 from evals.results.rows import Row, is_validation
 from evals.results.store import Folder
-from evals.run import AnyRun, Run, RunContext
-from evals.study import Study
+from evals.run import Message, Run, RunContext, point_text
 from evals.sweeps import RECORD, record
-from evals.task import NOTES, TUNABLE, Task
+from evals.task import NOTES, Task
 from evals.tasks.digits.experiment import Experiment
 
 # Writes and prints results, given (rows, results folder, note, verbose).
 Write = Callable[[list[Row], Path, str, bool], None]
-# Shows results, given the rows of the command and the other rows in its folders.
-Show = Callable[[list[Row], list[Row]], None]
+# Shows results, given the rows of the command, the other rows in its folders, and whether no row of
+# the command is missing.
+Show = Callable[[list[Row], list[Row], bool], None]
+
+
+class Failure(NamedTuple):
+    """A failed run: its name, the error in one line, and the traceback."""
+
+    run: str
+    reason: str
+    traceback: str = ""
 
 
 class Studies:
@@ -49,54 +57,79 @@ class Studies:
         self.options, self.out = options, out
         self.plugin_hash = next(iter(plugins.values()), None)
         self.studies = {study.name: study for study in studies}
-        self.folders = self._read_folders()
-        # The runs to do. Those that wait for a sweep have the settings of its first candidate.
-        self.runs = [*self._missing_runs(True), *self._missing_runs(False, undecided=True)]
+        self.read_folders()
+        if options.retry_failed:  # a failed result is missing until its run is repeated
+            for folder in self.folders.values():
+                rows = folder.by_key.items()
+                folder.by_key = {key: row for key, row in rows if row["status"] == "ok"}
+        self.attempted: set[str] = set()  # keys of rows
+        self.runs = self.missing_runs()
+        self.failures: list[Failure] = []
         self.loggers: list[Logger] = []
 
-    def _read_folders(self) -> dict[str, Folder]:
+    def read_folders(self) -> None:
+        """Read the rows, also those that other shards have added."""
         shard = self.options.shard
-        return {name: Folder(x.folder(self.out), shard) for name, x in self.studies.items()}
+        self.folders = {n: Folder(x.folder(self.out), shard) for n, x in self.studies.items()}
 
-    def _missing_runs(self, sweep: bool, undecided: bool = False) -> list[AnyRun]:
-        """The runs of sweeps, or those after the sweeps."""
-        shard, retry, runs = self.options.shard, self.options.retry_failed, list[AnyRun]()
+    def missing_runs(self) -> list[Run]:
+        """The runs of this shard with only their missing rows; those of sweeps come first.
+
+        Those that wait for a sweep have the settings of its first candidate.
+        """
+        runs: list[Run] = []
         for name, study in self.studies.items():
             by_key = self.folders[name].by_key
-            if not sweep:
-                runs += study.runs(by_key, shard, retry, undecided)
-            elif isinstance(study, Study):
-                runs += study.sweep_runs(by_key, shard, retry)
-        return runs
-
-    @property
-    def swept(self) -> dict[str, Study]:
-        """The studies of tasks. Only these have sweeps."""
-        return {n: x for n, x in self.studies.items() if isinstance(x, Study) and x.has_lengths}
+            done = by_key.keys() | self.attempted
+            runs += [run.without(done) for run in study.runs(by_key, self.options.shard)]
+        return sorted((run for run in runs if run.tests), key=lambda run: not run.candidate)
 
     @property
     def workers(self) -> int:
         workers = self.options.workers
         return default_workers(self.options.device) if workers is None else workers
 
-    def row(
-        self, run: Any, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
-    ) -> None:
-        """Store and log one result row of a run."""
-        study = self.studies[run.task]
-        row = study.row(run, key, point, outcome, training)
-        self.folders[run.task].append(row)
-        if isinstance(study, Study):
-            at, step = study.log_at(run, row)
-            for logger in self.loggers:
-                for name, value in outcome.metrics.items():
-                    logger.scalar(at, f"test/{name}", value, step)
+    def receive(self, run: Run, message: Message) -> None:
+        """Show, store or log a message of a run."""
+        match message:
+            case ("stage", point, fraction):
+                stage = "training" if point is None else point_text(point)
+                self.progress.update(run.name, fraction, stage)
+            case ("loss", step, value):
+                self._log(run, run.positions, str(run.variant), {"train/loss": value}, step)
+            case ("rows", point, outcomes, training):
+                for key, outcome in outcomes.items():
+                    self._store(run, key, point, outcome, training)
+            case ("failed", reason, text):
+                self.failures.append(Failure(run.name, reason, text))
+                self.progress.finish(run.name, "failed")
+            case ("done", status):
+                self.progress.finish(run.name, status)
+            case ("stopped", text):
+                raise OSError(text)
 
-    def loss(self, run: Run, step: int, value: float) -> None:
-        """Log a training loss of a run."""
-        name = run.log_name(str(run.variant), run.positions)
+    def _store(
+        self, run: Run, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
+    ) -> None:
+        row = self.studies[run.study].row(run, key, point, outcome, training)
+        try:
+            self.folders[run.study].append(row)
+        except UsageError as error:  # an invalid result must not end other runs
+            self.failures.append(Failure(run.name, str(error)))
+            return
+        metrics = {f"test/{name}": value for name, value in outcome.metrics.items()}
+        if isinstance(point, int):
+            self._log(run, run.positions, row["variant"], metrics, point)
+        elif self.loggers:
+            self._log(run, str(point), row["variant"], metrics, run.settings.steps)
+
+    def _log(
+        self, run: Run, place: str, variant: str, values: Mapping[str, float], step: int
+    ) -> None:
+        parts = [run.study, variant, place, run.candidate, f"seed{run.seed}"]
         for logger in self.loggers:
-            logger.scalar(name, "train/loss", value, step)
+            for name, value in values.items():
+                logger.scalar("/".join(filter(None, parts)), name, value, step)
 
     def show_plan(self) -> None:
         """Print the runs to execute and the combinations left out."""
@@ -104,15 +137,15 @@ class Studies:
         part = f" in shard {shard.index} of {shard.count}" if shard.count > 1 else ""
         for name, study in self.studies.items():
             folder = self.folders[name].path
-            stored = len(study.rows(self.folders[name].by_key))
-            runs = [run for run in self.runs if run.task == name]
+            stored, total = len(self.rows(name)), self.total(name)
+            runs = [run for run in self.runs if run.study == name]
             print(f"{study.headline(runs)}{part}")
             if stored:
-                print(f"  {stored} of {study.total} results are already in {folder}")
+                print(f"  {stored} of {total} results are already in {folder}")
             if self.options.verbose:
                 workers = self.workers
                 place = f"on {counted(workers, 'worker')}" if workers else "in this process"
-                lines = study.details(runs, self.out)
+                lines = study.details(runs, total, self.out)
                 print("\n".join(lines), f"{place}; results in {folder}")
             for line in study.remarks():
                 print(line)
@@ -122,83 +155,88 @@ class Studies:
 
     def show_estimates(self) -> None:
         """Print the number of runs and, from the medians of stored results, their time."""
-        total, unknown = 0.0, 0
+        seconds: list[float | None] = []
         for name in self.studies:
-            runs = [run for run in self.runs if run.task == name]
-            rows = list(self.folders[name].by_key.values())
-            estimates = [_seconds(run, rows) for run in runs]
-            known = [seconds for seconds in estimates if seconds is not None]
-            for run, seconds in zip(runs, estimates, strict=True):
+            runs = [run for run in self.runs if run.study == name]
+            estimates = [self._seconds(run) for run in runs]
+            for run, estimate in zip(runs, estimates, strict=True):
                 if self.options.verbose:
-                    text = "no estimate" if seconds is None else f"about {seconds:.0f} s"
-                    print(
-                        f"  {run}: {counted(sum(map(len, run.tests.values())), 'result')}, {text}"
-                    )
+                    text = "no estimate" if estimate is None else f"about {estimate:.0f} s"
+                    print(f"  {run.name}: {counted(len(run.keys), 'result')}, {text}")
+            known = [estimate for estimate in estimates if estimate is not None]
             time = f"about {clock(sum(known))} of computing time" if known else "no estimate"
             if missing := len(runs) - len(known):
                 time += f"; {counted(missing, 'run')} without stored results of the same kind"
             print(f"{name}: {counted(len(runs), 'run')}, {time}")
-            total += sum(known)
-            unknown += missing
-        workers = max(1, min(self.workers, len(self.runs)))
+            seconds += estimates
+        known = [estimate for estimate in seconds if estimate is not None]
+        workers = max(1, min(self.workers, len(seconds)))
         time = (
-            f"about {clock(total / workers)} (h:mm:ss or m:ss) on {counted(workers, 'worker')}, "
-            "from the medians of stored results"
+            f"about {clock(sum(known) / workers)} (h:mm:ss or m:ss) on "
+            f"{counted(workers, 'worker')}, from the medians of stored results"
         )
-        if unknown:
-            known_runs = len(self.runs) - unknown
-            time = f"{time}, for {known_runs} of them" if known_runs else "no estimate"
-        print(f"Total: {counted(len(self.runs), 'run')}, {time}.")
+        if len(known) < len(seconds):
+            time = f"{time}, for {len(known)} of them" if known else "no estimate"
+        print(f"Total: {counted(len(seconds), 'run')}, {time}.")
 
-    def execute(self) -> list[Failure]:
-        """Execute the runs and return the failures."""
+    def _seconds(self, run: Run) -> float | None:
+        """The time of a run, from the medians of stored rows, if there are any at each x.
+
+        Rows of other variants count where the variant has none.
+        """
+        study, rows = self.studies[run.study], self.folders[run.study].by_key.values()
+        alike = [row for row in rows if study.alike(run, row)]
+        same = [row for row in alike if row["variant"].split("->")[0] == str(run.variant)] or alike
+        training = [row.get("train_cpu_seconds", 0.0) for row in same]
+        seconds = statistics.median(training) if training else 0.0
+        for point, tests in run.tests.items():
+            x = point[0] if isinstance(point, tuple) else point
+            times = [[row["cpu_seconds"] for row in of if row["x"] == x] for of in (same, alike)]
+            if not times[1]:
+                return None
+            seconds += len(tests) * statistics.median(times[0] or times[1])
+        return seconds
+
+    def execute(self) -> None:
+        """Execute the missing runs."""
         if not self.runs:
-            return []
+            return
         # If results cannot be written, the error comes before the training.
         for folder in self.folders.values():
             check_writable("--out", folder.path)
         context = RunContext(self.options.device, self.options.plugin, self.out, self.plugin_hash)
-        progress = Progress(len(self.runs), verbose=self.options.verbose)
+        self.progress = Progress(len(self.runs), verbose=self.options.verbose)
         try:
-            failures = []
-            for sweep in (True, False):  # the runs after a sweep have the settings that it chose
-                runs = self._missing_runs(sweep)
-                failures += execute(runs, context, self, progress, self.workers)
-            return failures
+            # The runs after a sweep have the settings that it chose.
+            while runs := [run for run in self.missing_runs() if not run.waits]:
+                execute(runs, context, self.receive, self.workers)
+                self.attempted.update(key for run in runs for key in run.keys)
         finally:
-            progress.close()
+            self.progress.close()
             for logger in self.loggers:
                 logger.close()
 
     def record(self) -> None:
         """Record the choices of the sweeps."""
-        for name, study in self.swept.items():
-            choices = study.choices(self.folders[name].by_key).items()
-            record(
-                name, [(str(variant), at, choice) for (at, variant), choice in choices if choice]
-            )
+        for name, study in self.studies.items():
+            if study.has_lengths:
+                runs = study.runs(self.folders[name].by_key)
+                reported = [run for run in runs if not run.candidate]
+                record(name, [(str(x.variant), x.positions, x.fields["tuned"]) for x in reported])
         print(f"recorded: {RECORD}")
 
-    def missing(self) -> dict[str, int]:
-        """The incomplete studies by name, each with the number of its missing result rows."""
-        self.folders = self._read_folders()  # other shards have added rows
-        counts = {
-            name: study.total - len(study.rows(self.folders[name].by_key))
-            for name, study in self.studies.items()
-        }
-        return {name: count for name, count in counts.items() if count}
+    def total(self, name: str) -> int:
+        """The number of result rows of a study."""
+        runs = self.studies[name].runs(self.folders[name].by_key)
+        return sum(len(run.keys) for run in runs if not run.candidate)
 
-    def rows(self) -> list[Row]:
-        """The stored result rows of these studies."""
-        return [
-            row
-            for name, study in self.studies.items()
-            for row in study.rows(self.folders[name].by_key)
-        ]
+    def rows(self, name: str) -> list[Row]:
+        """The stored result rows of a study."""
+        return self.studies[name].rows(self.folders[name].by_key)
 
-    def other_rows(self) -> list[Row]:
-        """The stored result rows in these folders that were produced with other options."""
-        keys = {row["key"] for row in self.rows()}
+    def other_rows(self, rows: Sequence[Row]) -> list[Row]:
+        """The stored result rows in these folders other than ``rows``."""
+        keys = {row["key"] for row in rows}
         return [
             row
             for folder in self.folders.values()
@@ -207,32 +245,12 @@ class Studies:
         ]
 
 
-def _seconds(run: AnyRun, rows: Sequence[Row]) -> float | None:
-    """The time of a run, from the medians of stored rows with the same settings, if there are any.
-
-    Rows of other variants count where the variant has none.
-    """
-    alike = [row for row in rows if _kind(row["settings"]) == _kind(run.settings.identity())]
-    same = [row for row in alike if row["variant"].split("->")[0] == str(run.variant)] or alike
-    training = [row.get("train_cpu_seconds", 0.0) for row in same]
-    seconds = statistics.median(training) if training else 0.0
-    for x, tests in run.tests.items():
-        times = [[row["cpu_seconds"] for row in part if row["x"] == x] for part in (same, alike)]
-        if not times[1]:
-            return None
-        seconds += len(tests) * statistics.median(times[0] or times[1])
-    return seconds
-
-
-def _kind(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide how long a run takes."""
-    return {name: value for name, value in settings.items() if name not in TUNABLE}
-
-
 def _check_record(studies: Studies, options: Options) -> None:
     if options.preset != "quick":
         raise UsageError(f"--record needs --preset quick, got {options.preset!r}")
-    for name, study in studies.swept.items():
+    for name, study in studies.studies.items():
+        if not study.has_lengths:
+            continue
         if not study.sweep.grid:
             raise UsageError(f"--record needs a sweep, and {name} has none here")
         preset = study.task.presets["quick"].settings
@@ -253,9 +271,9 @@ def run_tasks(
     plugins = load_plugins(shared.plugin)
     several = len(tasks) > 1
     planned = [plan_study(task, options[task.name], plugins, several) for task in tasks]
-    if not any(study.total for study in planned):
-        raise UsageError(f"nothing to run: {', '.join(task.name for task in tasks)} has no variant")
     studies = Studies(planned, shared, out, plugins)
+    if not any(map(studies.total, studies.studies)):
+        raise UsageError(f"nothing to run: {', '.join(studies.studies)} has no variant")
     if shared.record:
         _check_record(studies, shared)
     if studies.runs and not shared.dry_run:
@@ -265,8 +283,8 @@ def run_tasks(
         studies.show_estimates()
         return 0
 
-    def show(rows: list[Row], others: list[Row]) -> None:
-        if shared.record and not studies.missing():
+    def show(rows: list[Row], others: list[Row], complete: bool) -> None:
+        if shared.record and complete:
             studies.record()
         note = NOTES[shared.preset]
         if others:
@@ -278,27 +296,27 @@ def run_tasks(
     return carry_out(studies, show)
 
 
-def carry_out(studies: Studies, show: Show, failures: Sequence[Failure] = ()) -> int:
-    """Execute the runs, show their rows, and return the exit status.
-
-    failures: of work before the runs.
-    """
+def carry_out(studies: Studies, show: Show) -> int:
+    """Execute the runs, show their rows, and return the exit status."""
     options = studies.options
-    failures = [*failures, *studies.execute()]
+    studies.execute()
+    failures = list(dict.fromkeys(studies.failures))
     for failure in failures:
         print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
         if options.verbose and failure.traceback:
             print(failure.traceback, file=sys.stderr)
     if any(failure.traceback for failure in failures) and not options.verbose:
         print("Repeat the command with --verbose for the traceback.", file=sys.stderr)
-    missing = studies.missing()
-    if missing and options.shard.count > 1 and not failures:
-        left = ", ".join(f"{count} of {name}" for name, count in missing.items())
+    studies.read_folders()
+    stored = {name: studies.rows(name) for name in studies.studies}
+    missing = {name: studies.total(name) - len(rows) for name, rows in stored.items()}
+    if any(missing.values()) and options.shard.count > 1 and not failures:
+        left = ", ".join(f"{count} of {name}" for name, count in missing.items() if count)
         print(f"This shard is done. Results of other shards are missing: {left}. The shard that "
               "finishes last prints the tables and writes the report.")  # fmt: skip
         return 0
-    rows = studies.rows()
+    rows = [row for of_study in stored.values() for row in of_study]
     if rows:
-        show(rows, studies.other_rows())
+        show(rows, studies.other_rows(rows), not any(missing.values()))
     nothing = all(row["status"] != "ok" for row in rows)
     return 1 if failures or nothing else 0

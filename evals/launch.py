@@ -1,10 +1,11 @@
 """Executes runs on worker processes, or in this process.
 
 Each worker is spawned with one torch thread and sends its results after each point, which is an
-eval length or a condition. Only the parent writes result files. If a worker dies, its pipe closes
-and the parent repeats the run. If the repeated run is killed by SIGKILL at the same point, memory
-probably ran out: the rows of this point get the status "oom" (all rows if the run died in
-training). If the repeated run dies there with any other exit code, the run counts as failed.
+eval length or a condition. A thread of the parent waits for the messages of each worker; only the
+parent writes result files. If a worker dies, the thread repeats the run with a new one. If the
+repeated run is killed by SIGKILL at the same point, memory probably ran out: the rows of this point
+get the status "oom" (all rows if the run died in training). If the repeated run dies there with any
+other exit code, the run counts as failed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, Protocol
+from multiprocessing.connection import Connection
+from threading import Lock
 
 import torch
 
@@ -28,49 +31,47 @@ from commandline.variants import load_plugin
 from evals.measures.arithmetic import lean_arithmetic
 from evals.measures.metrics import Outcome
 from evals.plugins import check_unchanged
-from evals.progress import Progress
-from evals.run import NOT_TRAINED, AnyRun, Message, RunContext
+from evals.run import NOT_TRAINED, Emit, Message, Run, RunContext, point_text
+
+# Gets the messages of all runs, one at a time. It raises OSError for ("stopped", text).
+Receive = Callable[[Run, Message], None]
 
 
-class Failure(NamedTuple):
-    """A failed run: its name, the error in one line, and the traceback."""
+def reason_of(text: str) -> str:
+    """The error of a formatted traceback in one line."""
+    # After the header of a traceback, the first line without indent starts the error message.
+    last = text.rsplit("Traceback (most recent call last):\n", 1)[-1]
+    return next(line for line in last.splitlines() if line.strip() and line[0] != " ")
 
-    run: str
-    reason: str
-    traceback: str = ""
 
-    @staticmethod
-    def from_traceback(run: object, text: str) -> Failure:
-        # After the header of a traceback, the first line without indent starts the error message.
-        last = text.rsplit("Traceback (most recent call last):\n", 1)[-1]
-        reason = next(line for line in last.splitlines() if line.strip() and line[0] != " ")
-        return Failure(str(run), reason, text)
+def _execute(run: Run, context: RunContext, emit: Emit) -> None:
+    """Execute a run. The last message is its end."""
+    try:
+        with lean_arithmetic():
+            status = run.work(run, context, emit)
+    except NotWritten as error:  # the next run could not write either
+        emit(("stopped", str(error)))
+    except Exception:  # one failed run must not end the others
+        text = traceback.format_exc()
+        emit(("failed", reason_of(text), text))
+    else:
+        emit(("done", status))
 
 
 def _work_loop(pipe: Connection, context: RunContext) -> None:
-    """The main function of a worker: execute runs from the pipe until None or the parent's exit."""
+    """The main function of a worker: execute runs from the pipe until the parent's exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
-        with lean_arithmetic():
-            if context.plugin is not None:
-                try:
-                    check_unchanged(context.plugin, context.plugin_hash)
-                except UsageError as error:
-                    pipe.recv()
-                    pipe.send(("stopped", str(error)))
-                    return
-                load_plugin(context.plugin, need_variant=False)
-            while (run := pipe.recv()) is not None:
-                try:
-                    status = run.execute(context, pipe.send)
-                except (BrokenPipeError, EOFError):
-                    raise
-                except NotWritten as error:  # the next run could not write either
-                    pipe.send(("stopped", str(error)))
-                except Exception:  # one failed run must not end the others
-                    pipe.send(("failed", traceback.format_exc()))
-                else:
-                    pipe.send(("done", status))
+        if context.plugin is not None:
+            try:
+                check_unchanged(context.plugin, context.plugin_hash)
+            except UsageError as error:
+                pipe.recv()
+                pipe.send(("stopped", str(error)))
+                return
+            load_plugin(context.plugin, need_variant=False)
+        while True:
+            _execute(pipe.recv(), context, pipe.send)
     except (BrokenPipeError, EOFError, ConnectionResetError):
         sys.exit(1)
 
@@ -81,31 +82,8 @@ def _work_loop(pipe: Connection, context: RunContext) -> None:
 _KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
 
 
-class Listener(Protocol):
-    """Receives the results and training losses of runs."""
-
-    def row(
-        self, run: Any, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
-    ) -> None: ...
-
-    def loss(self, run: Any, step: int, value: float) -> None: ...
-
-
-def _forward(listener: Listener, progress: Progress, run: AnyRun, message: Message) -> None:
-    """Forward the message of a run to the listener or to the progress display."""
-    match message:
-        case ("stage", point, fraction):
-            stage = run.point_text(point) if point else "training"
-            progress.update(str(run), fraction, stage)
-        case ("loss", step, value):
-            listener.loss(run, step, value)
-        case ("rows", point, outcomes, training):
-            for key, outcome in outcomes.items():
-                listener.row(run, key, point, outcome, training)
-
-
-class _Worker:
-    """A process, its current run, and the point it is working on (None: training)."""
+class Worker:
+    """A process that executes one run after another."""
 
     def __init__(self, context: RunContext) -> None:
         spawn = get_context("spawn")
@@ -113,160 +91,108 @@ class _Worker:
         self.process = spawn.Process(target=_work_loop, args=(worker_pipe, context), daemon=True)
         self.process.start()
         worker_pipe.close()
-        self.run: AnyRun | None = None
-        self.stage: Any = None
 
-    def start(self, run: AnyRun) -> None:
-        self.run, self.stage = run, None
-        self.pipe.send(run)
+    def messages(self, run: Run) -> Iterator[Message]:
+        """The messages of a run. The last is its end, or ("died", exit code of the process)."""
+        try:
+            self.pipe.send(run)
+            message: Message = ("",)
+            while message[0] not in ("done", "failed", "stopped"):
+                message = self.pipe.recv()
+                yield message
+        except (BrokenPipeError, EOFError, ConnectionResetError):
+            self.process.join()
+            yield ("died", self.process.exitcode)
 
     def stop(self) -> None:
         self.process.terminate()
         self.process.join()
-        self.pipe.close()
 
 
-class Pool:
-    """Executes runs on worker processes. A failed run does not end the others."""
+class _Pool:
+    """Worker processes, and a thread for each. A failed run does not end the others."""
 
-    def __init__(self, contexts: list[RunContext], listener: Listener, progress: Progress) -> None:
-        self.contexts = contexts  # one for each worker
-        self.listener = listener
-        self.progress = progress
-        self.failures: list[Failure] = []
-        self._deaths: dict[tuple[str, Any], int] = {}
+    def __init__(self, runs: Sequence[Run], receive: Receive) -> None:
+        self.waiting = deque(runs)
+        self.receive = receive
+        self.workers: list[Worker] = []
+        self.deaths: Counter[object] = Counter()  # by run and point
+        self.stopped = False
+        self.lock = Lock()  # for all attributes, and while a message is received
 
-    def execute(self, runs: Iterable[AnyRun]) -> list[Failure]:
-        """Execute all runs and return the failures."""
-        waiting = list(runs)
-        for name, value in _KEEP_FREED.items():
-            os.environ.setdefault(name, value)
-        workers: dict[int, _Worker] = {}
-        try:
-            while waiting or any(w.run for w in workers.values()):
-                for slot, context in enumerate(self.contexts):
-                    if waiting and (slot not in workers or workers[slot].run is None):
-                        if slot not in workers:
-                            workers[slot] = _Worker(context)
-                        self._start(workers, slot, waiting)
-                pipes = {w.pipe: slot for slot, w in workers.items() if w.run is not None}
-                if not pipes:  # the only workers were dead; waiting for none would last forever
-                    continue
-                for pipe in wait(list(pipes)):
-                    slot = pipes[pipe]  # type: ignore[index]
-                    try:
-                        self._receive(workers[slot], workers[slot].pipe.recv())
-                    except (EOFError, ConnectionResetError):
-                        dead = workers.pop(slot)
-                        waiting[:0] = self._after_death(dead)
-        finally:
-            for worker in workers.values():
-                worker.stop()
-        return self.failures
+    def execute(self, contexts: Sequence[RunContext]) -> None:
+        """Execute all runs with one worker for each context."""
+        with ThreadPoolExecutor(len(contexts)) as threads:
+            try:
+                for served in as_completed([threads.submit(self._serve, x) for x in contexts]):
+                    served.result()
+            finally:
+                with self.lock:
+                    self.stopped = True
+                    for worker in self.workers:
+                        worker.stop()
 
-    def _start(self, workers: dict[int, _Worker], slot: int, waiting: list[AnyRun]) -> None:
-        try:
-            workers[slot].start(waiting[0])
-        except (BrokenPipeError, ConnectionResetError):
-            dead = workers.pop(slot)
-            dead.run = waiting.pop(0)
-            waiting[:0] = self._after_death(dead)
-        else:
-            waiting.pop(0)
+    def _serve(self, context: RunContext) -> None:
+        """Execute waiting runs on a worker, or on a new one after its death."""
+        worker = None
+        while True:
+            with self.lock:
+                if self.stopped or not self.waiting:
+                    return
+                run, point = self.waiting.popleft(), None
+                if worker is None:
+                    self.workers.append(worker := Worker(context))
+            for message in worker.messages(run):
+                with self.lock:
+                    if self.stopped:
+                        return
+                    if message[0] == "died":
+                        worker = None
+                        self.waiting.extendleft(self._after_death(run, point, message[1]))
+                    else:
+                        self.receive(run, message)
+                if message[0] == "stage":
+                    point = message[1]
+                elif message[0] == "rows":
+                    run = run.without(message[2])
 
-    def _receive(self, worker: _Worker, message: Message) -> None:
-        run = worker.run
-        assert run is not None
-        try:
-            _forward(self.listener, self.progress, run, message)
-        except UsageError as error:  # an invalid result must not end other runs
-            failure = Failure(str(run), str(error))
-            if failure not in self.failures:
-                self.failures.append(failure)
-        match message:
-            case ("stage", point, _):
-                worker.stage = point
-            case ("rows", point, *_):
-                tests = {n: t for n, t in run.tests.items() if n != point}
-                worker.run = replace(run, tests=tests)
-            case ("stopped", text):
-                raise OSError(text)
-            case ("failed", text):
-                self._fail(Failure.from_traceback(run, text))
-                worker.run = None
-            case ("done", status):
-                self.progress.finish(str(run), status)
-                worker.run = None
-
-    def _fail(self, failure: Failure) -> None:
-        self.failures.append(failure)
-        self.progress.finish(failure.run, "failed")
-
-    def _after_death(self, worker: _Worker) -> list[AnyRun]:
-        """Handle a worker's death. Returns a list: empty, or one run with the lengths to repeat."""
-        run, stage = worker.run, worker.stage
-        assert run is not None
-        worker.process.join()
+    def _after_death(self, run: Run, point: object, code: int | None) -> list[Run]:
+        """Returns a list: empty, or the run with the points to repeat. point: the one that was
+        worked on; None is the training."""
         if not run.tests:
-            self.progress.finish(str(run))
+            self.receive(run, ("done", "done"))
             return []
-        code = worker.process.exitcode or 0
-        deaths = self._deaths[str(run), stage] = self._deaths.get((str(run), stage), 0) + 1
-        if deaths == 1:
+        self.deaths[run.name, point] += 1
+        if self.deaths[run.name, point] == 1:
             return [run]
-        where = f"at {run.point_text(stage)}" if stage else "in training"
+        where = "in training" if point is None else f"at {point_text(point)}"
         if code != -signal.SIGKILL:
-            self._fail(Failure(str(run), f"its process died twice {where}, exit code {code}"))
+            reason = f"its process died twice {where}, exit code {code}"
+            self.receive(run, ("failed", reason, ""))
             return []
         failure = Outcome("oom", f"process killed twice {where}, probably out of memory")
-        for point in [stage] if stage in run.tests else list(run.tests):
-            for key in run.tests[point]:
-                self.listener.row(run, key, point, failure, NOT_TRAINED)
-        tests = {n: t for n, t in run.tests.items() if stage in run.tests and n != stage}
-        if not tests:
-            self.progress.finish(str(run), "out of memory")
-            return []
-        return [replace(run, tests=tests)]
+        for x in [point] if point in run.tests else list(run.tests):
+            outcomes = dict.fromkeys(run.tests[x], failure)
+            self.receive(run, ("rows", x, outcomes, NOT_TRAINED))
+            run = run.without(outcomes)
+        if not run.tests:
+            self.receive(run, ("done", "out of memory"))
+        return [run] if run.tests else []
 
 
-def execute(
-    runs: Sequence[AnyRun],
-    context: RunContext,
-    listener: Listener,
-    progress: Progress,
-    workers: int,
-) -> list[Failure]:
-    """Execute all runs, in this process if ``workers`` is 0, and return the failures."""
-    if not runs:
-        return []
+def execute(runs: Sequence[Run], context: RunContext, receive: Receive, workers: int) -> None:
+    """Execute all runs, in this process if ``workers`` is 0."""
     if workers == 0:
-        return execute_here(runs, context, listener, progress)
+        for run in runs:
+            _execute(run, context, partial(receive, run))
+        return
+    os.environ.update({x: os.environ.get(x, value) for x, value in _KEEP_FREED.items()})
     count = min(workers, len(runs))
     gpus = max(1, torch.cuda.device_count())
     # For "cuda" without an index, workers take the GPUs in rotation.
     all_gpus = context.device == "cuda"
     devices = [f"cuda:{i % gpus}" if all_gpus else context.device for i in range(count)]
-    contexts = [replace(context, device=device) for device in devices]
-    return Pool(contexts, listener, progress).execute(runs)
-
-
-def execute_here(
-    runs: Iterable[AnyRun], context: RunContext, listener: Listener, progress: Progress
-) -> list[Failure]:
-    """Execute all runs in this process (``--workers 0``) and return the failures."""
-    failures = []
-    for run in runs:
-        try:
-            with lean_arithmetic():
-                status = run.execute(context, partial(_forward, listener, progress, run))
-        except NotWritten:
-            raise
-        except Exception:  # one failed run must not end the others
-            failures.append(Failure.from_traceback(run, traceback.format_exc()))
-            progress.finish(str(run), "failed")
-        else:
-            progress.finish(str(run), status)
-    return failures
+    _Pool(runs, receive).execute([replace(context, device=device) for device in devices])
 
 
 def default_workers(device: str) -> int:

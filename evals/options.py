@@ -1,7 +1,7 @@
-"""The options of an eval, from a TOML file and the command line; the command line wins.
+"""The options of commands, from the command line and, for an eval, from a TOML file.
 
-`Options` is the only list of options. The arguments of the command line are made from it, and both
-sources are checked with it: values of the command line are texts, those of a file have types.
+A model of pydantic is the only list of the options of a command. Its arguments are made from it,
+and values are checked with it: those of the command line are texts, those of a file have types.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import torch
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -25,7 +26,7 @@ from pydantic import (
 )
 
 import attnzoo
-from commandline.arguments import add_plugin, did_you_mean
+from commandline.arguments import did_you_mean
 from commandline.errors import UsageError
 from commandline.variants import Spec, split_list
 from evals.results.rows import first_error
@@ -38,14 +39,23 @@ PresetName = Literal["smoke", "quick", "paper"]
 LoggerName = Literal["tensorboard", "wandb"]
 NO_SWEEP = "none"
 LINE = "command line"  # the context of pydantic where values are texts
+AnyOptions = TypeVar("AnyOptions", bound=BaseModel)
+AnyRunOptions = TypeVar("AnyRunOptions", bound="RunOptions")
 
 
 # ------------------------------------------------------------------------------ texts and values
 
 
-def _split(value: object, info: ValidationInfo) -> object:
+def split(value: object, info: ValidationInfo) -> object:
     """The entries of a list on the command line."""
     return split_list(value) if info.context == LINE and isinstance(value, str) else value
+
+
+def no_repeats(values: Sequence[Any]) -> Sequence[Any]:
+    """The values, or a ValueError if one is repeated."""
+    if twice := [value for i, value in enumerate(values) if value in values[:i]]:
+        raise ValueError(f"must not repeat an entry, got {twice[0]} twice")
+    return values
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -58,11 +68,9 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def _settings(value: object, info: ValidationInfo) -> object:
     """Read a list of NAME=VALUE. VALUE is read as TOML; if it is not valid TOML, it is text."""
-    return (
-        value
-        if info.context != LINE or not isinstance(value, list)
-        else _unique([_setting(text) for text in value])
-    )
+    if info.context != LINE or not isinstance(value, list):
+        return value
+    return _unique([_setting(text) for text in value])
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -130,84 +138,89 @@ def _shard_from_environment() -> str:
 
 # ------------------------------------------------------------------------------------ the options
 
-Count = Annotated[int | None, Field(ge=1, le=MAX_SETTING)]
-Names = Annotated[Sequence[str] | None, Field(min_length=1), BeforeValidator(_split)]
+Count = Annotated[int, Field(ge=1, le=MAX_SETTING)]
+File = Annotated[Path, Field(strict=False)]
+Names = Annotated[
+    Sequence[str], Field(min_length=1), AfterValidator(no_repeats), BeforeValidator(split)
+]
 Length = Annotated[int, Field(ge=2, le=MAX_LENGTH)]
+Lengths = Annotated[
+    Sequence[Length], Field(min_length=1), AfterValidator(no_repeats), BeforeValidator(split)
+]
 
 
-class Options(BaseModel):
-    """The options of an eval. None stands for a default, such as the preset's value.
+def option(default: Any, placeholder: str, text: str) -> Any:
+    """A field with its default, its placeholder in the command line's help, such as N, and its help
+    text. The default ... makes it required."""
+    return Field(default, title=placeholder, description=text)
 
-    ``settings`` overrides fields of the task's Settings. The title of a field below is its
-    placeholder in the command line's help, such as N, and the description is its help text.
-    """
+
+class RunOptions(BaseModel):
+    """The options of every command that executes runs. None stands for a default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    preset: PresetName = Field(
-        "quick", title="{smoke,quick,paper}",
-        description="Choose variants, lengths and model size (default: quick)",
-    )  # fmt: skip
-    variants: Names = Field(
-        None, title="a,b(x=1),a->b",
-        description="Train and evaluate these; a->b trains a and substitutes b at inference",
-    )  # fmt: skip
-    positions: Names = Field(
-        None, title="none,rope,…", description="Combine each variant with these position encodings"
+    plugin: File | None = option(
+        None, "FILE.py", "Load a Python file that registers more variants or tasks"
     )
-    seeds: Count = Field(None, title="N", description="Train with the seeds 0 to N - 1")
-    lengths: Annotated[Sequence[Length] | None, BeforeValidator(_split)] = Field(
-        None, title="N,N,…", min_length=1,
-        description="Evaluate at these lengths and at the train length",
-    )  # fmt: skip
-    conditions: Names = Field(
-        None, title="NAME,…", description="Train under these conditions (default: all)"
+    workers: Annotated[int, Field(ge=0)] | None = option(
+        None, "N", "Use N worker processes (default: one per core or GPU); 0: no worker process"
     )
-    steps: Count = Field(None, title="N", description="Train for N steps")
-    output: str | None = Field(
-        None, title="LAYER",
-        description="Train with this output layer: a variant, mixture(components=K) or adaptive "
+    shard: Annotated[Shard, BeforeValidator(_shard)] = option(
+        UNSHARDED, "I/N",
+        "Run part I of N (I from 0); env reads I and N from torchrun or a SLURM array",
+    )  # fmt: skip
+    device: str = option("cpu", "NAME", "Run on cpu, cuda or cuda:N")
+    retry_failed: bool = option(False, "", "Repeat runs that ended in NaN or out of memory")
+    verbose: bool = option(
+        False, "", "Also print schedule, more tables, all failures, tracebacks and status lines"
+    )
+    dry_run: bool = option(
+        False, "", "Print the runs and, from stored results, their time; run nothing"
+    )
+
+
+class Options(RunOptions):
+    """The options of an eval. None stands for a default, such as the preset's value.
+
+    ``settings`` overrides fields of the task's Settings.
+    """
+
+    preset: PresetName = option(
+        "quick", "{smoke,quick,paper}", "Choose variants, lengths and model size"
+    )
+    variants: Names | None = option(
+        None, "a,b(x=1),a->b",
+        "Train and evaluate these; a->b trains a and substitutes b at inference",
+    )  # fmt: skip
+    positions: Names | None = option(
+        None, "none,rope,…", "Combine each variant with these position encodings"
+    )
+    seeds: Count | None = option(None, "N", "Train with the seeds 0 to N - 1")
+    lengths: Lengths | None = option(
+        None, "N,N,…", "Evaluate at these lengths and at the train length"
+    )
+    conditions: Names | None = option(None, "NAME,…", "Train under these conditions (default: all)")
+    steps: Count | None = option(None, "N", "Train for N steps")
+    output: str | None = option(
+        None, "LAYER", "Train with this output layer: a variant, mixture(components=K) or adaptive "
         "(default: softmax)",
     )  # fmt: skip
-    settings: Annotated[Mapping[str, Any], BeforeValidator(_settings)] = Field(
-        {}, title="NAME=VALUE",
-        description="Change a setting of the task (repeatable); an unknown NAME lists all settings",
+    settings: Annotated[Mapping[str, Any], BeforeValidator(_settings)] = option(
+        {}, "NAME=VALUE",
+        "Change a setting of the task (repeatable); an unknown NAME lists all settings",
     )  # fmt: skip
-    sweep: Annotated[Any, BeforeValidator(_sweep)] = Field(
-        None, title="NAME=V,V,…",
-        description="Train each variant with the best of these values of a setting (repeatable); "
+    sweep: Annotated[Any, BeforeValidator(_sweep)] = option(
+        None, "NAME=V,V,…",
+        "Train each variant with the best of these values of a setting (repeatable); "
         "recorded: the values that a recorded sweep chose; none: no sweep",
     )  # fmt: skip
-    record: bool = Field(
-        False, description="Record the choices of the sweep in evals/tasks/tuned.json"
+    record: bool = option(False, "", "Record the choices of the sweep in evals/tasks/tuned.json")
+    out: File | None = option(
+        None, "DIR", "Write results to DIR, or continue those in it (default: results/PRESET)"
     )
-    plugin: Path | None = Field(None, strict=False)  # described by `add_plugin`
-    workers: int | None = Field(
-        None, title="N", ge=0,
-        description="Use N worker processes (default: one per core or GPU); 0: no worker process",
-    )  # fmt: skip
-    shard: Annotated[Shard, BeforeValidator(_shard)] = Field(
-        UNSHARDED, title="I/N",
-        description="Run part I of N (I from 0); env reads I and N from torchrun or a SLURM array",
-    )  # fmt: skip
-    out: Path | None = Field(
-        None, title="DIR", strict=False,
-        description="Write results to DIR, or continue those in it (default: results/PRESET)",
-    )  # fmt: skip
-    device: str = Field(
-        "cpu", title="NAME", description="Run on cpu, cuda or cuda:N (default: cpu)"
-    )
-    log: Annotated[Sequence[LoggerName], BeforeValidator(_split)] = Field(
-        (), title="NAME,…",
-        description=f"Also log losses and metrics to {', '.join(get_args(LoggerName))}",
-    )  # fmt: skip
-    retry_failed: bool = Field(False, description="Repeat runs that ended in NaN or out of memory")
-    verbose: bool = Field(
-        False,
-        description="Also print schedule, more tables, all failures, tracebacks and status lines",
-    )
-    dry_run: bool = Field(
-        False, description="Print the runs and, from stored results, their time; run nothing"
+    log: Annotated[Sequence[LoggerName], BeforeValidator(split)] = option(
+        (), "NAME,…", f"Also log losses and metrics to {', '.join(get_args(LoggerName))}"
     )
 
 
@@ -227,23 +240,50 @@ def flag(name: str) -> str:
     return "--set" if name == "settings" else f"--{name.replace('_', '-')}"
 
 
-def add_arguments(parser: argparse.ArgumentParser, task: Eval) -> None:
-    """Add the options of a task to a parser. The parsed namespace has only those in the line."""
+def add_fields(
+    parser: argparse.ArgumentParser, options: type[BaseModel], left_out: Collection[str] = ()
+) -> None:
+    """Add the fields of a model to a parser. The parsed namespace has only those in the line."""
     parser.argument_default = argparse.SUPPRESS
-    text = "Read options from a TOML file; options of the command line replace them"
-    parser.add_argument("--config", type=Path, metavar="FILE.toml", help=text)
-    add_plugin(parser, " or tasks")
-    for name, field in Options.model_fields.items():
-        if name in task.refused or not field.description:
-            continue
-        title, text = field.title, field.description
-        if name == "variants" and task.axis == "condition":
-            title, text = "a,b(x=1)", "Train and evaluate these output layers"
+    names = [name for name in options.model_fields if name not in left_out]
+    for name in sorted(names, key=lambda name: name in RunOptions.model_fields):
+        field = options.model_fields[name]
+        text, default = field.description, field.default
         if field.annotation is bool:
             parser.add_argument(flag(name), action="store_true", help=text)
-        else:
-            action = "append" if name in ("settings", "sweep") else "store"
-            parser.add_argument(flag(name), dest=name, metavar=title, action=action, help=text)
+            continue
+        if isinstance(default, tuple) and default:
+            default = ",".join(map(str, default))
+        if isinstance(default, str | int | float | Path):
+            text = f"{text} (default: {default})"
+        action = "append" if name in ("settings", "sweep") else "store"
+        parser.add_argument(flag(name), dest=name, metavar=field.title, action=action, help=text,
+                            required=field.is_required())  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser, task: Eval) -> None:
+    """Add the options of a task to a parser."""
+    text = "Read options from a TOML file; options of the command line replace them"
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help=text)
+    add_fields(parser, Options, task.refused)
+    if task.axis == "condition":
+        action = parser._option_string_actions["--variants"]
+        action.metavar, action.help = "a,b(x=1)", "Train and evaluate these output layers"
+
+
+def read_options(options: type[AnyOptions], args: argparse.Namespace) -> AnyOptions:
+    """The options in the command line; raises UsageError for the first invalid one."""
+    values = {name: x for name, x in vars(args).items() if name in options.model_fields}
+    try:
+        return options.model_validate(values, strict=False, context=LINE)
+    except ValidationError as error:
+        raise UsageError(first_error(error, flag)) from error
+
+
+def _set(options: BaseModel) -> dict[str, Any]:
+    """The options that are set."""
+    return {name: getattr(options, name) for name in options.model_fields_set}
 
 
 def gather(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]:
@@ -256,8 +296,7 @@ def gather(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]
     Raises:
         UsageError: the file cannot be read, or an option is unknown or out of bounds.
     """
-    known = Options.model_fields
-    line = _valid({name: x for name, x in vars(args).items() if name in known}, "", LINE)
+    line = _set(read_options(Options, args))
     file = _read(args.config) if "config" in args else {}
     shared = {name: value for name, value in file.items() if name not in EVALS}
     several = len(names) > 1
@@ -272,20 +311,8 @@ def gather(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]
         layers = (next(general), file.get(task, {}), next(general))
         settings = {name: x for layer in layers for name, x in layer.get("settings", {}).items()}
         merged = {name: value for layer in layers for name, value in layer.items()}
-        options[task] = _with_local_rank(Options(**{**merged, "settings": settings}))
+        options[task] = with_local_rank(Options(**{**merged, "settings": settings}))
     return options
-
-
-def _valid(values: Mapping[str, Any], where: str, context: str | None = None) -> dict[str, Any]:
-    """The checked values of some options; raises UsageError for the first invalid one."""
-    try:
-        options = Options.model_validate(
-            values, strict=None if context is None else False, context=context
-        )
-    except ValidationError as error:
-        word = flag if context == LINE else str
-        raise UsageError(f"{where}{first_error(error, word)}") from error
-    return {name: getattr(options, name) for name in options.model_fields_set}
 
 
 def settings_of(task: str) -> set[str]:
@@ -314,12 +341,11 @@ def _supported(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _with_local_rank(options: Options) -> Options:
+def with_local_rank(options: AnyRunOptions) -> AnyRunOptions:
     """Under torchrun, use the GPU of the local rank, and one worker by default."""
-    rank = options.shard.local_rank
-    if rank is None:
+    if options.shard.local_rank is None:
         return options
-    device = f"cuda:{rank}" if options.device == "cuda" else options.device
+    device = f"cuda:{options.shard.local_rank}" if options.device == "cuda" else options.device
     workers = 1 if options.workers is None else options.workers
     return options.model_copy(update={"device": device, "workers": workers})
 
@@ -370,7 +396,10 @@ def _checked(where: str, table: Mapping[str, Any], names: Sequence[str]) -> dict
         if name not in names:
             hint = did_you_mean(name, names) or f"; known: {', '.join(names)}"
             raise UsageError(f"{where}unknown key {name!r}{hint}")
-    return _valid(table, where)
+    try:
+        return _set(Options.model_validate(table))
+    except ValidationError as error:
+        raise UsageError(f"{where}{first_error(error)}") from error
 
 
 # ------------------------------------------------------------------- checks that commands share
@@ -401,6 +430,7 @@ def check_registered(name: str, spec: Spec) -> None:
 
 def check_unique(name: str, values: Sequence[object]) -> None:
     """Raise UsageError if the option ``name`` repeats a value."""
-    twice = [value for i, value in enumerate(values) if value in values[:i]]
-    if twice:
-        raise UsageError(f"{name} must not repeat an entry, got {twice[0]} twice")
+    try:
+        no_repeats(values)
+    except ValueError as error:
+        raise UsageError(f"{name} {error}") from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import sys
-import threading
 import time
 from typing import TextIO
 
@@ -38,7 +38,8 @@ class Progress:
     """Shows how many runs are finished.
 
     In a terminal it draws a bar for all runs and one for each run in progress. Elsewhere it prints
-    a line for each finished run, and with ``verbose`` also a status line every ``every`` seconds.
+    a line for each finished run, and with ``verbose`` also a status line at the first message of a
+    run after ``every`` seconds.
     """
 
     def __init__(
@@ -53,10 +54,7 @@ class Progress:
         self.running: dict[str, tuple[float, str]] = {}
         self._starts: dict[str, float] = {}
         self._stream = sys.stderr if stream is None else stream
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        # A thread prints the status lines, because a run may send no message for minutes.
-        self._thread = threading.Thread(target=self._print_lines, args=(every,), daemon=True)
+        self._every, self._last = every if verbose else math.inf, self.began
         console = Console(file=self._stream)
         self._bars = Bars(
             BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(compact=True),
@@ -64,64 +62,58 @@ class Progress:
             console=console, transient=True, redirect_stdout=False,
             disable=not console.is_terminal,
         )  # fmt: skip
-        self._total = self._bars.add_task(f"0 of {runs} runs", total=runs)
         self._tasks: dict[str, TaskID] = {}
+        self._total = self._bars.add_task("", total=runs)
+        self._show_total()
         self._bars.start()
-        if self._bars.disable and verbose:
-            self._thread.start()
 
     def update(self, name: str, fraction: float, stage: str) -> None:
         """Show the fraction of a run's work that is done, and its current stage."""
-        with self._lock:
-            self.running[name] = (fraction, stage)
-            self._starts.setdefault(name, time.monotonic())
-        if self._bars.disable:
-            return
-        if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task("", total=1.0)
-        self._bars.update(self._tasks[name], completed=fraction, description=f"{name}: {stage}")
-        self._bars.update(self._total, completed=self.finished + self._part)
+        self.running[name] = (fraction, stage)
+        self._starts.setdefault(name, time.monotonic())
+        if not self._bars.disable:
+            if name not in self._tasks:
+                self._tasks[name] = self._bars.add_task("", total=1.0)
+            text = f"{name}: {stage}"
+            self._bars.update(self._tasks[name], completed=fraction, description=text)
+            self._show_total()
+        elif time.monotonic() - self._last >= self._every:
+            self._last = time.monotonic()
+            self._print(self._line())
 
     def finish(self, name: str, status: str = "done") -> None:
         """Show that a run is finished."""
-        with self._lock:
-            self.finished += 1
-            self.running.pop(name, None)
+        self.finished += 1
+        self.running.pop(name, None)
         if self._bars.disable:
             elapsed = clock(time.monotonic() - self._starts.get(name, self.began))
             self._print(f"[{self.finished}/{self.runs}] {name}: {status} after {elapsed}")
         if name in self._tasks:
             self._bars.remove_task(self._tasks.pop(name))
-        text = f"{self.finished} of {self.runs} runs"
-        self._bars.update(self._total, completed=self.finished + self._part, description=text)
+        self._show_total()
 
     def close(self) -> None:
-        """Remove the bars and print nothing more."""
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        """Remove the bars."""
         self._bars.stop()
 
     @property
-    def _part(self) -> float:
-        """The sum of the finished fractions of the runs in progress: 0.5 and 0.25 give 0.75."""
-        return sum(fraction for fraction, _ in self.running.values())
+    def _done(self) -> float:
+        """The number of finished runs and parts of runs."""
+        return self.finished + sum(fraction for fraction, _ in self.running.values())
+
+    def _show_total(self) -> None:
+        text = f"{self.finished} of {self.runs} runs"
+        self._bars.update(self._total, completed=self._done, description=text)
 
     def _print(self, text: str) -> None:
         self._stream.write(f"{text}\n")
         self._stream.flush()
 
-    def _print_lines(self, every: float) -> None:
-        while not self._closed.wait(every):
-            self._print(self._line())
-
     def _line(self) -> str:
         """A status line, such as "3 of 8 runs (41%) in 2:00, about 2:55 left; now copy softmax seed
         0: training, 25%"."""
-        with self._lock:
-            done = (self.finished + self._part) / max(1, self.runs)
-            now = [f"{name}: {stage}, {part:.0%}" for name, (part, stage) in self.running.items()]
-        elapsed = time.monotonic() - self.began
+        done, elapsed = self._done / max(1, self.runs), time.monotonic() - self.began
+        now = [f"{name}: {stage}, {part:.0%}" for name, (part, stage) in self.running.items()]
         left = f"about {clock(elapsed * (1 - done) / done)} left" if done else "no estimate yet"
         line = f"{self.finished} of {self.runs} runs ({done:.0%}) in {clock(elapsed)}, {left}"
-        return f"{line}; now {'; '.join(now)}" if now else line
+        return f"{line}; now {'; '.join(now)}"

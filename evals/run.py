@@ -1,4 +1,4 @@
-"""A run: one training and its evaluations, executed in any process.
+"""A run: what a worker executes, for a task one training and its evaluations.
 
 Training uses AdamW with a one-cycle cosine schedule. The model after the last step is kept.
 Evaluation averages its measurements over chunks of sequences. The run of an experiment has a
@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -187,77 +186,74 @@ class RunContext:
     plugin_hash: str | None
 
 
-# Messages of a run: ("stage", None | x, fraction of the run), ("loss", step, value) and
-# ("rows", x, outcomes, training), where x is a key of ``tests``. A worker ends a run with
-# ("done", status), ("failed", traceback) or, if a file could not be written or the plugin changed,
-# ("stopped", text).
+# What a run sends: ("stage", None | x, fraction of the run), ("loss", step, value) and
+# ("rows", x, outcomes, training), where x is a key of ``tests``. `evals.launch` adds the end of the
+# run: ("done", status), ("failed", reason, traceback) or, if a file could not be written or the
+# plugin changed, ("stopped", text).
 Message = tuple[Any, ...]
 Emit = Callable[[Message], None]
 NOT_TRAINED: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}
 
 
 @dataclass(frozen=True)
-class AnyRun(ABC):
-    """What a worker executes. tests[x][key of a result row] says what is evaluated at x.
+class Run:
+    """What a worker executes. Its results at one x are sent at a time, and after an interruption
+    only the missing ones are repeated.
 
-    A run sends the results at one x at a time, and after an interruption only the missing ones are
-    repeated.
+    study: the name of the study, such as the task. name: the run in words. work: sends the results
+    and returns the status, such as "done". tests[x][key of a result row]: what is evaluated at x;
+    for a task the variant that is substituted at inference, or None for the trained variant. x: an
+    eval length, a condition or, of a pretrained model, (length, sample). candidate: in a sweep, the
+    values of the tuned settings in words; the run is then evaluated on the split "validation".
+    waits: whether a sweep chooses its settings later; they are those of the first candidate.
+    fields: further fields of the result rows.
     """
 
-    task: str
-    variant: VariantCall
+    study: str
+    name: str
+    work: Callable[[Run, RunContext, Emit], str]
+    variant: Any
     seed: int
     settings: Any
-    tests: dict[Any, dict[str, Any]]
-
-    @abstractmethod
-    def execute(self, context: RunContext, emit: Emit) -> str:
-        """Pass the results at each x to ``emit``; returns the status, such as "done"."""
-
-    def point_text(self, point: Any) -> str:
-        """An x in words, such as "n = 64"."""
-        return f"n = {point}" if isinstance(point, int) else str(point)
-
-
-@dataclass(frozen=True)
-class Run(AnyRun):
-    """The run of a task or an experiment: x is an eval length or a condition.
-
-    tests[x] maps the key of a result row to the variant that is substituted at inference, or to
-    None for the trained variant. candidate: in a sweep, the values of the tuned settings in words;
-    the run is then evaluated on the split "validation". fields: further fields of the result rows.
-    """
-
-    tests: dict[Any, dict[str, VariantCall | None]]
+    tests: Mapping[Any, Mapping[str, Any]]
     positions: str = "none"
     training_key: str = ""
     candidate: str = ""
+    waits: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        words = [self.task, str(self.variant), self.positions, self.candidate, f"seed {self.seed}"]
-        return " ".join(word for word in words if word not in ("", "none"))
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the result rows."""
+        return [key for tests in self.tests.values() for key in tests]
 
-    def log_name(self, variant: str, *words: str) -> str:
-        """The name under which loggers show the run or, with more ``words``, its results."""
-        parts = [self.task, variant, *words, self.candidate, f"seed{self.seed}"]
-        return "/".join(part for part in parts if part)
+    def without(self, keys: Collection[str]) -> Run:
+        """The run without the tests of these keys."""
+        tests = {
+            x: {key: test for key, test in of_x.items() if key not in keys}
+            for x, of_x in self.tests.items()
+        }
+        return replace(self, tests={x: of_x for x, of_x in tests.items() if of_x})
 
     @property
     def splits(self) -> Mapping[str, str]:
         """The splits to evaluate, as in `Task.splits`."""
-        return {"": VALIDATION} if self.candidate else TASKS[self.task].splits
+        return {"": VALIDATION} if self.candidate else TASKS[self.study].splits
 
     def model(self, out: Path) -> Path:
         """The file of the trained model."""
-        return out / self.task / "models" / f"{self.training_key}.pt"
+        return out / self.study / "models" / f"{self.training_key}.pt"
 
-    def execute(self, context: RunContext, emit: Emit) -> str:
-        """Train, and evaluate at each x. A training that fails gives rows with its status."""
-        if isinstance(EVALS[self.task], Experiment):
-            return _train_for_each(self, context, emit)
-        with rounded_products(self.settings.matmul):
-            return _train_once(self, context, emit)
+
+def point_text(point: Any) -> str:
+    """An x in words.
+
+    >>> point_text(64), point_text((64, 3)), point_text("label-noise")
+    ('n = 64', 'n = 64, sample 3', 'label-noise')
+    """
+    if isinstance(point, tuple):
+        return f"n = {point[0]}, sample {point[1]}"
+    return f"n = {point}" if isinstance(point, int) else str(point)
 
 
 def _failure(error: Exception) -> Outcome:
@@ -269,9 +265,14 @@ def _failure(error: Exception) -> Outcome:
     return Outcome(status, f"training: {reason}")
 
 
-def obtain_model(run: Run, context: RunContext, emit: Emit) -> tuple[nn.Module, dict[str, Any]]:
-    """Load or train the model; returns it, and a dict of training time and learned parameters."""
-    task, path = TASKS[run.task], run.model(context.out)
+def obtain_model(
+    run: Run, context: RunContext, emit: Emit, share: float
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Load or train the model; returns it, and a dict of training time and learned parameters.
+
+    share: the share of the training in the work of the run.
+    """
+    task, path = TASKS[run.study], run.model(context.out)
     if path.exists():
         model = task.build(run.variant, run.positions, run.settings).to(context.device)
         try:
@@ -283,14 +284,15 @@ def obtain_model(run: Run, context: RunContext, emit: Emit) -> tuple[nn.Module, 
                 raise
             print(f"warning: cannot read the model in {path}; it is trained again", file=sys.stderr)
     began = time.process_time()
-    work, tests = _work(run)
-    share = work / (work + sum(tests.values()))
 
     def report(step: int, loss: float, fraction: float) -> None:
         emit(("stage", None, fraction * share))
         emit(("loss", step, loss))
 
-    model = train(task, run.variant, run.positions, run.seed, run.settings, context.device, report)
+    with rounded_products(run.settings.matmul):
+        model = train(
+            task, run.variant, run.positions, run.seed, run.settings, context.device, report
+        )
     training = {"train_cpu_seconds": time.process_time() - began, "learned": learned(model)}
     buffer = BytesIO()
     torch.save({"state": model.state_dict(), "training": training}, buffer)
@@ -298,25 +300,20 @@ def obtain_model(run: Run, context: RunContext, emit: Emit) -> tuple[nn.Module, 
     return model, training
 
 
-def _work(run: Run) -> tuple[float, dict[int, float]]:
-    """The work of the training, and of the evaluation at each length, in tokens.
+def train_once(run: Run, context: RunContext, emit: Emit) -> str:
+    """The work of a task: train or load the model, and evaluate it at each length.
 
-    A training token counts as three, because it takes longer.
+    A training that fails gives rows with its status.
     """
-    task, settings = TASKS[run.task], run.settings
+    task, settings = TASKS[run.study], run.settings
+    # The work in tokens, for the progress. A training token takes longer, and counts as three.
     middle = task.tokens((settings.train_shortest + settings.train_longest) // 2)
-    training = 3.0 * settings.steps * settings.batch_size(middle) * middle
-    tests = {n: float(len(run.splits) * settings.sequences(n) * task.tokens(n)) for n in run.tests}
-    return training, tests
-
-
-def _train_once(run: Run, context: RunContext, emit: Emit) -> str:
-    """Train or load the model of a task, and evaluate it at each length."""
-    done, test_work = _work(run)
-    total = done + sum(test_work.values())
+    done = 3.0 * settings.steps * settings.batch_size(middle) * middle
+    work = {n: len(run.splits) * settings.sequences(n) * task.tokens(n) for n in run.tests}
+    total = done + sum(work.values())
     emit(("stage", None, 0.0))
     try:
-        model, training = obtain_model(run, context, emit)
+        model, training = obtain_model(run, context, emit, done / total)
     except (NotFinite, MemoryError, RuntimeError) as error:
         failure = _failure(error)
         for length, tests in run.tests.items():
@@ -325,21 +322,21 @@ def _train_once(run: Run, context: RunContext, emit: Emit) -> str:
     for length, tests in run.tests.items():
 
         def progress(fraction: float, length: int = length, done: float = done) -> None:
-            emit(("stage", length, (done + fraction * test_work[length]) / total))
+            emit(("stage", length, (done + fraction * work[length]) / total))
 
         progress(0.0)
-        outcomes = evaluate(
-            TASKS[run.task], model, tests, run.seed, length, run.settings, context.device, progress,
-            run.splits,
-        )  # fmt: skip
+        with rounded_products(settings.matmul):
+            outcomes = evaluate(
+                task, model, tests, run.seed, length, settings, context.device, progress, run.splits
+            )
         emit(("rows", length, outcomes, training))
-        done += test_work[length]
+        done += work[length]
     return "done"
 
 
-def _train_for_each(run: Run, context: RunContext, emit: Emit) -> str:
-    """Train and measure an output layer under each condition."""
-    experiment: Experiment = EVALS[run.task]
+def train_for_each(run: Run, context: RunContext, emit: Emit) -> str:
+    """The work of an experiment: train and measure an output layer under each condition."""
+    experiment: Experiment = EVALS[run.study]
     # Conditions have different numbers of trainings, so their losses have no common steps.
     training = partial(fit, schedule=run.settings, report=lambda *_: None)
     failed = 0

@@ -33,17 +33,10 @@ TIE = 0.005
 RECORD = Path(__file__).parent / "tasks" / "tuned.json"
 
 Values = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The values that a variant is trained with. ``values`` is empty if it was not tuned.
-
-    tried: for each candidate its "values" and its "scores", one per seed (None: failed).
-    """
-
-    values: Values
-    tried: Sequence[Mapping[str, Any]] = ()
+# "values": those that a variant is trained with, {} if it was not tuned. "tried": for each
+# candidate its "values" and its "scores", one per seed (None: failed).
+Choice = Mapping[str, Any]
+NOT_TUNED: Choice = {"values": {}, "tried": []}
 
 
 @dataclass(frozen=True)
@@ -67,7 +60,7 @@ class Sweep:
     def names(self) -> list[str]:
         """The tuned settings."""
         if self.recorded is not None:
-            return sorted({name for choice in self.recorded.values() for name in choice.values})
+            return sorted({name for choice in self.recorded.values() for name in choice["values"]})
         return list(self.grid)
 
     @property
@@ -89,9 +82,8 @@ def choose(
         tried.append({"values": values, "scores": scores})
     best = min(means)
     bound = best + TIE * abs(best)
-    return Choice(
-        next(c for c, mean in zip(candidates, means, strict=True) if mean <= bound), tried
-    )
+    chosen = next(c for c, mean in zip(candidates, means, strict=True) if mean <= bound)
+    return {"values": chosen, "tried": tried}
 
 
 def plan_sweep(task: str, preset: Preset, options: Options) -> Sweep:
@@ -106,33 +98,24 @@ def plan_sweep(task: str, preset: Preset, options: Options) -> Sweep:
     if isinstance(option, Mapping) and (twice := sorted(fixed & set(option))):
         raise UsageError(f"--sweep and --set must not name the same setting, got {twice[0]} twice")
     sweep = preset.sweep if option is None else option
-    if sweep == RECORDED:
-        choices = recorded(task)
-        choices_left = {
-            key: Choice({n: x for n, x in choice.values.items() if n not in fixed}, choice.tried)
-            for key, choice in choices.items()
-        }
-        return Sweep(
-            recorded={key: choice for key, choice in choices_left.items() if choice.values}
-        )
-    assert isinstance(sweep, Mapping)
-    return Sweep({name: tuple(values) for name, values in sweep.items() if name not in fixed})
+    if sweep != RECORDED:
+        assert isinstance(sweep, Mapping)
+        return Sweep({name: tuple(values) for name, values in sweep.items() if name not in fixed})
+    choices = {}
+    for variant, encodings in _read().get(task, {}).items():
+        for positions, choice in encodings.items():
+            if values := {n: x for n, x in choice["values"].items() if n not in fixed}:
+                choices[variant, positions] = {"values": values, "tried": choice["tried"]}
+    return Sweep(recorded=choices)
 
 
-def recorded(task: str) -> dict[tuple[str, str], Choice]:
-    """The recorded choices of a task by (variant, position encoding)."""
-    tasks = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    return {
-        (variant, positions): Choice(choice["values"], choice["tried"])
-        for variant, encodings in tasks.get(task, {}).items()
-        for positions, choice in encodings.items()
-    }
+def _read() -> dict[str, Any]:
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 def record(task: str, choices: Iterable[tuple[str, str, Choice]]) -> None:
     """Add the choices (variant, position encoding, choice) of a task to `RECORD`."""
-    tasks = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    tasks = _read()
     for variant, positions, choice in choices:
-        encodings = tasks.setdefault(task, {}).setdefault(variant, {})
-        encodings[positions] = {"values": choice.values, "tried": list(choice.tried)}
+        tasks.setdefault(task, {}).setdefault(variant, {})[positions] = choice
     write_whole(RECORD, json.dumps(tasks, indent=1, sort_keys=True) + "\n")

@@ -17,20 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 from torch.nn.modules.module import register_module_forward_hook
 
 import attnzoo
-from commandline.arguments import add_plugin, integer, numbers
+from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 from commandline.files import check_folder, write_whole
 from commandline.table import Table
-from commandline.variants import VariantCall, parse_specs, split_list
-from evals.options import check_registered
+from commandline.variants import VariantCall, parse_specs
+from evals.options import File, Lengths, Names, add_fields, check_registered, option, read_options
 from evals.pretrained import heads
 from evals.pretrained.loading import Source, from_source, outline, read_text
-from evals.pretrained.options import MODEL, adder, unique
+from evals.pretrained.options import MODEL, TEXT, Positive
 from evals.pretrained.substitution import (
     AS_LOADED,
     Substitution,
@@ -58,19 +59,28 @@ SHOWN = {
 }
 
 
+class SharpnessOptions(BaseModel):
+    """The options of the command."""
+
+    model: str = MODEL
+    text: File = TEXT
+    variants: Names = option(
+        ("softmax", "adaptive_temperature", "log_n"), "a,b(x=1)",
+        "Substitute these variants without training",
+    )  # fmt: skip
+    lengths: Lengths | None = option(
+        None, "N,N,…",
+        "Measure at these lengths in tokens (default: 16, 32, 64 … up to the limit of the model or "
+        "the text)",
+    )  # fmt: skip
+    samples: Positive = option(4, "N", "Read N pieces of the text at each length")
+    out: File = option(Path("results") / NAME, "DIR", f"Write {NAME}.csv and {NAME}.png to DIR")
+
+
 def add_parser(commands: Any) -> None:
     short = "Measure the attention of a pretrained model as its input grows"
     parser = commands.add_parser(NAME, help=short, description=__doc__)
-    add = adder(parser)
-    add("--model", "PATH_OR_NAME", MODEL, required=True)
-    add("--text", "FILE", "Read this UTF-8 text", Path, required=True)
-    text = "Substitute these variants without training"
-    add("--variants", "a,b(x=1)", text, split_list, "softmax,adaptive_temperature,log_n")
-    text = "Measure at these lengths in tokens (default: 16, 32, 64 … up to the limit of the model "
-    add("--lengths", "N,N,…", f"{text}or the text)", unique(numbers))
-    add("--samples", "N", "Read N pieces of the text at each length", integer(1), 4)
-    text = f"Write {NAME}.csv and {NAME}.png to DIR"
-    add("--out", "DIR", text, Path, Path("results") / NAME)
+    add_fields(parser, SharpnessOptions)
     add_plugin(parser)
 
 
@@ -85,9 +95,10 @@ def check(name: str, file: Path) -> None:
         )
 
 
-def main(args: argparse.Namespace) -> int:
+def main(line: argparse.Namespace) -> int:
+    args = read_options(SharpnessOptions, line)
     check_folder("--out", args.out)
-    specs = parse_specs(args.variants)
+    specs = parse_specs(list(args.variants))
     for spec in specs:
         check_registered("--variants", spec)
     tokens, config, most = read(args.model, args.text)

@@ -10,30 +10,30 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from commandline.arguments import either
-from commandline.errors import UsageError
 from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.metrics import Outcome
 from evals.pretrained import contexts, heads, positions, retrieval
-from evals.pretrained.loading import Loaded, Source, load, outline, read_text
+from evals.pretrained.loading import Loaded, Source, load, outline
 from evals.pretrained.reading import Reader, only
 from evals.pretrained.substitution import Substitution, is_converted, substituted
 from evals.pretrained.training import Adapted, read_stored
 from evals.progress import counted
-from evals.results.rows import PRETRAINED, Row, key_of, origin
-from evals.results.store import Shard
-from evals.run import AnyRun, Emit, RunContext
-from evals.study import to_do
+from evals.results.rows import PRETRAINED, Row, key_of
+from evals.results.store import UNSHARDED, Shard
+from evals.run import Emit, Run, RunContext
+from evals.study import row_of
 from evals.tasks.draws import GENERATOR
 
 MEASURES = ("loss", "retrieval", "sharpness", "dispersion")
@@ -46,76 +46,40 @@ ContextPoint = tuple[int, int]  # length, sample
 class PretrainedTask:
     """What all points of a command share.
 
-    text: the text of the contexts. training: the text to train on, if there is one. share: the part
-    at the end of the text that is held out of the training; 0 if the training text is another file.
-    hashes: hashes of the texts, which must not change after the command is planned; see `planned`.
+    text, text_name: the text of the contexts, and its name in tables. training: the text to train
+    on, if there is one.
     """
 
     source: Source
-    text: Path
+    text: str
+    text_name: str
     measures: tuple[str, ...] = MEASURES
     greedy: bool = False
     seed: int = 0
     batch: int = 1
-    training: Path | None = None
-    share: float = 0.0
-    hashes: tuple[str, ...] = ()
+    training: str | None = None
 
     @property
     def data(self) -> str:
-        """The texts and the version of the contexts. Only of a planned task."""
-        trained = "" if self.training is None else f" trained-on-{self.hashes[0]}"
-        return f"{self.hashes[-1]} contexts-{contexts.VERSION} {GENERATOR}{trained}"
+        """The texts and the version of the contexts."""
+        trained = "" if self.training is None else f" trained-on-{hash_of(self.training)}"
+        return f"{hash_of(self.text)} contexts-{contexts.VERSION} {GENERATOR}{trained}"
 
     @property
     def planted(self) -> bool:
         """Whether facts are planted in the contexts."""
         return not {"retrieval", "dispersion"}.isdisjoint(self.measures)
 
-    @property
-    def text_name(self) -> str:
-        """The text in words, for tables."""
-        return f"last {100 * self.share:g} % of {self.text.name}" if self.share else self.text.name
 
-    def planned(self) -> Self:
-        """The task with the hashes of its texts, which are checked when they are read again."""
-        return replace(self, hashes=_hashes(self._read()))
-
-    def texts(self) -> tuple[str, ...]:
-        """The training text, if there is one, and the text of the contexts.
-
-        Raises:
-            UsageError: a text is not the one of the plan.
-        """
-        texts = self._read()
-        if self.hashes and self.hashes != _hashes(texts):
-            raise UsageError(f"{self.text_name} changed after the start; run the command again")
-        return texts
-
-    def _read(self) -> tuple[str, ...]:
-        """A text of which a part is held out is cut at the end of a line."""
-        if self.training is None:
-            return (read_text(self.text),)
-        if not self.share:
-            return read_text(self.training), read_text(self.text, "--eval-text")
-        text = read_text(self.text)
-        cut = text.find("\n", int(len(text) * (1 - self.share))) + 1
-        if cut == 0:
-            raise UsageError(
-                f"--text must have a line that ends in its last {100 * self.share:g} %, so that "
-                "this part can be held out"
-            )
-        return text[:cut], text[cut:]
-
-
-def _hashes(texts: Sequence[str]) -> tuple[str, ...]:
-    return tuple(hashlib.sha256(text.encode()).hexdigest()[:20] for text in texts)
+@cache
+def hash_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 @cache
 def drawn_from(task: PretrainedTask) -> contexts.Contexts:
     """The contexts of a task, made once in each process."""
-    return contexts.Contexts(outline(task.source), task.texts()[-1], task.planted, task.seed)
+    return contexts.Contexts(outline(task.source), task.text, task.planted, task.seed)
 
 
 @cache
@@ -123,7 +87,7 @@ def typical_tokens(task: PretrainedTask) -> Tensor:
     """The tokens (N,) to train and to calibrate variants on."""
     if task.training is None:
         return drawn_from(task).tokens
-    return outline(task.source).tokens(task.texts()[0])
+    return outline(task.source).tokens(task.training)
 
 
 @torch.inference_mode()
@@ -190,45 +154,30 @@ def _outcome(metrics: dict[str, float], curves: dict[str, list[float]], seconds:
     return Outcome("ok", "", metrics, curves, seconds)
 
 
-@dataclass(frozen=True)
-class Reading(AnyRun):
-    """A run. ``settings`` is the `PretrainedTask`; tests[(length, sample)] has the key of the row.
-
-    label: the name, which stays the same when only some points are left.
-    """
-
-    substitution: Substitution
-    label: str
-
-    def __str__(self) -> str:
-        return self.label
-
-    def point_text(self, point: ContextPoint) -> str:
-        return f"n = {point[0]}, sample {point[1]}"
-
-    def execute(self, context: RunContext, emit: Emit) -> str:
-        settings: PretrainedTask = self.settings
-        task = replace(settings, source=replace(settings.source, device=context.device))
-        points: list[ContextPoint] = list(self.tests)
-        emit(("stage", points[0], 0.0))
-        loaded, text_contexts = load(task.source), drawn_from(task)
-        with substituted(loaded.model, self.substitution, typical_tokens(task)) as model:
-            for start in range(0, len(points), task.batch):
-                batch = points[start : start + task.batch]
-                emit(("stage", batch[0], start / len(points)))
-                batch_contexts = [text_contexts.draw(*point) for point in batch]
-                try:
-                    outcomes = measured(task, loaded, model, batch_contexts)
-                except (MemoryError, RuntimeError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    outcomes = [Outcome("oom", str(error).split("\n")[0])] * len(batch)
-                for point, outcome in zip(batch, outcomes, strict=True):
-                    emit(("rows", point, dict.fromkeys(self.tests[point], outcome), {}))
-        return "done"
+def read(run: Run, context: RunContext, emit: Emit) -> str:
+    """The work of a run: read its contexts. Its variant is a `Substitution`, and its settings are
+    the `PretrainedTask`."""
+    task = replace(run.settings, source=replace(run.settings.source, device=context.device))
+    points: list[ContextPoint] = list(run.tests)
+    emit(("stage", points[0], 0.0))
+    loaded, text_contexts = load(task.source), drawn_from(task)
+    with substituted(loaded.model, run.variant, typical_tokens(task)) as model:
+        for start in range(0, len(points), task.batch):
+            batch = points[start : start + task.batch]
+            emit(("stage", batch[0], start / len(points)))
+            batch_contexts = [text_contexts.draw(*point) for point in batch]
+            try:
+                outcomes = measured(task, loaded, model, batch_contexts)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                outcomes = [Outcome("oom", str(error).split("\n")[0])] * len(batch)
+            for point, outcome in zip(batch, outcomes, strict=True):
+                emit(("rows", point, dict.fromkeys(run.tests[point], outcome), {}))
+    return "done"
 
 
-def work(length: int) -> float:
+def _work(length: int) -> float:
     """About the cost of a context, in tokens."""
     return length * (1 + length / _QUADRATIC)
 
@@ -254,21 +203,7 @@ class PretrainedStudy:
         """The folder of the rows."""
         return out
 
-    @property
-    def total(self) -> int:
-        """The number of result rows."""
-        return len(self.specs) * sum(self.samples.values())
-
-    def shares(self) -> Iterator[list[ContextPoint]]:
-        """The points of one variant in lists of one length, the longest first. The work of a list
-        is at most that of the longest context."""
-        most = work(max(self.samples))
-        for length, count in sorted(self.samples.items(), reverse=True):
-            size = max(1, int(most / work(length)))
-            for start in range(0, count, size):
-                yield [(length, sample) for sample in range(start, min(start + size, count))]
-
-    def key(self, spec: Substitution, point: ContextPoint) -> str:
+    def _key(self, spec: Substitution, point: ContextPoint) -> str:
         return key_of({
             "task": PRETRAINED, "version": _VERSION, "model": self.fingerprint,
             "data": self.task.data, "device": self.device_kind, "variant": spec.identity(),
@@ -281,32 +216,29 @@ class PretrainedStudy:
     def device_kind(self) -> str:
         return self.task.source.device.split(":")[0]
 
-    def _every_run(self) -> list[Reading]:
-        """All runs, also of points that have results."""
-        return [
-            Reading(PRETRAINED, spec.call, self.task.seed, self.task,
-                    {point: {self.key(spec, point): None} for point in points}, spec,
-                    f"{spec}, n = {points[0][0]}, samples {points[0][1]} to {points[-1][1]}")
-            for spec in self.specs for points in self.shares()
-        ]  # fmt: skip
+    def runs(self, by_key: Mapping[str, Row], shard: Shard = UNSHARDED) -> list[Run]:
+        """The runs of a shard: for each variant the points in lists of one length, the longest
+        first. The work of a list is at most that of the longest context."""
+        runs = []
+        for spec, length in product(self.specs, sorted(self.samples, reverse=True)):
+            count = self.samples[length]
+            size = max(1, int(_work(max(self.samples)) / _work(length)))
+            for first in range(0, count, size):
+                samples = range(first, min(first + size, count))
+                name = f"{spec}, n = {length}, samples {first} to {samples[-1]}"
+                tests = {(length, x): {self._key(spec, (length, x)): None} for x in samples}
+                runs.append(Run(PRETRAINED, name, read, spec, self.task.seed, self.task, tests))
+        return runs[shard.index :: shard.count]
 
     def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
         """The stored rows that belong to this study."""
-        keys = [key for run in self._every_run() for tests in run.tests.values() for key in tests]
-        return [by_key[key] for key in keys if key in by_key]
+        return [by_key[key] for run in self.runs({}) for key in run.keys if key in by_key]
 
-    def runs(self, by_key: Mapping[str, Row], shard: Shard, retry: bool, *_: Any) -> list[Reading]:
-        """The runs of a shard with the points that have no result, or with retry a failed one."""
-        runs = [
-            replace(run, tests={
-                point: tests for point, tests in run.tests.items()
-                if any(to_do(key, by_key, retry) for key in tests)
-            })
-            for run in self._every_run()[shard.index :: shard.count]
-        ]  # fmt: skip
-        return [run for run in runs if run.tests]
+    def alike(self, run: Run, row: Row) -> bool:
+        """Whether a run takes about as long as that of a stored row of the same variant and x."""
+        return row["group"] == self._group()
 
-    def headline(self, runs: Sequence[Any]) -> str:
+    def headline(self, runs: Sequence[Run]) -> str:
         """The study and the number of contexts to read, in one line."""
         contexts = counted(sum(len(run.tests) for run in runs), "context")
         return (
@@ -314,7 +246,7 @@ class PretrainedStudy:
             f"{max(self.samples)}: {contexts} to read"
         )
 
-    def details(self, runs: Sequence[Any], out: Path) -> list[str]:
+    def details(self, runs: Sequence[Run], total: int, out: Path) -> list[str]:
         """More lines about the study."""
         samples = ", ".join(f"{count} at n = {length}" for length, count in self.samples.items())
         return [f"  samples: {samples}"]
@@ -329,37 +261,35 @@ class PretrainedStudy:
             f"{either(beyond)} tokens are beyond its trained context"
         ]
 
-    def row(
-        self, run: Any, key: str, point: ContextPoint, outcome: Outcome, training: dict[str, Any]
-    ) -> Row:
+    def _contexts(self) -> dict[str, Any]:
+        """What decides which contexts are read."""
+        task = self.task
+        return {"fingerprint": self.fingerprint, "dtype": task.source.dtype,
+                "planted": task.planted, "data": task.data}  # fmt: skip
+
+    def _group(self) -> dict[str, Any]:
+        """What all rows of one table share."""
+        return {**self._contexts(), "seed": self.task.seed, "device": self.device_kind}
+
+    def row(self, run: Run, key: str, point: ContextPoint, outcome: Outcome, _: Any) -> Row:
         """The result row of one point."""
-        task, spec = self.task, run.substitution
+        task, spec = self.task, run.variant
         plugin = self.plugins.get(spec.call.name)
-        contexts_of = {"fingerprint": self.fingerprint, "dtype": task.source.dtype,
-                       "planted": task.planted, "data": task.data}  # fmt: skip
-        row: Row = {
-            "key": key,
-            "task": PRETRAINED,
+        row = row_of(run, key, outcome, {
             "variant": str(spec),
             "seed": point[1],
             "x": point[0],
             "series": {"layers": "all" if spec.layers is None else ",".join(map(str, spec.layers))},
-            "group": {**contexts_of, "seed": task.seed, "device": self.device_kind},
+            "group": self._group(),
             "version": f"plugin {plugin}" if plugin else "built in",
             "settings": {},
             "model": str(task.source),
             "limit": self.limit,
             "text": task.text_name,
-            **contexts_of,
             "plugin": plugin,
-            "status": outcome.status,
-            "message": outcome.message,
-            "metrics": outcome.metrics,
-            "curves": outcome.curves,
-            "cpu_seconds": round(outcome.cpu_seconds, 3),
             "device": task.source.device,
-            **origin(),
-        }
+            **self._contexts(),
+        })  # fmt: skip
         if isinstance(spec, Adapted) and spec.file is not None:
             stored = read_stored(spec.file)
             row["training"] = stored.fields

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attnzoo.integrations.transformers import convert
+from evals.pretrained.command import split_text
 from evals.pretrained.contexts import Contexts
 from evals.pretrained.loading import Source, load
-from evals.pretrained.study import PretrainedTask
 from evals.pretrained.substitution import is_converted, parse_substitution, substituted
 from evals.pretrained.training import Adapted, Recipe, Sequences, loss_of, train
 from helpers.hf_models import quiet
@@ -43,11 +43,6 @@ def stored_in(out: Path) -> Path:
     return file
 
 
-def held_out(folder: Path) -> tuple[str, ...]:
-    """The training text, and the text that is held out."""
-    return PretrainedTask(Source(str(folder)), TEXT, training=TEXT, share=0.2).texts()
-
-
 def test_only_the_parameters_of_the_variant_are_trained_and_the_model_is_saved(
     small_lm: Path, tmp_path: Path
 ) -> None:
@@ -64,7 +59,9 @@ def test_only_the_parameters_of_the_variant_are_trained_and_the_model_is_saved(
         assert torch.equal(value, saved_state[name])
         assert (value != 0).all()  # they started at 0
     rows = rows_in(tmp_path)
-    contexts = Contexts(load(Source(str(small_lm))), held_out(small_lm)[1], planted=False, seed=0)
+    contexts = Contexts(
+        load(Source(str(small_lm))), split_text(TEXT.read_text(), 0.2)[1], planted=False, seed=0
+    )
     for sample in (0, 1):
         for length in (48, 96):
             plain, identity, trained = (
@@ -107,7 +104,7 @@ def test_training_lowers_the_loss_of_the_training_sequences(small_lm: Path, tmp_
     convert(start.model, "ssmax", s=2.0)
     (row,) = trained_in(tmp_path).values()
     recipe = Recipe("", 48, 30, 2, 0.1, seed=0)
-    ids = Sequences(start, start.tokens(held_out(small_lm)[0]), recipe).batch(0, 60)
+    ids = Sequences(start, start.tokens(split_text(TEXT.read_text(), 0.2)[0]), recipe).batch(0, 60)
     with torch.no_grad():
         assert loss_of(end.model, ids) < loss_of(start.model, ids) - 1e-3
         first = float(loss_of(start.model, ids[:2]))

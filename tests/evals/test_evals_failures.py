@@ -7,9 +7,7 @@ import resource
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import Pipe
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +17,17 @@ from torch import nn
 from benchmarks.__main__ import main as benchmarks
 from benchmarks.harness import report
 from commandline.files import NotWritten, write_whole
-from evals import launch as pool
 from evals import run as runs
 from evals.__main__ import main
-from evals.launch import Failure, Pool
+from evals.launch import execute, reason_of
+from evals.options import Options
+from evals.plan import plan_study
 from evals.results.old_rows import converted
 from evals.results.rows import Row
 from evals.results.store import RowFile
-from evals.run import NotFinite, fit
+from evals.run import NotFinite, Run, RunContext, fit
 from evals.task import Settings
+from evals.tasks import TASKS
 from helpers.evals_rows import row as old_row
 
 
@@ -152,38 +152,25 @@ class ShortLived:
     """A worker that does its first run and dies before the next one is sent."""
 
     def __init__(self, context: object) -> None:
-        self.pipe, self.other_end = Pipe()
-        self.process = SimpleNamespace(join=lambda: None, exitcode=1)
-        self.run: Any = None
-        self.stage = None
-        self.dead = False
+        self.used = False
 
-    def start(self, run: Any) -> None:
-        self.run = run
-        if self.dead:
-            raise BrokenPipeError
-        self.other_end.send(("done", "done"))
-        self.dead = True
+    def messages(self, run: Run) -> list[tuple[Any, ...]]:
+        self.used, used = True, self.used
+        return [("died", 1)] if used else [("done", "done")]
 
     def stop(self) -> None:
-        self.pipe.close()
+        pass
 
 
 def test_the_run_of_a_worker_that_died_idle_gets_a_new_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def wait(pipes: list[Any]) -> list[Any]:
-        assert pipes, "waiting for no pipe would last forever"
-        return pool_wait(pipes)
-
-    pool_wait, finished = pool.wait, []
-    monkeypatch.setattr(pool, "wait", wait)
-    monkeypatch.setattr(pool, "_Worker", ShortLived)
-    progress: Any = SimpleNamespace(finish=lambda name, status: finished.append((name, status)))
-    listener: Any = None
-    pool_runs: Any = [SimpleNamespace(tests={16: {}}, number=number) for number in range(3)]
-    assert Pool([listener], listener, progress).execute(pool_runs) == []
-    assert finished == [(str(run), "done") for run in pool_runs]
+    monkeypatch.setattr("evals.launch.Worker", ShortLived)
+    of_task = plan_study(TASKS[TASK], Options(preset="smoke", seeds=3), {}).runs({})[:3]
+    ends: list[Any] = []
+    context = RunContext("cpu", None, Path(), None)
+    execute(of_task, context, lambda run, message: ends.append((run, message)), workers=1)
+    assert ends == [(run, ("done", "done")) for run in of_task]
 
 
 # ---- divergence -------------------------------------------------------------------------------
@@ -236,4 +223,4 @@ def test_reason_of_a_failure_is_the_first_line_of_its_message() -> None:
             raise RuntimeError("no memory\nCompile with debug symbols for details.") from error
     except RuntimeError:
         text = traceback.format_exc()
-    assert Failure.from_traceback("a run", text).reason == "RuntimeError: no memory"
+    assert reason_of(text) == "RuntimeError: no memory"

@@ -84,7 +84,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
         ("lengths = [65]", "multiple of density = 4"),
         ("positions = ['up']", "--positions of mqar must be none, rope"),
         ("positions = []", "positions must be a non-empty list, got \\[\\]"),
-        ("positions = ['rope', 'rope']", "--positions must not repeat an entry, got rope twice"),
+        ("positions = ['rope', 'rope']", "positions must not repeat an entry, got rope twice"),
         ("shard = '²/3'", "shard must be I/N"),
         ("[needle.settings]\nfoo = 1", "needle has no setting 'foo'"),
         ("[settings]\nwidth = 3", "settings: embed_dim=3 is not a multiple of num_heads=2"),

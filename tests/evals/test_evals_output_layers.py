@@ -34,7 +34,7 @@ SMOKE = TASK.presets["smoke"].settings
 
 def keys(**options: Any) -> list[str]:
     study = plan_study(TASK, Options(preset="smoke", variants=["softmax"], **options), {})
-    return [study.row_key(spec) for spec in study.row_specs()]
+    return [key for run in study.runs({}) for key in run.keys]
 
 
 def small(output: str) -> Any:

@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import re
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from commandline.errors import UsageError
 from commandline.files import write_whole
 from commandline.variants import complete, parse_spec, parse_specs, split_list
 from evals.__main__ import main
+from evals.measures.metrics import Outcome
 from evals.options import Options
 from evals.plan import plan_study
 from evals.progress import Progress, clock
@@ -24,7 +24,9 @@ from evals.reporting.plots import length_axis, name_lines
 from evals.results.old_rows import converted
 from evals.results.rows import Row
 from evals.results.store import Folder, RowFile, Shard
-from evals.study import RowSpec, Study
+from evals.results.summary import groups
+from evals.run import NOT_TRAINED
+from evals.study import Study
 from evals.tasks import TASKS
 from evals.tasks.families.retrieval import RetrievalSettings
 from helpers.evals_rows import row as old_row
@@ -43,7 +45,12 @@ def study(*specs: str, **settings: object) -> Study:
 
 
 def key(of: Study, seed: int = 0, length: int = 16, positions: str = "none") -> str:
-    return of.row_key(RowSpec(of.specs[0], positions, seed, length))
+    one = replace(of, specs=of.specs[:1], positions=(positions,), seeds=seed + 1, xs=(length,))
+    return one.runs({})[-1].keys[0]
+
+
+def training_key(of: Study) -> str:
+    return of.runs({})[0].training_key
 
 
 @pytest.mark.parametrize(
@@ -90,7 +97,7 @@ WRONG = {
     "positions": (["--positions", "rope"], "--positions of max-retrieval must be none, got rope"),
     "config": (["--config", "no/such.toml"], "--config no/such.toml: No such file"),
     "too short": (["--variants", "cosformer(max_length=32)", "--lengths", "64"], "max_length"),
-    "twice": (["--variants", "softmax,softmax"], "listed twice"),
+    "twice": (["--variants", "softmax,softmax"], "must not repeat an entry, got softmax twice"),
     "twice with the default": (
         ["--variants", "topk,topk(top_k=8)"],
         "--variants must not repeat an entry, got topk.* twice",
@@ -170,11 +177,8 @@ def test_a_key_depends_on_everything_that_scores_depend_on() -> None:
         key(replace(base, task=TASKS["needle"])),
     }
     assert len(keys) == 11
-    train = base.specs[0].train
-    assert base.training_key(train, "none", 0) == substitute.training_key(train, "none", 0)
-    assert base.training_key(train, "none", 0) == study("softmax", test_sequences=9).training_key(
-        train, "none", 0
-    )
+    assert training_key(base) == training_key(substitute)
+    assert training_key(base) == training_key(study("softmax", test_sequences=9))
     # More seeds, lengths or variants do not change the keys of other runs.
     wider = replace(base, specs=(*base.specs, *substitute.specs), seeds=5, xs=(16, 99))
     assert key(wider) == key(base)
@@ -188,7 +192,7 @@ def test_shards_partition_the_runs() -> None:
     assert sorted(run.training_key for part in parts for run in part) == sorted(training_keys)
     assert [len(part) for part in parts] == [2, 2, 1, 1]
     # Finishing a run does not move other runs to another shard.
-    done = {key: {} for test in parts[0][0].tests.values() for key in test}
+    done = {key: {} for key in parts[0][0].keys}
     assert [j.training_key for j in planned.runs(done, Shard(1, 4))] == [
         j.training_key for j in parts[1]
     ]
@@ -216,7 +220,8 @@ def test_every_preset_can_be_planned(name: str, preset: str) -> None:
     assert bool(planned.sweep.grid) == (preset == "quick")
     reuses = preset == "paper" and "quick" in TASKS[name].presets
     assert (planned.sweep.recorded is not None) == reuses
-    assert len({planned.row_key(row) for row in planned.row_specs()}) == len([*planned.row_specs()])
+    keys = [key for run in planned.runs({}) for key in run.keys]
+    assert len(set(keys)) == len(keys)
     assert {reason for reason in planned.left_out.values() if "alibi" not in reason} == set()
 
 
@@ -225,9 +230,22 @@ def test_unsupported_position_encodings_are_left_out_or_raise() -> None:
     options = Options(preset="smoke", variants=["softmax", "cosformer"], positions=encodings)
     planned = plan_study(TASKS["mqar"], options, {})
     assert [(str(s), p) for s, p in planned.left_out] == [("cosformer(max_length=4096)", "alibi")]
-    assert len(list(planned.row_specs())) == 3 * len(planned.xs)
+    assert sum(len(run.keys) for run in planned.runs({})) == 3 * len(planned.xs)
     with pytest.raises(UsageError, match="cosformer.*alibi"):
         plan_study(TASKS["mqar"], options.model_copy(update={"positions": ["alibi"]}), {})
+
+
+def test_rows_of_older_files_are_in_the_table_of_new_ones() -> None:
+    planned = study("softmax", "ssmax")
+    new, old = (
+        planned.row(run, run.keys[0], 16, Outcome("ok", "", {"accuracy": 0.5}), NOT_TRAINED)
+        for run in planned.runs({})
+    )
+    # The group of a row of an older file lacks the sizes of the test sets.
+    old["group"] = {n: x for n, x in old["group"].items() if not n.startswith("test_")}
+    assert planned.rows({old["key"]: old}) == [old]
+    assert len(groups([new, old])) == 1
+    assert len(groups([new, old | {"sequences": 9}])) == 2
 
 
 def test_a_folder_reads_the_files_of_all_shards(tmp_path: Path) -> None:
@@ -296,36 +314,18 @@ def test_progress_shows_a_bar_per_run_on_a_terminal(monkeypatch: pytest.MonkeyPa
     assert clock(3661) == "1:01:01"
 
 
-class Log(io.StringIO):
-    """A text stream in memory. ``flush`` sets the event ``flushed``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flushed = threading.Event()
-
-    def flush(self) -> None:
-        self.flushed.set()
-
-
 def test_progress_prints_lines_without_a_terminal() -> None:
-    log = Log()
-    progress = Progress(4, log, verbose=True, every=0.001)
-    progress.update("softmax seed 0", 0.5, "n = 64")
+    log = io.StringIO()
+    progress = Progress(4, log, verbose=True, every=0.0)
     progress.finish("softmax seed 0")
     progress.update("ssmax seed 0", 0.5, "n = 64")
-    log.flushed.clear()
-    assert log.flushed.wait(60)
-    log.flushed.clear()
-    assert log.flushed.wait(60)
     progress.close()
-    text = log.getvalue()
+    finished, status = log.getvalue().splitlines()
+    assert finished.startswith("[1/4] softmax seed 0: done after 0:0")
     line = r"1 of 4 runs \(38%\) in 0:\d\d, about \d:\d\d left; now ssmax seed 0: n = 64, 50%"
-    assert re.fullmatch(line, text.splitlines()[-1])
-    assert "[1/4] softmax seed 0: done after 0:0" in text
-    assert "█" not in text
-    assert log.getvalue() == text  # after close nothing is printed
-    quiet = Log()
-    progress = Progress(4, quiet, every=0.001)
+    assert re.fullmatch(line, status)
+    quiet = io.StringIO()
+    progress = Progress(4, quiet, every=0.0)
     progress.update("softmax seed 0", 0.5, "n = 64")
     progress.finish("softmax seed 0", "failed")
     progress.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from evals.reporting.tables import notes, settings_table
 from evals.results.store import Row, Shard
 from evals.results.summary import Series, groups
 from evals.results.summary_csv import summary_of
-from evals.run import NOT_TRAINED
-from evals.sweeps import SWEEP_SEEDS, Choice, Sweep, choose
+from evals.run import NOT_TRAINED, Run
+from evals.sweeps import SWEEP_SEEDS, Sweep, choose
 from evals.tasks import TASKS
 from helpers.evals_rows import SETTINGS, row, stored
 
@@ -39,6 +40,11 @@ def plan(preset: str = "quick", **more: object):
     return plan_study(TASKS[TASK], Options(**options), {})  # type: ignore[arg-type]
 
 
+def split(runs: list[Run]) -> tuple[list[Run], list[Run]]:
+    """The runs of the sweep, and the others."""
+    return [run for run in runs if run.candidate], [run for run in runs if not run.candidate]
+
+
 def scored(*scores: float | None) -> list[Row]:
     return [row("softmax", score) for score in scores]
 
@@ -48,14 +54,14 @@ def test_the_best_mean_is_chosen_and_of_equal_means_the_smaller_value() -> None:
     assert grid == [{"learning_rate": 1e-3, "warmup": 0.1}, {"learning_rate": 3e-3, "warmup": 0.1}]
     low, high = {"learning_rate": 1e-3}, {"learning_rate": 3e-3}
     both = [low, high]
-    assert choose(both, [scored(0.5, 0.7), scored(0.6, 0.7)], "accuracy", False).values == high
-    assert choose(both, [scored(0.5, 0.7), scored(0.6, 0.7)], "accuracy", True).values == low
-    assert choose(both, [scored(0.5, 0.75), scored(0.75, 0.5)], "accuracy", False).values == low
+    assert choose(both, [scored(0.5, 0.7), scored(0.6, 0.7)], "accuracy", False)["values"] == high
+    assert choose(both, [scored(0.5, 0.7), scored(0.6, 0.7)], "accuracy", True)["values"] == low
+    assert choose(both, [scored(0.5, 0.75), scored(0.75, 0.5)], "accuracy", False)["values"] == low
     for lower_is_better in (False, True):  # a failed seed
         failed = choose(both, [scored(0.9, None), scored(0.1, 0.1)], "accuracy", lower_is_better)
-        assert failed.values == high
-        assert failed.tried[0] == {"values": low, "scores": [0.9, None]}
-    assert choose(both, [scored(None, None)] * 2, "accuracy", False).values == low
+        assert failed["values"] == high
+        assert failed["tried"][0] == {"values": low, "scores": [0.9, None]}
+    assert choose(both, [scored(None, None)] * 2, "accuracy", False)["values"] == low
 
 
 @pytest.mark.parametrize(
@@ -75,32 +81,30 @@ def test_means_within_half_a_percent_of_the_best_count_as_equal(
     values = {"small": {"learning_rate": 1e-3}, "large": {"learning_rate": 3e-3}}
     rows = [scored(small, small), scored(large, large)]
     choice = choose(list(values.values()), rows, "accuracy", lower_is_better)
-    assert choice.values == values[chosen]
+    assert choice["values"] == values[chosen]
 
 
 def test_a_sweep_trains_candidates_with_seeds_that_are_not_reported() -> None:
     study = plan(sweep=RATES, seeds=2)
-    tries = study.sweep_runs({})
+    tries, reported = split(study.runs({}))
     assert len(tries) == 2 * 2 * len(SWEEP_SEEDS)
     assert {run.seed for run in tries} == set(SWEEP_SEEDS)
     assert {run.settings.learning_rate for run in tries} == {1e-3, 3e-3}
     assert {tuple(run.tests) for run in tries} == {(16,)}  # only the train length
     assert {tuple(run.splits.values()) for run in tries} == {("validation",)}
-    assert len({str(run) for run in tries}) == len(tries)
-    assert study.runs({}) == []  # they wait for the sweep
-    assert {run.seed for run in study.runs({}, undecided=True)} == {0, 1}
+    assert len({run.name for run in tries}) == len(tries)
+    assert {(run.seed, run.waits) for run in reported} == {(0, True), (1, True)}
 
 
 def test_keys_without_a_sweep_do_not_depend_on_the_sweep() -> None:
     plain, tuned = plan(sweep="none"), plan(sweep=RATES)
-    specs = list(plain.row_specs())
-    assert not {plain.row_key(spec) for spec in specs} & {tuned.row_key(spec) for spec in specs}
-    # Models are shared with a study that gives the chosen value with --set.
-    untuned = plan(sweep="none", settings={"learning_rate": 3e-3})
-    variant = specs[0].spec.train
-    assert untuned.training_key(variant, "none", 0) == tuned.training_key(
-        variant, "none", 0, {"learning_rate": 3e-3}
-    )
+    keys = [{key for run in study.runs({}) for key in run.keys} for study in (plain, tuned)]
+    assert not keys[0] & keys[1]
+    # Models are shared with a study that gives the chosen value with --set. A run that waits for
+    # the sweep has its first candidate.
+    untuned = plan(sweep="none", settings={"learning_rate": 1e-3})
+    models = [[run.training_key for run in split(study.runs({}))[1]] for study in (untuned, tuned)]
+    assert models[0] == models[1]
 
 
 def test_the_validation_split_is_neither_training_nor_test() -> None:
@@ -115,10 +119,7 @@ def test_the_validation_split_is_neither_training_nor_test() -> None:
 
 def test_all_runs_of_a_variant_are_in_one_shard() -> None:
     study = plan(sweep=RATES, seeds=3)
-    parts = [
-        [*study.sweep_runs({}, shard), *study.runs({}, shard, undecided=True)]
-        for shard in (Shard(0, 2), Shard(1, 2))
-    ]
+    parts = [study.runs({}, shard) for shard in (Shard(0, 2), Shard(1, 2))]
     assert [{run.variant.name for run in part} for part in parts] == [{"softmax"}, {"ssmax"}]
     assert [len(part) for part in parts] == [7, 7]
 
@@ -218,11 +219,12 @@ def test_a_recorded_choice_is_used_in_place_of_a_sweep(
     monkeypatch.setattr(sweeps, "RECORD", tmp_path / "tuned.json")
     assert plan("paper").sweep.names == []  # nothing is recorded
     tried = [{"values": {"learning_rate": 3e-3}, "scores": [0.9, 0.8]}]
-    sweeps.record(TASK, [("softmax", "none", Choice({"learning_rate": 3e-3}, tried))])
-    sweeps.record(TASK, [("entmax", "none", Choice({"learning_rate": 1e-2}, tried))])
+    for variant, rate in (("softmax", 3e-3), ("entmax", 1e-2)):
+        choice = {"values": {"learning_rate": rate}, "tried": tried}
+        sweeps.record(TASK, [(variant, "none", choice)])
     study = plan("paper")
     by_variant = {run.variant.name: run for run in study.runs({})}
-    assert study.sweep_runs({}) == []
+    assert not any(run.candidate for run in study.runs({}))
     assert by_variant["softmax"].settings.learning_rate == 3e-3
     assert by_variant["softmax"].fields["tuned"]["tried"] == tried
     # A variant without a recorded choice has the preset's value, and its rows say so.
@@ -242,11 +244,9 @@ def test_record_writes_the_choices_of_preset_quick(
     quick = [TASK, "--variants", "softmax", "--lengths", "16", "--workers", "0", "--seeds", "1"]
     quick += ["--record"]
     assert main([*quick, "--out", str(tmp_path / "out")]) == 0
-    (choice,) = sweeps.recorded(TASK).items()
+    ((variant, encodings),) = json.loads((tmp_path / "tuned.json").read_text())[TASK].items()
     (row, *_) = [row for row in stored(tmp_path / "out") if "split" not in row]
-    assert choice[0] == ("softmax", "none")
-    assert choice[1].values == row["tuned"]["values"]
-    assert list(choice[1].tried) == row["tuned"]["tried"]
+    assert (variant, encodings) == ("softmax", {"none": row["tuned"]})
     for more, message in (
         (["--sweep", "none"], "needs a sweep"),
         (["--preset", "smoke"], "needs"),

@@ -14,7 +14,6 @@ from commandline.errors import UsageError
 from evals.__main__ import main
 from evals.pretrained.contexts import Contexts
 from evals.pretrained.loading import Loaded, Source, load
-from evals.pretrained.study import PretrainedTask
 from helpers.hf_models import quiet
 from helpers.pretrained_runs import metrics_in, rows_in, run
 from helpers.small_lm import LENGTH, TEXT, byte_tokenizer, save_small_lm
@@ -114,6 +113,9 @@ def test_failed_contexts_are_repeated_on_request(
 def test_two_shards_are_one_run(small_lm: Path, tmp_path: Path, capsys: Capture) -> None:
     quick = ("--measures", "loss", "--lengths", "64,96", "--samples", "2")
     assert measure(small_lm, tmp_path / "one", *quick) == 0
+    capsys.readouterr()
+    assert measure(small_lm, tmp_path / "one", *quick[:-1], "3", "--dry-run") == 0
+    assert "from the medians of stored results" in capsys.readouterr().out
     assert measure(small_lm, tmp_path / "two", *quick, "--shard", "0/2") == 0
     assert "of other shards are missing" in capsys.readouterr().out
     assert not (tmp_path / "two" / "report.html").exists()
@@ -203,20 +205,10 @@ def test_other_names_of_the_model_and_of_the_text_share_the_baseline(
     assert sum(",entmax,64,loss minus as loaded," in line for line in lines) == 1
 
 
-def test_a_text_that_changes_during_the_run_is_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "text.txt"
-    file.write_text("One.\n")
-    task = PretrainedTask(Source("model"), file).planned()
-    assert task.texts() == ("One.\n",)
-    file.write_text("Two.\n")
-    with pytest.raises(UsageError, match=r"text\.txt changed after the start; run the command"):
-        task.texts()
-
-
 @pytest.mark.parametrize(
     ("command", "message"), [("pretrained", "2 contexts to read"), ("adapt", "1 training to do")]
 )
-def test_dry_run_estimates_and_writes_nothing(
+def test_dry_run_counts_runs_and_writes_nothing(
     command: str, message: str, small_lm: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     options = ["--measures", "loss", "--lengths", "64", "--dry-run", "--workers", "2"]
@@ -224,7 +216,7 @@ def test_dry_run_estimates_and_writes_nothing(
     assert run(command, small_lm, tmp_path / "out", *options) == 0
     printed = capsys.readouterr().out
     assert message in printed
-    assert "on 2 workers" in printed
+    assert "without stored results of the same kind" in printed
     assert [*tmp_path.iterdir()] == []
 
 

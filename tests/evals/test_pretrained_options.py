@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from evals.__main__ import parser
+from evals.options import read_options, with_local_rank
+from evals.pretrained.options import PretrainedOptions
 from helpers.hf_models import quiet
 from helpers.pretrained_runs import run
 from helpers.small_lm import ROOT, TEXT
@@ -37,8 +40,8 @@ WRONG = {
         "--lengths 2048,2048": "--lengths must not repeat an entry",
         "--samples 1,2": "--samples must be one number or 1, one for each length, got 2",
         f"--out {__file__}": f"--out {NO_FOLDER}'",
-        "--batch 0": "--batch must be an int >= 1, got '0'",
-        "--workers -1": "--workers must be an int >= 0, got '-1'",
+        "--batch 0": "--batch must be >= 1, got '0'",
+        "--workers -1": "--workers must be >= 0, got '-1'",
         "--shard 2/2": "--shard must be I/N",
         "--text nowhere": "--text must be a file, got 'nowhere'",
         "--gguf nowhere.gguf": "--gguf must be a file in ",
@@ -51,21 +54,21 @@ WRONG = {
         "--variants softmaxx": KNOWN,
         "--variants ssmax,ssmax": "--variants must not repeat an entry",
         "--train-length 9500 --held-out 0.9": "--text must have at least 9501 tokens to train on",
-        "--train-length 1": "--train-length must be an int >= 2, got '1'",
+        "--train-length 1": "--train-length must be >= 2, got '1'",
         "--lengths 9999": "--text must have at least ",
         "--held-out 1": "--held-out must be between 0 and 1, got 1.0",
         f"--held-out 0.5 --eval-text {TEXT}": "--held-out must not be given with",
         f"--eval-text {TEXT}": "--eval-text must be another text than --text",
         "--eval-text nowhere": "--eval-text must be a file, got 'nowhere'",
         "--text nowhere": "--text must be a file, got 'nowhere'",
-        "--steps 0": "--steps must be an int >= 1, got '0'",
+        "--steps 0": "--steps must be >= 1, got '0'",
         "--learning-rate 0": "--learning-rate must be finite and > 0",
         "--learning-rate a": "--learning-rate must be a number, got 'a'",
         f"--save {__file__}": f"--save {NO_FOLDER}'",
         f"--out {__file__}": f"--out {NO_FOLDER}'",
         f"--save {__file__}/below": f"--save {NO_FOLDER}/below'",
         "--seeds 0,1 --save there": "--save needs one variant and one seed",
-        "--seeds 1,1": "--seeds must not repeat an entry, got '1,1'",
+        "--seeds 1,1": "--seeds must not repeat an entry, got 1 twice",
         "--lora-learning-rate 0.1": "--lora-learning-rate needs --lora",
     },
     "sharpness": {
@@ -73,11 +76,11 @@ WRONG = {
         "--variants softmax->ssmax": KNOWN,
         "--variants cosformer": "requires the parameter 'max_length'",
         "--lengths 16,2048": "must be from 2 to 1024",
-        "--lengths 1": "must be from 2 to 1024",
-        "--lengths 16,16": "--lengths must not repeat an entry, got '16,16'",
-        "--variants softmax,softmax": "variant softmax is listed twice",
+        "--lengths 1": "--lengths entries must be >= 2",
+        "--lengths 16,16": "--lengths must not repeat an entry, got 16 twice",
+        "--variants softmax,softmax": "--variants must not repeat an entry",
         f"--out {__file__}": f"--out {NO_FOLDER}'",
-        "--samples 0": "--samples must be an int >= 1, got '0'",
+        "--samples 0": "--samples must be >= 1, got '0'",
         "--text nowhere": "--text must be a file, got 'nowhere'",
         f"--model {ROOT / 'docs'}": f"--model {ROOT / 'docs'}",
     },
@@ -102,3 +105,13 @@ def test_wrong_options_are_errors_and_write_nothing(
     assert run(command, folder, tmp_path / "out", *options.split()) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_under_torchrun_a_shard_uses_the_gpu_of_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    line = ["pretrained", "--model", "m", "--text", "t", "--shard", "env", "--device", "cuda"]
+    options = with_local_rank(read_options(PretrainedOptions, parser().parse_args(line)))
+    assert (options.shard.index, options.device, options.workers) == (3, "cuda:1", 1)
