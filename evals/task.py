@@ -15,10 +15,10 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from commandline.variants import VariantCall
-from evals.measures.arithmetic import DTYPES
 
 # Settings and lengths above these limits are rejected as typos.
 MAX_SETTING, MAX_LENGTH = 2**31, 2**22
+DTYPES = ("float32", "bfloat16", "float16")  # to which settings can round
 
 
 @dataclass(frozen=True, kw_only=True)

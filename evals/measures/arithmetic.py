@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnzoo
 
-DTYPES = ("float32", "bfloat16", "float16")  # of the operands of products
 # The positions of the two factors among the arguments of each operation that multiplies matrices.
 _FACTORS = {
     torch.ops.aten.mm.default: (0, 1),

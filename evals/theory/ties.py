@@ -23,7 +23,8 @@ from typing import Any
 from commandline.arguments import integer, seed
 from commandline.files import check_writable
 from commandline.table import Table
-from evals.measures.arithmetic import DTYPES, rounded
+from evals.measures.arithmetic import rounded
+from evals.task import DTYPES
 from evals.tasks.max_retrieval import PUBLISHED, draw
 from evals.theory.output import show
 
@@ -41,7 +42,7 @@ def ceiling(dtype: str, length: int, sequences: int = SEQUENCES, seed: int = 0) 
     """The expected accuracy of picking at random among the items with the largest rounded value.
 
     Args:
-        dtype: the dtype of the values, one of `evals.measures.arithmetic.DTYPES`.
+        dtype: the dtype of the values, one of `evals.task.DTYPES`.
         length: the number of items n.
         sequences: the number of sequences drawn.
         seed: the seed of the test sequences.
