@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from commandline.table import Table, markdown
-from evals.reporting import curves
+from evals.reporting import curves, rounding
 from evals.reporting.formats import code_label, escaped, markdown_table, short_table
 from evals.reporting.pretrained_tables import published_tables, samples_text
 from evals.reporting.tables import (
@@ -80,9 +80,7 @@ def _scores(path: Path) -> str:
         words = f"preset {name}" if preset else name.replace("-", " ")
         summary = replace(summary, distinction=words)
         heading = f"#### {task.name}: {words}"
-    # The rows that do not hold in the second arithmetic.
-    held = _made(path).get("arithmetic", {}).get("holds", {})
-    broken = [label for label, holds in held.items() if not holds]
+    broken = _broken(path)
     details = markdown_table(summary, score, broken)
     if preset and (table := published_table(summary, code="`")) is not None:
         details += f"\n{table.title}\n\n{_markdown(table)}"
@@ -100,6 +98,12 @@ def _scores(path: Path) -> str:
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 
+def _broken(path: Path) -> list[str]:
+    """The labels of the rows of a summary that do not hold in its second arithmetic."""
+    held = _made(path).get("arithmetic", {}).get("holds", {})
+    return [label for label, holds in held.items() if not holds]
+
+
 def with_curves(text: str, folder: Path = MEASURED) -> str:
     """The text of a page in which the marks that `_scores` left are replaced by figures.
 
@@ -107,9 +111,26 @@ def with_curves(text: str, folder: Path = MEASURED) -> str:
     """
 
     def drawn(match: re.Match[str]) -> str:
-        return curves.figure(read_summary(folder / f"{match[1]}.csv"))
+        name = match[1]
+        summary = rounding.rounding(folder) if name == rounding.NAME else None
+        return curves.figure(summary or read_summary(folder / f"{name}.csv"))
 
     return re.sub(r"<!-- curves: (\S+) -->\n", drawn, text)
+
+
+def table_1(folder: Path = MEASURED) -> str:
+    """The figure and the tables of `rounding`."""
+    summary = rounding.rounding(folder)
+    rows = ranked_rows(summary, summary.task.score, lambda series: series.label,
+                       lambda s, x: shown(summary.mean(s, x, summary.task.score.name),
+                                          summary.task.score))  # fmt: skip
+    header = ["", *(f"n = {x}" for x in summary.xs), "effective length"]
+    return "\n".join([
+        f"<!-- curves: {rounding.NAME} -->\n",
+        _short(short_table(summary), more=" with-curves"),
+        _folded("All lengths", _markdown(Table("", header, rows))),
+        made_by(folder / f"{rounding.ARITHMETICS['bfloat16']}.csv"),
+    ])  # fmt: skip
 
 
 def _made(path: Path) -> dict[str, Any]:
@@ -129,7 +150,9 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     path = folder / f"{task}.csv"
     if not path.exists():
         return NONE_YET
-    summary = read_summary(path)
+    summary, broken = read_summary(path), _broken(path)
+    cells = {place: line for place, line in summary.cells.items() if place[0].label not in broken}
+    summary = replace(summary, cells=cells)
     score, ends = summary.task.score, (summary.train_length, summary.xs[-1])
     name = score.title.split(":")[0].lower().replace(", %", " (%)")
     header = ["variant", f"{name} at the train length, n = {ends[0]}", f"{name} at n = {ends[1]}",
@@ -140,6 +163,7 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     lines = [
         f"`{task}`, {seeds}, chance {chance_text(score, summary.chance or 0.0)}.",
         f"Effective length: {EFFECTIVE_NOTE}. Variants with {UNTRAINED} have none.",
+        *[f"Left out, because it does not hold on another CPU: `{x}`." for x in broken],
         *(f"{x}." for x in notes(summary, score) if x[0] != BETTER),  # it has no marks of tests
     ]
     return f"{_markdown(Table('', header, rows))}\n{' '.join(lines)}\n"

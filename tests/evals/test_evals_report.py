@@ -184,7 +184,7 @@ def test_leaderboard_is_sorted_by_the_longest_length(page: Page) -> None:
     numbered = [f"{rank}. {label}" for rank, label in enumerate(RANKED, 1)]
     assert [line[0].split(" †")[0] for line in lines] == numbered
     assert [line[0] for line in lines if "†" in line[0]] == [f"3. {EVIL} † 2/2"]
-    assert lines[0] == ["1. ssmax", "98.0 ±1.0", "89.0*", "80.0 ±1.0", "64", ""]
+    assert lines[0] == ["1. ssmax", "98.0 ±12.7", "89.0*", "80.0 ±12.7", "64", ""]
     assert lines[-1][-3:] == ["nan", "16", ""]
     assert [line[-2] for line in lines if "†" in line[0]] == ["—"]  # no effective length
     assert chance == ["chance", "10.0", "10.0", "10.0", "", ""]

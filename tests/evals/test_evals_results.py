@@ -88,7 +88,7 @@ def test_tables_show_intervals_differences_costs_and_learned_parameters() -> Non
         table.rows for table in ShownGroup(group).tables
     )
     assert score == [["ssmax † 2/2", "70.0 ±0.0", "—"], ["softmax † 2/2", "55.0 ±5.0", "—"]]
-    assert spans[0][1] == "50.0 … 60.0"
+    assert spans[0][1] == "-8.5 … 118.5"  # 55 ± 12.7 · 5
     assert published[:2] == [["softmax, here", "55.0"], ["softmax, paper", "98.6"]]
     assert versus == [["ssmax † 2/2", "+15.0 ±5.0"]]
     assert learned == [["ssmax", "s", "0.300 (0.200 to 0.400)"]]
@@ -185,13 +185,13 @@ def test_the_readme_table_shows_the_summary(tmp_path: Path) -> None:
     assert "Train length n = 16, chance 10 %." in text
     short = [line.split(" | <svg")[0] for line in text.splitlines() if "<svg" in line]
     assert short == [
-        "| 1. `ssmax` † 1/2 | 93.0 ±3.0 | 60.0* | —",
-        "| 2. `softmax` | 97.0 ±1.0 | 50.0 ±0.0 | 16",
+        "| 1. `ssmax` † 1/2 | 93.0 ±38.1 | 60.0* | —",
+        "| 2. `softmax` | 97.0 ±12.7 | 50.0 ±0.0 | 16",
     ]
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     assert lines == [
-        "| `ssmax` † 1/2 | 93.0 (90.0–96.0) | 60.0* | — |",
-        "| `softmax` | 97.0 (96.0–98.0) | 50.0 (50.0–50.0) | 16 |",
+        "| `ssmax` † 1/2 | 93.0 (54.9–131.1) | 60.0* | — |",
+        "| `softmax` | 97.0 (84.3–109.7) | 50.0 (50.0–50.0) | 16 |",
     ]
     assert "† k/2: did not reach 95 % at the train length (n = 16) in k of 2 seeds" in text
     assert "* some seeds failed or are missing" in text

@@ -126,7 +126,9 @@ def test_command_all_runs_sharpness_if_a_model_is_given(
     task_calls: list[object] = []
     monkeypatch.setattr("evals.__main__.run_tasks", lambda *args: task_calls.append(args) or 0)
     calls: list[tuple[str, Path]] = []
-    monkeypatch.setattr(sharpness, "main", lambda args: calls.append((args.model, args.out)) or 1)
+    monkeypatch.setattr(
+        sharpness, "main", lambda args: calls.append((args.model, Path(args.out))) or 1
+    )
     line = ["all", "--preset", "smoke", "--out", str(tmp_path)]
     with_model = [*line, "--model", MINILM, "--text", str(TEXT)]
     assert main(line) == 0

@@ -153,7 +153,7 @@ def test_rows_are_checked(changes: dict[str, Any], message: str | None) -> None:
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        (["export", "--format", "markdown"], "| `sink` | 85.0 (80.0–90.0) | missing+nan |"),
+        (["export", "--format", "markdown"], "| `sink` | 85.0 (21.5–148.5) | missing+nan |"),
         (["compare", "FOLDER"], "softmax  "),
         (["report"], "Report: "),
     ],
