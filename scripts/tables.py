@@ -19,7 +19,7 @@ from packaging.version import Version
 import attnzoo
 from commandline.errors import UsageError
 from commandline.table import markdown
-from evals.reporting.pages import documented, overview, scores, table_1, tasks_table
+from evals.reporting.pages import documented, legend, overview, scores, table_1, tasks_table
 from evals.tasks import EXPERIMENTS
 from scripts.benchmark_tables import kernels_table, profile_table
 from scripts.call_path import call_path
@@ -112,6 +112,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "call-path": lambda page: call_path(),
     "evals": lambda page: scores(RESULTS),
     "results": lambda page: overview(RESULTS),
+    "legend": lambda page: legend(RESULTS),
     "rounding": lambda page: table_1(RESULTS),
     **{name: lambda page, name=name: documented(RESULTS, name) for name in EXPERIMENTS},
     **{

@@ -169,6 +169,13 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     return f"{_markdown(Table('', header, rows))}\n{' '.join(lines)}\n"
 
 
+def legend(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
+    """The names of the numbered lines of a figure, in one paragraph."""
+    summary = read_summary(folder / f"{task}.csv")
+    ranked = summary.ranked(summary.task.score)
+    return " · ".join(f"{n} `{series.label}`" for n, series in enumerate(ranked, 1)) + "\n"
+
+
 def documented(folder: Path, name: str) -> str:
     """The tables of an experiment or of pretrained models in Markdown, with figures if there are
     any, from a summary in a folder of the documentation."""

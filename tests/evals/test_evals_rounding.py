@@ -12,7 +12,7 @@ from evals.__main__ import main
 from evals.measures.arithmetic import rounded_products
 from evals.tasks import TASKS
 from evals.tasks.families.retrieval import RetrievalSettings
-from evals.theory.ties import ceiling
+from evals.theory.ties import accuracies
 
 
 def low(x: Tensor) -> Tensor:
@@ -75,11 +75,14 @@ def test_unknown_dtypes_are_errors(name: str) -> None:
 
 
 def test_ceilings_of_rounded_values() -> None:
-    """With k of n values on the same grid point, the ceiling is near 1/k + (1 − 1/k) / 10."""
-    assert ceiling("float32", 64, 500) == 1.0
-    fine, coarse = (ceiling(dtype, 1024, 500) for dtype in ("float16", "bfloat16"))
-    assert 0.5 < coarse < 0.7 < fine < 1
-    assert coarse == ceiling("bfloat16", 1024, 500)
+    """With k tied items, a random one is right with probability near 1/k + (1 − 1/k) / 10."""
+    few, many = accuracies(16, 500), accuracies(4096, 500)
+    assert 0.97 < few["bfloat16"].random_item <= few["bfloat16"].most_frequent_class < 1
+    assert many["float16"].random_item == pytest.approx(1 / 2 + 1 / 20, abs=0.25)
+    tied = 1 + 4095 / 512
+    assert many["bfloat16"].random_item == pytest.approx(0.9 / tied + 0.1, abs=0.05)
+    assert many["bfloat16"].most_frequent_class > many["bfloat16"].random_item + 0.05
+    assert many == accuracies(4096, 500)
 
 
 def test_the_command_prints_published_rows(capsys: pytest.CaptureFixture[str]) -> None:
