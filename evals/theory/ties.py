@@ -33,8 +33,9 @@ SEQUENCES = 100_000
 ITEMS = 2**22  # maximum number of items drawn at once
 NOTE = (
     "A row is the expected accuracy of picking at random among the items with the largest rounded\n"
-    "value. A model that sees only rounded values cannot do better. Published rows: Table 1 of\n"
-    "arXiv:2410.01104, whose arithmetic is not known to us."
+    "value, in {count} test sequences per length (seed {seed}). A model that sees only rounded\n"
+    "values cannot do better on them. Published rows: Table 1 of arXiv:2410.01104, whose arithmetic\n"
+    "is not known to us."
 )
 
 
@@ -67,8 +68,9 @@ def table(lengths: Sequence[int], sequences: int, seed: int) -> Table:
         by_length = dict(zip(PUBLISHED.lengths, scores, strict=True))
         texts = (f"{by_length[n]:.1f}" if n in by_length else "—" for n in lengths)
         rows.append([f"{variant}, published", *texts])
+    note = NOTE.format(count=sequences, seed=seed)
     header = ["values in", *(f"n = {n}" for n in lengths)]
-    return Table("Highest accuracy in max-retrieval, %", header, rows, NOTE)
+    return Table("Highest accuracy in max-retrieval, %", header, rows, note)
 
 
 def add_parser(commands: Any) -> None:
