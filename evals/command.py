@@ -137,11 +137,13 @@ class Studies:
         part = f" in shard {shard.index} of {shard.count}" if shard.count > 1 else ""
         for name, study in self.studies.items():
             folder = self.folders[name].path
-            stored, total = len(self.rows(name)), self.total(name)
+            rows, total = self.rows(name), self.total(name)
             runs = [run for run in self.runs if run.study == name]
             print(f"{study.headline(runs)}{part}")
-            if stored:
-                print(f"  {stored} of {total} results are already in {folder}")
+            if rows:
+                failed = sum(row["status"] != "ok" for row in rows)
+                hint = f"; {failed} failed, --retry-failed repeats them" if failed else ""
+                print(f"  {len(rows)} of {total} results are already in {folder}{hint}")
             if self.options.verbose:
                 workers = self.workers
                 place = f"on {counted(workers, 'worker')}" if workers else "in this process"

@@ -95,15 +95,17 @@ def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
     """Compare A with B: one `Change` for each series and x that is scored in A.
 
     Raises:
-        UsageError: A or B has several groups of results of a task.
+        UsageError: A or B has several groups of results of a task of A.
     """
+    compared = {group.task.name for group in before}
     for side, side_groups in (("A", before), ("B", after)):
-        names = [group.task.name for group in side_groups]
-        for name in set(names):
-            if names.count(name) > 1:
+        for name in compared:
+            of_task = [group for group in side_groups if group.task.name == name]
+            if len(of_task) > 1:
+                which = "; ".join(group.distinction for group in of_task)
                 raise UsageError(
                     f"{side} must have results of {name} with equal settings, data and numbers of "
-                    f"test sequences, got {names.count(name)} groups"
+                    f"test sequences, got {len(of_task)} groups: {which}"
                 )
     points = {group.task.name: group.points for group in after}
     every = [

@@ -30,15 +30,16 @@ def load(
         - seed: of a pretrained model, the number of the sample;
         - metric, value: a row that failed has one line, with NaN;
         - status, key;
-        - version: rows of a variant whose plugin changed differ in it;
+        - version: rows of a variant differ in it if its plugin changed or a sweep chose other values;
         - settings.NAME for each setting of the run and for whatever else separates tables: data and
           device, and of a pretrained model also model, fingerprint, dtype, text, seed and planted.
 
         A cell is NaN if the kind of result has no such column. Results of sweeps are left out.
+        A line that is not JSON, as after an interruption, is left out with a warning.
 
     Raises:
         UsageError: there is no folder, a folder has no results, or one of its files has a line
-            that is not a row.
+            that is JSON but not a row.
     """
     import pandas as pd
 

@@ -38,9 +38,16 @@ SEQUENCES = 100_000
 ITEMS = 2**22  # maximum number of items drawn at once
 ROUNDED = [dtype for dtype in DTYPES if dtype != "float32"]  # fp32 holds all values exactly
 NOTE = (
+<<<<<<< HEAD
     "Most frequent class, of the items with the largest rounded value: a model that sees only\n"
     "rounded values cannot do better. Random item: one of these items at random. Published rows:\n"
     "Table 1 of arXiv:2410.01104, whose arithmetic is not known to us."
+=======
+    "A row is the expected accuracy of picking at random among the items with the largest rounded\n"
+    "value, in {count} test sequences per length (seed {seed}). A model that sees only rounded\n"
+    "values cannot do better on them. Published rows: Table 1 of arXiv:2410.01104, whose arithmetic\n"
+    "is not known to us."
+>>>>>>> rv-evals
 )
 
 
@@ -88,8 +95,9 @@ def table(lengths: Sequence[int], sequences: int, seed: int) -> Table:
         published = dict(zip(PUBLISHED.lengths, scores, strict=True))
         texts = (f"{published[n]:.1f}" if n in published else "—" for n in lengths)
         rows.append([f"{variant}, published", *texts])
+    note = NOTE.format(count=sequences, seed=seed)
     header = ["values in", *(f"n = {n}" for n in lengths)]
-    return Table("Highest accuracy in max-retrieval, %", header, rows, NOTE)
+    return Table("Highest accuracy in max-retrieval, %", header, rows, note)
 
 
 def add_parser(commands: Any) -> None:

@@ -105,7 +105,11 @@ def test_compare_reports_a_different_setting_and_rejects_several_settings_of_a_t
     assert "max-retrieval has steps = 10 in A and 11 in B" in capsys.readouterr().out
     written(tmp_path / "b", [row("softmax", 0.5, seed=7)])
     assert main(["compare", *folders]) == 2
-    assert "B must have results of max-retrieval with equal" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "B must have results of max-retrieval with equal" in error
+    assert "got 2 groups: steps 10; steps 11" in error
+    needle = written(tmp_path / "c", [row("softmax", 0.5, task="needle")])
+    assert main(["compare", str(needle), folders[1]]) == 0  # A has no results of max-retrieval
 
 
 def test_a_row_whose_seeds_change_places_does_not_hold() -> None:

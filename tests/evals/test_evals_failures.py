@@ -205,7 +205,9 @@ def test_an_error_with_nan_parameters_is_reported_as_not_finite() -> None:
 
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("steps", ["1", "2", "30"])
-def test_a_diverging_run_gives_rows_with_status_nan(steps: str, tmp_path: Path) -> None:
+def test_a_diverging_run_gives_rows_with_status_nan(
+    steps: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The parameters are huge but finite after one step, and not finite after two steps."""
     options = ["--variants", "softmax,ssmax,softmax->topk", "--set", "learning_rate=1e38"]
     run = [*SMALL, *options, "--steps", steps, "--workers", "0", "--out", str(tmp_path)]
@@ -213,6 +215,12 @@ def test_a_diverging_run_gives_rows_with_status_nan(steps: str, tmp_path: Path) 
     rows = [json.loads(x) for x in (tmp_path / TASK / "rows.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows] == ["nan"] * 3
     assert all("finite" in row["message"] or "nan" in row["message"] for row in rows)
+    hint = "; 3 failed, --retry-failed repeats them"
+    assert hint not in capsys.readouterr().out
+    assert main([*run, "--dry-run"]) == 0
+    assert hint in capsys.readouterr().out
+    assert main([*run, "--dry-run", "--retry-failed"]) == 0
+    assert hint not in capsys.readouterr().out
 
 
 def test_reason_of_a_failure_is_the_first_line_of_its_message() -> None:

@@ -87,4 +87,6 @@ def test_ceilings_of_rounded_values() -> None:
 
 def test_the_command_prints_published_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ties", "--sequences", "2"]) == 0
-    assert "softmax, published" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "softmax, published" in text
+    assert "in 2 test sequences per length (seed 0)" in text
