@@ -38,16 +38,10 @@ SEQUENCES = 100_000
 ITEMS = 2**22  # maximum number of items drawn at once
 ROUNDED = [dtype for dtype in DTYPES if dtype != "float32"]  # fp32 holds all values exactly
 NOTE = (
-<<<<<<< HEAD
-    "Most frequent class, of the items with the largest rounded value: a model that sees only\n"
-    "rounded values cannot do better. Random item: one of these items at random. Published rows:\n"
-    "Table 1 of arXiv:2410.01104, whose arithmetic is not known to us."
-=======
-    "A row is the expected accuracy of picking at random among the items with the largest rounded\n"
-    "value, in {count} test sequences per length (seed {seed}). A model that sees only rounded\n"
-    "values cannot do better on them. Published rows: Table 1 of arXiv:2410.01104, whose arithmetic\n"
-    "is not known to us."
->>>>>>> rv-evals
+    "{count} test sequences per length (seed {seed}). Most frequent class, of the items with the\n"
+    "largest rounded value: a model that sees only rounded values cannot do better on these\n"
+    "sequences. Random item: one of these items at random. Published rows: Table 1 of\n"
+    "arXiv:2410.01104, whose arithmetic is not known to us."
 )
 
 
