@@ -89,4 +89,4 @@ def test_the_command_prints_published_rows(capsys: pytest.CaptureFixture[str]) -
     assert main(["ties", "--sequences", "2"]) == 0
     text = capsys.readouterr().out
     assert "softmax, published" in text
-    assert "in 2 test sequences per length (seed 0)" in text
+    assert "2 test sequences per length (seed 0)" in text
