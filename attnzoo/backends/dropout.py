@@ -29,6 +29,14 @@ def in_24_bits(p: float) -> float:
     return int(p * 2**24) / 2**24
 
 
+def keep_scale(p: float) -> float:
+    """The factor of the weights that are kept: 1 / (1 − p) for the rounded p.
+
+    With 1 − 10⁻⁹ instead of its rounded value the mean would be 60 times as large.
+    """
+    return 1.0 / (1.0 - in_24_bits(p))
+
+
 def _hash(x: Tensor) -> Tensor:
     """A one-to-one hash of 32-bit integers (multiply-xorshift)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MAX_UINT32

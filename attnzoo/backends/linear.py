@@ -105,7 +105,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     assert isinstance(form, Linear)
     if sums_in_fp64(form, call):
         call = replace(call, dtype=torch.float64)
-    if call.segments is not None:
+    if call.segments is not None and call.queries:
         return _attend_segments(q, k, v, call, form), None
     attend = scan if call.right == 0 else _attend_all
     return attend(q, k, v, call, form)[0], None

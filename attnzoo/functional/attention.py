@@ -159,7 +159,8 @@ def attention(
         softcap: c > 0; the logits become c·tanh(scale·q·k/c), before any gain. None: no softcap.
         dropout_p: Probability with which a weight is dropped after normalization; the others are
             divided by 1 − p. The backends `tiled` and `flash` drop the same weights for the same
-            seed of torch, others draw other random numbers.
+            seed of torch, unless `tiled` runs sorted segments one by one. Others draw other random
+            numbers.
         backend: Name of the backend to use; an error is raised if it cannot run the call. None
             is the one of `use_backend`, or lets the library choose (see `explain`).
         return_lse: Also return lse_i = log Σ_j exp(s_ij) of the scores s_ij after gain and bias.

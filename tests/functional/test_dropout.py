@@ -147,6 +147,20 @@ def test_flash_and_tiled_drop_the_same_weights(variant: str, p: float) -> None:
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("backend", ["tiled", "flash"])
+def test_the_weights_are_divided_by_the_probability_with_which_they_are_kept(backend: str) -> None:
+    """p has 24 bits, so with p = 1 − 10⁻⁹ a weight is kept with probability 2⁻²⁴.
+
+    With this seed query 8 keeps key 377, and no other weight is kept.
+    """
+    q, k = torch.zeros(1, 1, 10, 8), torch.zeros(1, 1, 512, 8)
+    out = seeded(1328, q, k, torch.ones_like(k), backend=backend, dropout_p=1 - 1e-9)
+    expected = torch.zeros_like(out)
+    expected[..., 8, :] = 2**24 / 512
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.interpreter
 def test_dropout_of_flash_is_off_at_0_and_reused_by_the_backward() -> None:
     q, k, v = (x.float().requires_grad_() for x in qkv())
     exact = attnzoo.attention(q, k, v, backend="flash")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.backends.dropout import retained
+from attnzoo.backends.dropout import keep_scale, retained
 from attnzoo.backends.tiled.blocks import Block
 from attnzoo.core.call import Call
 
@@ -17,4 +17,4 @@ def keep_mask(block: Block, call: Call, seed: Tensor) -> Tensor:
         for s in (block.batches, block.heads, block.rows, block.keys)
     )
     rows = (b[:, None, None] * call.heads + h[:, None]) * call.queries + i
-    return retained(rows, j, seed, call.dropout_p).to(call.dtype) / (1 - call.dropout_p)
+    return retained(rows, j, seed, call.dropout_p).to(call.dtype) * keep_scale(call.dropout_p)

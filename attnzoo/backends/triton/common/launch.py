@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnzoo.backends.dropout import in_24_bits
+from attnzoo.backends.dropout import in_24_bits, keep_scale
 from attnzoo.backends.shared_operands import NO_DROPOUT, Dropout, Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common.groups import (
     RuleConstants,
@@ -185,7 +185,7 @@ def arguments_of(
     if dropout.seed is not None:
         score_terms = score_terms._replace(
             seed=dropout.seed, dropout_p=in_24_bits(dropout.dropout_p),
-            keep_scale=1.0 / (1.0 - dropout.dropout_p),
+            keep_scale=keep_scale(dropout.dropout_p),
         )  # fmt: skip
     return {
         "q": q, "k": k, "heads": heads, "group": heads // kv_heads if kv_heads else 1,

@@ -379,18 +379,18 @@ def linear_dx(
         v_tile = load(v, hk, chunk, d, sizes.DV)  # [C, BDv]
         dp = dot(g_tile, tl.trans(v_tile.to(dtype)), None, sizes.PRECISION) - d_i
         dp = hide(dp, bounds, others, batch, chunk, True)  # [queries, keys]
-    reader = crossing(g_tile, bounds, batch, chunk, False, sizes)
-    d_reader = crossing(d_i, bounds, batch, chunk, False, sizes)
     STAGES: tl.constexpr = None if others is None else 1  # more stages spill with two states
     for start in tl.range(0, sizes.F, sizes.BLOCK_F, num_stages=STAGES):
         f = start + tl.arange(0, sizes.BLOCK_F)
         acc = tl.zeros([sizes.CHUNK, sizes.BLOCK_F], tl.float32)
-        acc = add_dx(acc, reader, d_reader, state, f, d, sizes)
+        acc = add_dx(acc, g_tile, d_i, state, f, d, sizes)
+        # Rows of the product are hidden, because G with hidden rows would be another operand in
+        # shared memory.
+        acc = crossing(acc, bounds, batch, chunk, False, sizes)
         if others is not None:
-            other_reader = crossing(g_tile, bounds, batch, chunk, True, sizes)
-            d_other = crossing(d_i, bounds, batch, chunk, True, sizes)
-            other = state_of(others, hk, chunk, sizes)
-            acc = add_dx(acc, other_reader, d_other, other, f, d, sizes)
+            after = tl.zeros([sizes.CHUNK, sizes.BLOCK_F], tl.float32)
+            after = add_dx(after, g_tile, d_i, state_of(others, hk, chunk, sizes), f, d, sizes)
+            acc += crossing(after, bounds, batch, chunk, True, sizes)
         if y is not None:
             y_tile = load(y, hk, chunk, f, sizes.F)  # [C, BF]
             acc = dot(dp.to(dtype), y_tile, acc, sizes.PRECISION)

@@ -71,8 +71,8 @@ def describe_backward(
             rows = q.new_empty(*q.shape[:3], bias.shape[1], dtype=torch.float32)
             gradients, grads["relative_bias"] = Gradients(table=rows), rows
         else:
-            gradients = Gradients(slopes=new_vector(q))
-            grads["relative_bias"] = gradients.slopes
+            grads["relative_bias"] = new_vector(q)
+            gradients = Gradients(slopes=grads["relative_bias"])
     ranges, before_dq = ranges_of(layout, of_dq.block_m, arch)
     args = _arguments(of_dq, q, k, v, layout, ranges, do=do, dq=grads["q"])
     args |= {"carried": carried, "gradients": gradients}
