@@ -30,7 +30,8 @@ def load(
         - seed: of a pretrained model, the number of the sample;
         - metric, value: a row that failed has one line, with NaN;
         - status, key;
-        - version: rows of a variant differ in it if its plugin changed or a sweep chose other values;
+        - version: rows of a variant whose plugin changed, or whose sweep chose other values, differ
+          in it;
         - settings.NAME for each setting of the run and for whatever else separates tables: data and
           device, and of a pretrained model also model, fingerprint, dtype, text, seed and planted.
 

@@ -34,8 +34,8 @@ ITEMS = 2**22  # maximum number of items drawn at once
 NOTE = (
     "A row is the expected accuracy of picking at random among the items with the largest rounded\n"
     "value, in {count} test sequences per length (seed {seed}). A model that sees only rounded\n"
-    "values cannot do better on them. Published rows: Table 1 of arXiv:2410.01104, whose arithmetic\n"
-    "is not known to us."
+    "values cannot do better on them. Published rows: Table 1 of arXiv:2410.01104, whose\n"
+    "arithmetic is not known to us."
 )
 
 
