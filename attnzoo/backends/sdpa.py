@@ -205,9 +205,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         enable_gqa=grouped,
         dropout_p=call.dropout_p,
     )
-    node = out.grad_fn
-    # Torch's math, which runs where no fused kernel does, has second derivatives.
-    if node is not None and node.name().startswith("ScaledDotProduct") and runs_eagerly():
+    # Torch's math, which runs where no fused kernel does, has second derivatives. A compiled call
+    # has no grad_fn to read.
+    node = out.grad_fn if runs_eagerly() else None
+    if node is not None and node.name().startswith("ScaledDotProduct"):
         node.register_hook(_name_eager)
     if spoiled is not None:
         out = out.masked_fill(spoiled, torch.nan)

@@ -174,7 +174,7 @@ def short_lengths(summary: Summary) -> list[tuple[int, str]]:
     chosen = summary.xs
     if len(chosen) > MOST_LENGTHS:
         chosen = [x for x in chosen if x in (train, 4 * train, 16 * train, longest)]
-    return [(x, "train" if x == train else f"{x / train:.3g} ×") for x in chosen]
+    return [(x, "train" if x == train else f"{x / train:.4g} ×") for x in chosen]
 
 
 def metric_table(
