@@ -15,12 +15,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from pydantic import BaseModel
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cosine_similarity
-from torch.nn.modules.module import register_module_forward_hook
 
 import attnzoo
 from commandline.arguments import add_plugin
@@ -158,22 +158,20 @@ def cut(tokens: Tensor, length: int, samples: int) -> Tensor:
 def states(model: Any, ids: Tensor) -> tuple[Tensor, list[heads.LayerWeights]]:
     """The last hidden states, and the weights of each layer.
 
-    A layer that is not converted makes its attention module during the call, so the hook is one for
-    all modules.
+    A layer that is not converted makes its attention module during the call, so the class is
+    changed, not modules.
     """
     layers: list[heads.LayerWeights] = []
+    original_forward = attnzoo.nn.Attention.forward
 
-    def record(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        if isinstance(module, attnzoo.nn.Attention):
-            masks = {name: kwargs[name] for name in _MASKS if name in kwargs}
-            q, k, _ = args
-            layers.append((result[1], heads.visible_keys(q, k, masks)))
+    def forward(self: attnzoo.nn.Attention, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+        result = original_forward(self, q, k, v, **kwargs)
+        masks = {name: kwargs[name] for name in _MASKS if name in kwargs}
+        layers.append((result[1], heads.visible_keys(q, k, masks)))
+        return result
 
-    hook = register_module_forward_hook(record, with_kwargs=True)
-    try:
+    with mock.patch.object(attnzoo.nn.Attention, "forward", forward):
         hidden = model(input_ids=ids, output_attentions=True).last_hidden_state
-    finally:
-        hook.remove()
     return hidden, layers
 
 
