@@ -300,10 +300,13 @@ def _attend_segments(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) 
     call, k, v, _ = prepare(call, k, v, None, form)
     values = tokens.sort(_values(v, call.key_positions, call))
     at = tokens.sorted_positions()
+    q, k = tokens.sort(q), tokens.sort(k)
+    if call.right is None:  # two scans: the sum of their gradients is rounded to 16 bits once
+        q, k = q.to(call.dtype), k.to(call.dtype)
     chunk = tokens_per_chunk(form, call)
     parts = [
         *zip(
-            range(0, call.keys, chunk), split(tokens.sort(q), chunk), split(tokens.sort(k), chunk),
+            range(0, call.keys, chunk), split(q, chunk), split(k, chunk),
             split(values, chunk), at.split(chunk, dim=-1), tokens.bounds.split(chunk, dim=-1),
         )
     ]  # fmt: skip

@@ -127,23 +127,11 @@ def cases() -> Iterator[Any]:
             )  # fmt: skip
 
 
-# Rows with an error outside the budget whose cause is not known. They may pass on another CPU.
-UNEXPLAINED = {"linear-cosformer-200x17-float16-full-keys-mha-0-segments-dv"}
-
-
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("variant", "case", "backends", "seed"), list(cases()))
 def test_agrees_with_the_definition(
-    variant: str,
-    case: dict[str, Any],
-    backends: tuple[str, ...],
-    seed: int,
-    request: pytest.FixtureRequest,
+    variant: str, case: dict[str, Any], backends: tuple[str, ...], seed: int
 ) -> None:
-    if request.node.callspec.id in UNEXPLAINED:
-        reason = "an entry of dk is off by 1.41e-4 in fp16, 1.38e-4 are allowed"
-        mark = pytest.mark.xfail(raises=AssertionError, strict=False, reason=reason)
-        request.applymarker(mark)
     inputs = make(variant, case, seed=10 * seed)
     errors = []
     exact, keep = None, 1.0

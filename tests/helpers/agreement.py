@@ -164,16 +164,16 @@ def outputs(variant: str, backend: str, inputs: Inputs) -> dict[str, Tensor]:
 def dropout_factors(variant: str, backend: str, inputs: Inputs) -> Tensor | float:
     """The dropout factor of each weight, 0 or 1 / (1 − p), as (B, H, Nq, Nk).
 
-    With a multiple of the identity as v, the output shows which weights are 0 after dropout.
+    With the identity as v, the output shows which weights are 0 after dropout. The call is at least
+    in fp32, because small weights would be 0 in 16 bits. The dtype does not change the mask.
     """
     if "dropout_p" not in inputs.options:
         return 1.0
+    dtype = torch.promote_types(inputs.do.dtype, torch.float32)
     with torch.no_grad():
-        _, arguments = inputs.arguments()
+        _, arguments = inputs.arguments(dtype)
         batch, kv_heads, keys, _ = arguments["k"].shape
-        # The factor 3e4 keeps small weights from underflowing to 0 in fp16.
-        eye = 3e4 * torch.eye(keys, dtype=arguments["k"].dtype)
-        eye = eye.expand(batch, kv_heads, keys, keys)
+        eye = torch.eye(keys, dtype=dtype).expand(batch, kv_heads, keys, keys)
         arguments.update(v=eye, return_lse=False)
         torch.manual_seed(5)
         drawn = attnzoo.attention(variant=variant, backend=backend, **arguments)
