@@ -22,6 +22,7 @@ if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
 import atexit
 import gc
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,16 @@ def same_number_of_threads() -> Iterator[None]:
     yield
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_compiled_code() -> Iterator[None]:
+    """Removes the graphs that a test compiled. More than eight of one function raise an error, also
+    if several tests made them."""
+    yield
+    compiler = sys.modules.get("torch._dynamo.utils")
+    if compiler is not None and compiler.counters.pop("frames", None):
+        torch.compiler.reset()
 
 
 @pytest.fixture(params=["cpu", "gpu"])
