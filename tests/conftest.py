@@ -69,7 +69,7 @@ def no_compiled_code() -> Iterator[None]:
     if several tests made them."""
     yield
     compiler = sys.modules.get("torch._dynamo.utils")
-    if compiler is not None and compiler.counters.pop("frames", None):
+    if compiler is not None and compiler.counters.pop("stats", None):
         torch.compiler.reset()
 
 
