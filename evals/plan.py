@@ -154,7 +154,7 @@ def _with_lengths(study: Study, texts: Sequence[str], preset: Preset, options: O
             f"--positions of {task.name} must be {either(task.positions)}, "
             f"got {', '.join(positions)}"
         )
-    sweep = plan_sweep(task.name, preset, options)
+    sweep = plan_sweep(task.name, preset, options, settings, lengths)
     if sweep.grid and study.seeds > SWEEP_SEEDS[0]:
         raise UsageError(
             f"--seeds must be at most {SWEEP_SEEDS[0]} with a sweep, which uses the seeds "
@@ -178,7 +178,8 @@ def _with_lengths(study: Study, texts: Sequence[str], preset: Preset, options: O
             replace(settings, **values)
     except (ValueError, TypeError) as error:
         raise UsageError(f"--sweep: {error}") from error
-    sizes = sorted({task.tokens(n) for n in (settings.train_shortest, *lengths)})
+    evaluated = {settings.train_shortest, *lengths, *sweep.lengths}
+    sizes = sorted({task.tokens(n) for n in evaluated})
     return replace(study, specs=specs, left_out=_left_out(specs, positions, sizes))
 
 
@@ -190,7 +191,7 @@ def _check_task(study: Study, verbose: bool) -> None:
         raise UsageError(f"the chance score of {task.name} must be a finite number, got {chance!r}")
     draws = [("train", settings.train_shortest), *itertools.product(task.splits.values(), study.xs)]
     if study.sweep.grid:
-        draws.append((VALIDATION, settings.train_longest))
+        draws += [(VALIDATION, length) for length in study.sweep.lengths]
     for split, length in draws:
         _check_data(task, split, length, settings, verbose)
     for encoding in study.positions:

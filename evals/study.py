@@ -120,10 +120,10 @@ class Study:
         if not self.sweep.grid:
             return NOT_TUNED
         seeds = [self._candidates(trained, seed) for seed in SWEEP_SEEDS]
-        keys = [[key for run in runs for key in run.keys] for runs in zip(*seeds)]
-        if any(key not in by_key for of_candidate in keys for key in of_candidate):
+        if any(key not in by_key for runs in seeds for run in runs for key in run.keys):
             return None
-        rows, score = [[by_key[key] for key in x] for x in keys], self.task.score
+        rows = [[[by_key[key] for key in run.keys] for run in runs] for runs in zip(*seeds)]
+        score = self.task.score
         return choose(self.sweep.candidates, rows, score.name, score.lower_is_better)
 
     def _candidates(self, trained: TrainedVariant, seed: int) -> list[Run]:
@@ -153,8 +153,7 @@ class Study:
         run = replace(run, training_key=self._training_key(run) if self.has_lengths else "")
         tests: dict[Any, dict[str, VariantCall | None]] = {}
         if of_sweep:
-            longest = self.settings.train_longest
-            tests[longest] = {self._key(run, longest, variant): None}
+            tests = {n: {self._key(run, n, variant): None} for n in self.sweep.lengths}
         else:
             for spec, x in product(self.specs, self.xs):
                 if spec.train == variant and self._supports(spec, positions, x):

@@ -1,9 +1,10 @@
 """Sweeps: each variant gets the best of some candidate settings before its reported runs.
 
 For each variant and position encoding, every candidate is trained with the seeds `SWEEP_SEEDS`,
-which are never reported, and scored at the train length on the split "validation". The candidate
-with the best mean score is chosen; of means within `TIE` of the best, the one with the smaller
-values. A candidate with a failed seed is only chosen if every candidate has one.
+which are never reported. It is scored on the split "validation" at two lengths: the train length,
+and a longer one that is not reported. At the train length alone many candidates are equally good,
+and longer inputs tell them apart. The candidate with the best mean score is chosen; of means within
+`TIE` of the best, the one with the smaller values. A candidate with a failed seed is only chosen if every candidate has one.
 
 `record` writes the choices to the file `RECORD` of the repository. A preset with the sweep
 "recorded", such as ``paper``, uses these values and runs no sweep of its own.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from commandline.files import write_whole
 from evals.options import Options
 from evals.results.store import Row
 from evals.results.tuned import TUNED
-from evals.task import RECORDED, Preset
+from evals.task import RECORDED, Preset, Settings
 
 SWEEP_SEEDS = (1000, 1001)
 # Mean scores that differ from the best by at most this share of it count as equal. Two seeds cannot
@@ -43,11 +44,13 @@ NOT_TUNED: Choice = {"values": {}, "tried": []}
 class Sweep:
     """A sweep, or choices of an earlier one.
 
-    grid: the candidate values of each setting; {} if there is no sweep. recorded: the choices of an
+    grid: the candidate values of each setting; {} if there is no sweep. lengths: the lengths at which
+    candidates are scored. recorded: the choices of an
     earlier sweep by (variant, position encoding); None if they are not used.
     """
 
     grid: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    lengths: tuple[int, ...] = ()
     recorded: Mapping[tuple[str, str], Choice] | None = None
 
     @property
@@ -70,12 +73,15 @@ class Sweep:
 
 
 def choose(
-    candidates: Sequence[Values], rows: Sequence[Sequence[Row]], score: str, lower_is_better: bool
+    candidates: Sequence[Values],
+    rows: Sequence[Sequence[Sequence[Row]]],
+    score: str,
+    lower_is_better: bool,
 ) -> Choice:
-    """The choice, from the rows of each candidate, one row per seed."""
+    """The choice, from the rows of each candidate, for each seed one row per length."""
     tried, means = [], []
-    for values, seed_rows in zip(candidates, rows, strict=True):
-        scores = [row["metrics"][score] if row["status"] == "ok" else None for row in seed_rows]
+    for values, of_candidate in zip(candidates, rows, strict=True):
+        scores = [_mean(seed_rows, score) for seed_rows in of_candidate]
         valid = [x for x in scores if x is not None]
         mean = sum(valid) / len(valid) if len(valid) == len(scores) else math.inf
         means.append(mean if lower_is_better or mean == math.inf else -mean)
@@ -86,13 +92,23 @@ def choose(
     return {"values": chosen, "tried": tried}
 
 
-def plan_sweep(task: str, preset: Preset, options: Options) -> Sweep:
+def _mean(rows: Sequence[Row], score: str) -> float | None:
+    """The mean score of rows; None if one of them failed."""
+    if any(row["status"] != "ok" for row in rows):
+        return None
+    return sum(row["metrics"][score] for row in rows) / len(rows)
+
+
+def plan_sweep(
+    task: str, preset: Preset, options: Options, settings: Settings, reported: Collection[int]
+) -> Sweep:
     """The sweep of the options, or else that of the preset.
 
-    A setting given with --set is not tuned by the preset's sweep.
+    A setting given with --set is not tuned by the preset's sweep. reported: the eval lengths.
 
     Raises:
-        UsageError: --sweep and --set name the same setting.
+        UsageError: --sweep and --set name the same setting, or an eval length is the longer one of
+            the two at which candidates are scored.
     """
     fixed, option = set(options.settings), options.sweep
     if isinstance(option, Mapping) and (twice := sorted(fixed & set(option))):
@@ -100,7 +116,16 @@ def plan_sweep(task: str, preset: Preset, options: Options) -> Sweep:
     sweep = preset.sweep if option is None else option
     if sweep != RECORDED:
         assert isinstance(sweep, Mapping)
-        return Sweep({name: tuple(values) for name, values in sweep.items() if name not in fixed})
+        grid = {name: tuple(values) for name, values in sweep.items() if name not in fixed}
+        if not grid:
+            return Sweep()
+        longer = settings.beyond_training(preset.validation)
+        if longer in reported:
+            raise UsageError(
+                f"--lengths of {task} must not have {longer}, at which the sweep scores its "
+                f"candidates, got {','.join(map(str, sorted(reported)))}"
+            )
+        return Sweep(grid, (settings.train_longest, longer))
     choices = {}
     for variant, encodings in _read().get(task, {}).items():
         for positions, choice in encodings.items():

@@ -150,6 +150,12 @@ class Settings(Schedule):
     def identity(self) -> dict[str, object]:
         return {k: x for k, x in super().identity().items() if (k, x) != ("matmul", "float32")}
 
+    def beyond_training(self, multiple: float) -> int:
+        """The length nearest to a multiple of the train length, of those in steps of
+        ``train_stride`` above it."""
+        steps = round((multiple - 1) * self.train_longest / self.train_stride)
+        return self.train_longest + max(1, steps) * self.train_stride
+
     def batch_size(self, length: int) -> int:
         """The number of sequences in a training step of this length."""
         return self.batch * self.train_longest // length if self.fill else self.batch
@@ -174,7 +180,7 @@ MAIN_VARIANTS = (
     "sigmoid",
     "entmax",
     "asentmax",
-    "cosformer",
+    "cosformer(features='elu')",
     "taylor",
 )
 
@@ -208,6 +214,8 @@ class Preset:
         variant_settings: settings that only some variants have, by the variant's name, because its
             paper requires them.
         conditions: the conditions of an experiment, which has no lengths; () for all.
+        validation: the sweep scores each candidate at the train length and at about this multiple
+            of it, a length that is not reported.
     """
 
     lengths: tuple[int, ...]
@@ -218,6 +226,7 @@ class Preset:
     sweep: Mapping[str, Sequence[float]] | str = field(default_factory=dict)
     variant_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     conditions: tuple[str, ...] = ()
+    validation: float = 1.5
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ TASK = SequenceTask(
         smoke=dict(lengths=(64, 128), train_shortest=16, train_longest=64, train_stride=16),
         quick=dict(
             lengths=(64, 128, 256, 512, 1024), batch=16, train_shortest=8, train_longest=64,
-            train_stride=4, test_sequences=500, test_least=64, test_items=2**17,
+            train_stride=4, test_sequences=500, test_least=64, test_items=2**17, validation=6.0,
         ),
         paper=dict(
             lengths=(512, 1024, 2048, 4096, 8192), steps=10000, batch=64, train_shortest=512,

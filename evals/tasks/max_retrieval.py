@@ -20,7 +20,7 @@ PRESETS = {
     "smoke": Preset((16, 64), RetrievalSettings(steps=20, test_sequences=500), EVERY_VARIANT),
     "quick": Preset(
         tuple(2**i for i in range(4, 13)), RetrievalSettings(steps=2000), _VARIANTS, SEEDS,
-        sweep={"learning_rate": (1e-3, 3e-3, 1e-2)},
+        sweep={"learning_rate": (1e-3, 3e-3, 1e-2)}, validation=12.0,
     ),
     "paper": Preset(
         tuple(2**i for i in range(4, 15)), RetrievalSettings(steps=10000), _VARIANTS, seeds=10,

@@ -45,8 +45,9 @@ def split(runs: list[Run]) -> tuple[list[Run], list[Run]]:
     return [run for run in runs if run.candidate], [run for run in runs if not run.candidate]
 
 
-def scored(*scores: float | None) -> list[Row]:
-    return [row("softmax", score) for score in scores]
+def scored(*scores: float | None) -> list[list[Row]]:
+    """The rows of a candidate with one length, one seed per score."""
+    return [[row("softmax", score)] for score in scores]
 
 
 def test_the_best_mean_is_chosen_and_of_equal_means_the_smaller_value() -> None:
@@ -62,6 +63,27 @@ def test_the_best_mean_is_chosen_and_of_equal_means_the_smaller_value() -> None:
         assert failed["values"] == high
         assert failed["tried"][0] == {"values": low, "scores": [0.9, None]}
     assert choose(both, [scored(None, None)] * 2, "accuracy", False)["values"] == low
+
+
+def test_candidates_that_are_equal_at_the_train_length_differ_at_a_longer_one() -> None:
+    grid = [{"learning_rate": 1e-3}, {"learning_rate": 3e-3}]
+    short, long = (row("softmax", 0.99) for _ in range(2)), (0.5, 0.7)
+    rows = [[[at_train, row("softmax", score, x=192)]] for at_train, score in zip(short, long)]
+    choice = choose(grid, rows, "accuracy", False)
+    assert choice["values"] == grid[1]
+    assert [tried["scores"] for tried in choice["tried"]] == [[0.745], [pytest.approx(0.845)]]
+    rows[1][0][1] = row("softmax", None, x=192)  # failed at the longer length
+    failed = choose(grid, rows, "accuracy", False)
+    assert failed["values"] == grid[0] and failed["tried"][1]["scores"] == [None]
+
+
+def test_the_longer_length_of_a_sweep_is_not_reported() -> None:
+    assert plan().sweep.lengths == (16, 192)
+    with pytest.raises(UsageError, match="--lengths of max-retrieval must not have 192, at which"):
+        plan(lengths=[64, 192])
+    assert plan(lengths=[192], sweep="none").xs == (16, 192)
+    flip_flop = plan_study(TASKS["flip-flop"], Options(preset="quick"), {})  # lengths in steps of 4
+    assert flip_flop.sweep.lengths == (64, 384)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +112,7 @@ def test_a_sweep_trains_candidates_with_seeds_that_are_not_reported() -> None:
     assert len(tries) == 2 * 2 * len(SWEEP_SEEDS)
     assert {run.seed for run in tries} == set(SWEEP_SEEDS)
     assert {run.settings.learning_rate for run in tries} == {1e-3, 3e-3}
-    assert {tuple(run.tests) for run in tries} == {(16,)}  # only the train length
+    assert {tuple(run.tests) for run in tries} == {(16, 192)}
     assert {tuple(run.splits.values()) for run in tries} == {("validation",)}
     assert len({run.name for run in tries}) == len(tries)
     assert {(run.seed, run.waits) for run in reported} == {(0, True), (1, True)}
@@ -137,7 +159,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_reported_rows_have_the_choice_and_the_validation_scores(undisturbed: Path) -> None:
     rows = stored(undisturbed)
     tries = [row for row in rows if row.get("split") == "validation"]
-    assert len(tries) == 2 * 2 * len(SWEEP_SEEDS)
+    assert len(tries) == 2 * 2 * 2 * len(SWEEP_SEEDS)  # variants, rates, lengths, seeds
     reported = [row for row in rows if "split" not in row]
     assert {(row["variant"], row["seed"]) for row in reported} == {
         ("softmax", 0), ("ssmax", 0), ("softmax->log_n(train_length=16)", 0)
@@ -151,8 +173,10 @@ def test_reported_rows_have_the_choice_and_the_validation_scores(undisturbed: Pa
             tries_of_rate = [
                 row for row in tries_of_variant if row["settings"]["learning_rate"] == rate
             ]
-            by_seed = {row["seed"]: row["metrics"]["accuracy"] for row in tries_of_rate}
-            assert candidate["scores"] == [by_seed[seed] for seed in SWEEP_SEEDS]
+            for seed, mean in zip(SWEEP_SEEDS, candidate["scores"], strict=True):
+                of_seed = [row for row in tries_of_rate if row["seed"] == seed]
+                assert {row["x"] for row in of_seed} == {16, 24}
+                assert mean == sum(row["metrics"]["accuracy"] for row in of_seed) / 2
         best = 0.995 * max(sum(candidate["scores"]) for candidate in tried)
         chosen = next(
             candidate["values"] for candidate in tried if sum(candidate["scores"]) >= best
@@ -182,7 +206,7 @@ def test_an_interrupted_sweep_continues_to_the_same_summary(
 
     monkeypatch.setattr(runs, "train", interrupted)
     assert main([*SMALL, "--out", str(tmp_path)]) == 130
-    assert len(stored(tmp_path)) == 5  # of 8 runs of the sweep
+    assert len(stored(tmp_path)) == 2 * 5  # of 8 runs of the sweep
     monkeypatch.setattr(runs, "train", train)
     assert main([*SMALL, "--out", str(tmp_path)]) == 0
     same = (tmp_path / TASK / "summary.csv").read_bytes()
@@ -209,7 +233,7 @@ def test_a_dry_run_counts_and_estimates_the_sweep(
     text = capsys.readouterr().out
     assert "10 runs to do, with a sweep of learning_rate" in text
     assert "sweep: 8 runs to do with learning_rate 0.001; learning_rate 0.003" in text
-    assert "max-retrieval ssmax learning_rate 0.003 seed 1001: 1 result, no estimate" in text
+    assert "max-retrieval ssmax learning_rate 0.003 seed 1001: 2 results, no estimate" in text
     assert not (tmp_path / "out").exists()
 
 
