@@ -112,6 +112,13 @@ class Transformer(nn.Module):
         >>> torch.allclose(last, full[:, 11:], atol=1e-5)
         True
 
+    References:
+        RoPE: Su et al. 2021, arXiv:2104.09864. Position interpolation: Chen et al. 2023,
+        arXiv:2306.15595. NTK-aware interpolation and YaRN: Peng et al. 2023, arXiv:2309.00071,
+        equations 15 to 22. p-RoPE: Barbero et al. 2024, arXiv:2410.06205, Section 6.1. ALiBi: Press
+        et al. 2021, arXiv:2108.12409. QK-norm: Dehghani et al. 2023, arXiv:2302.05442, with a layer
+        norm. LayerScale: Touvron et al. 2021, arXiv:2103.17239.
+
     Notes:
         RoPE rotates pair p = 0 … D/2 − 1 by θ_p = b^{−2p/D} per token, with b = ``rope_base``. With
         the factor f, the train length L and the number of turns r_p = L·θ_p/2π:
@@ -127,16 +134,9 @@ class Transformer(nn.Module):
           rotated ones.
 
         The frequencies do not depend on the length of a call, so later tokens never change earlier
-        outputs. Hugging Face's type "dynamic", whose frequencies do, is not supported; "ntk" has
-        the frequencies that it has at f times the train length. Keys in a cache are rotated: do not
-        set the attribute between calls that share caches.
-
-    References:
-        RoPE: Su et al. 2021, arXiv:2104.09864. Position interpolation: Chen et al. 2023,
-        arXiv:2306.15595. NTK-aware interpolation and YaRN: Peng et al. 2023, arXiv:2309.00071,
-        equations 15 to 22. p-RoPE: Barbero et al. 2024, arXiv:2410.06205,
-        Section 6.1. ALiBi: Press et al. 2021, arXiv:2108.12409. QK-norm: Dehghani et al. 2023,
-        arXiv:2302.05442, with a layer norm. LayerScale: Touvron et al. 2021, arXiv:2103.17239.
+        outputs. Hugging Face's type "dynamic", whose frequencies do, is not supported; with factor
+        1 its frequencies at f·L tokens are those of "ntk". Keys in a cache are rotated: do not set
+        the attribute between calls that share caches.
     """
 
     BIASED = ("alibi", "nape", "t5")  # the encodings that add a bias to the scores
