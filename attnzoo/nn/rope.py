@@ -63,7 +63,7 @@ class Scaling(ABC):
 
 
 @dataclass(frozen=True)
-class Linear(Scaling):
+class LinearScaling(Scaling):
     """Position interpolation, Chen et al. 2023, arXiv:2306.15595: θ_p / factor."""
 
     rope_type = "linear"
@@ -73,7 +73,7 @@ class Linear(Scaling):
 
 
 @dataclass(frozen=True)
-class NTK(Scaling):
+class NTKScaling(Scaling):
     """NTK-aware interpolation, Peng et al. 2023, arXiv:2309.00071, Section 3.1.
 
     The lowest frequency is that of position interpolation, and the highest one does not change.
@@ -90,7 +90,7 @@ class NTK(Scaling):
 
 
 @dataclass(frozen=True)
-class YaRN(Scaling):
+class YaRNScaling(Scaling):
     """YaRN, Peng et al. 2023, arXiv:2309.00071, Sections 3.2 and 3.4.
 
     Pairs that turn more than ``beta_fast`` times in the train length keep their frequencies, and
@@ -132,7 +132,7 @@ class YaRN(Scaling):
         return frequencies(pair, head_dim, base) * (1 - interpolated * (1 - 1 / self.factor))
 
 
-SCALINGS = {kind.rope_type: kind for kind in (Linear, NTK, YaRN)}
+SCALINGS = {kind.rope_type: kind for kind in (LinearScaling, NTKScaling, YaRNScaling)}
 
 
 def parse_scaling(scaling: Any, head_dim: int, base: float) -> Scaling:
