@@ -15,8 +15,8 @@ from torch import Tensor
 
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, parse_spec
-from evals.measures.heads import learned, substituted
-from evals.run import evaluate, train
+from evals.measures.heads import learned, scaled_rope, substituted
+from evals.run import Substitutes, evaluate, train
 from evals.tasks import TASKS
 from evals.tasks.draws import different, words
 from evals.tasks.families.sequence import SequenceBatch, SequenceSettings, SequenceTask
@@ -302,7 +302,7 @@ def test_batch_sizes_and_lengths_of_training_steps() -> None:
 @pytest.mark.parametrize("positions", ["none", "rope", "p-rope", "alibi", "nape", "t5"])
 def test_all_splits_and_heads_are_measured(positions: str) -> None:
     model = trained("softmax", positions)
-    tests = {"own": None, "substitute": VariantCall("sparsemax")}
+    tests = {"own": Substitutes(), "substitute": Substitutes(VariantCall("sparsemax"))}
     outcomes = evaluate(FLIP, model, tests, 0, 8, TINY, "cpu", silent)
     for outcome in outcomes.values():
         assert outcome.status == "ok", outcome.message
@@ -329,3 +329,30 @@ def test_substituted_restores_the_model() -> None:
     with substituted(model, None):
         assert torch.equal(run(), before)
     assert torch.equal(run(), before)
+
+
+@pytest.mark.parametrize("positions", ["rope", "p-rope"])
+def test_scaled_rope_is_substituted_at_inference(positions: str) -> None:
+    """The results are those of a model with this scaling, also beside another variant."""
+    model, sparsemax = trained("softmax", positions), VariantCall("sparsemax")
+    scaling = {"rope_type": "ntk", "factor": 4.0}
+    tests = {
+        "own": Substitutes(),
+        "factor 1": Substitutes(None, {**scaling, "factor": 1.0}),
+        "scaled": Substitutes(None, scaling),
+        "both": Substitutes(sparsemax, scaling),
+    }
+    together = evaluate(FLIP, model, tests, 0, 32, TINY, "cpu", silent)
+    results = {name: (x.metrics, x.curves) for name, x in together.items()}
+    assert results["factor 1"] == results["own"]
+    assert len({str(x) for x in results.values()}) == 3
+    with scaled_rope(model, scaling):
+        others = {"scaled": Substitutes(), "both": Substitutes(sparsemax)}
+        alone = evaluate(FLIP, model, others, 0, 32, TINY, "cpu", silent)
+    assert {name: (x.metrics, x.curves) for name, x in alone.items()} == {
+        name: results[name] for name in alone
+    }
+    assert model.rope_scaling is None
+    message = "needs an attnzoo.nn.Transformer, got a model Linear"
+    with pytest.raises(TypeError, match=message), scaled_rope(torch.nn.Linear(2, 2), scaling):
+        pass
