@@ -80,15 +80,19 @@ def rounded_products(dtype: str, exact: Iterable[nn.Module] = ()) -> Iterator[No
     if dtype == "float32":
         yield
         return
-    mode, modules = _RoundedFactors(dtype), list(exact)
-    for module in modules:
-        module.forward = partial(mode.exactly, module.forward)
+    mode = _RoundedFactors(dtype)
+    forwards = [(module, module.forward, "forward" in vars(module)) for module in exact]
+    for module, forward, _ in forwards:
+        module.forward = partial(mode.exactly, forward)
     try:
         with attnzoo.use_backend("eager"), mode:
             yield
     finally:
-        for module in modules:
-            del module.forward  # the class has the original
+        for module, forward, replaced in forwards:
+            if replaced:
+                module.forward = forward
+            else:
+                del module.forward
 
 
 @contextmanager

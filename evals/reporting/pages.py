@@ -133,6 +133,23 @@ def table_1(folder: Path = MEASURED) -> str:
     ])  # fmt: skip
 
 
+def rounded_parts(folder: Path = MEASURED) -> str:
+    """The table of `rounding.parts`."""
+    names = dict.fromkeys(name for name, _ in rounding.PARTS.values())
+    made = "".join(made_by(folder / f"{name}.csv") for name in names)
+    return f"{_short(_markdown(rounding.parts(folder)))}{made}"
+
+
+def rounded_pretrained(folder: Path = MEASURED) -> str:
+    """The figures and the table of `rounding.pretrained`."""
+    name = rounding.PRETRAINED
+    files = [(text, figure_path(folder, name, figure)) for figure, text in FIGURES.items()]
+    pictures = [f"![{t}]({folder.name}/{file.name})\n" for t, file in files if file.exists()]
+    samples = samples_text(read_summary(folder / f"{name}.csv"))
+    foot = f"Over samples: {HALF_NOTE}. Samples: {samples}.\n{made_by(folder / f'{name}.csv')}"
+    return "\n".join([*pictures, _short(_markdown(rounding.pretrained(folder))), foot])
+
+
 def _made(path: Path) -> dict[str, Any]:
     file = path.with_suffix(".json")
     return json.loads(file.read_text()) if file.exists() else {}
