@@ -141,13 +141,19 @@ def rounded_parts(folder: Path = MEASURED) -> str:
 
 
 def rounded_pretrained(folder: Path = MEASURED) -> str:
-    """The figures and the table of `rounding.pretrained`."""
-    name = rounding.PRETRAINED
-    files = [(text, figure_path(folder, name, figure)) for figure, text in FIGURES.items()]
-    pictures = [f"![{t}]({folder.name}/{file.name})\n" for t, file in files if file.exists()]
+    """The figure and the table of `rounding.pretrained`."""
+    name, figure = rounding.PRETRAINED, "loss-by-position"
+    file = figure_path(folder, name, figure)
     samples = samples_text(read_summary(folder / f"{name}.csv"))
-    foot = f"Over samples: {HALF_NOTE}. Samples: {samples}.\n{made_by(folder / f'{name}.csv')}"
-    return "\n".join([*pictures, _short(_markdown(rounding.pretrained(folder))), foot])
+    foot = (
+        "Means over samples; the rise of the loss above the model as loaded in fp32, nats per "
+        f"token: {HALF_NOTE}. Samples: {samples}.\n"
+    )
+    return "\n".join([
+        f"![{FIGURES[figure]}]({folder.name}/{file.name})\n",
+        _short(_markdown(rounding.pretrained(folder))),
+        f"{foot}{made_by(folder / f'{name}.csv')}",
+    ])  # fmt: skip
 
 
 def _made(path: Path) -> dict[str, Any]:

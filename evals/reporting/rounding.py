@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from commandline.table import Table, read_tables
-from evals.reporting.tables import HALF, entry
+from evals.reporting.tables import BARE, HALF, NONE, entry
 from evals.results.pretrained import RISE
 from evals.results.summary import Series
 from evals.results.summary_csv import Summary, read_summary
@@ -50,15 +50,16 @@ def parts(folder: Path) -> Table:
 
 
 def pretrained(folder: Path) -> Table:
-    """Measures of a pretrained model by length and arithmetic."""
+    """Measures of a pretrained model by length and arithmetic. Only the rise of the loss has its
+    spread: it is paired by sample, while the other measures differ more between samples."""
     summary = read_summary(folder / f"{PRETRAINED}.csv")
     metrics = {metric.name: metric for metric in summary.task.metrics}
     rows = []
     for x in summary.xs:
         for series in summary.lines:
             cells = [entry(summary, series, x, summary.task.score, HALF, RISE)]
-            cells += [entry(summary, series, x, metrics[name], HALF) for name in _COLUMNS]
-            if any(summary.mean(series, x, name) for name in _COLUMNS):
+            cells += [entry(summary, series, x, metrics[name], BARE) for name in _COLUMNS]
+            if cells[0] != NONE:
                 label = _NAMES.get(series.label, f"`{series.variant}`")
                 label += f", {series.detail}" if series.detail else ""
                 rows.append([str(x), label, *cells])

@@ -142,6 +142,7 @@ def test_some_layers_only(small_lm: Path, tmp_path: Path) -> None:
     assert "ssmax(s=0.9) · layers 1" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_products_and_model_in_bfloat16_are_lines_of_the_same_table(
     small_lm: Path, tmp_path: Path, capsys: Capture
 ) -> None:
