@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from commandline.arguments import Parser, add_plugin, number, seed
+from commandline.arguments import Parser, add_plugin, integer, number, seed
 from commandline.errors import UsageError
 from evals.command import run_tasks
 from evals.options import add_arguments, flag, gather, plugin_of_file
@@ -74,6 +74,8 @@ def parser() -> Parser:
     one.add_argument("--out", type=Path, metavar="DIR", help="Write ranks.csv to DIR")
     text = "Draw the matrices with seed N (default: 0)"
     one.add_argument("--seed", type=seed, default=0, metavar="N", help=text)
+    text = "Also compare initializations of mixtures of softmaxes, over N seeds from --seed on"
+    one.add_argument("--initializations", type=integer(0), default=0, metavar="N", help=text)
     add_plugin(one)
 
     for module in COMMANDS.values():
@@ -130,7 +132,7 @@ def dispatch(args: argparse.Namespace) -> int:
         return pretrained.main(args)
     load_plugins(getattr(args, "plugin", None))
     if args.command == "ranks":
-        return ranks.main(args.out, args.seed)
+        return ranks.main(args.out, args.seed, initializations=args.initializations)
     if args.command == "report":
         return artifacts.main(args.folders, args.out)
     if args.command == "compare":

@@ -132,6 +132,29 @@ def table_1(folder: Path = MEASURED) -> str:
     ])  # fmt: skip
 
 
+def rounded_parts(folder: Path = MEASURED) -> str:
+    """The table of `rounding.parts`."""
+    names = dict.fromkeys(name for name, _ in rounding.PARTS.values())
+    made = "".join(made_by(folder / f"{name}.csv") for name in names)
+    return f"{_short(_markdown(rounding.parts(folder)))}{made}"
+
+
+def rounded_pretrained(folder: Path = MEASURED) -> str:
+    """The figure and the table of `rounding.pretrained`."""
+    name, figure = rounding.PRETRAINED, "loss-by-position"
+    file = figure_path(folder, name, figure)
+    samples = samples_text(read_summary(folder / f"{name}.csv"))
+    foot = (
+        "Means over samples; the rise of the loss above the model as loaded in fp32, nats per "
+        f"token: {HALF_NOTE}. Samples: {samples}.\n"
+    )
+    return "\n".join([
+        f"![{FIGURES[figure]}]({folder.name}/{file.name})\n",
+        _short(_markdown(rounding.pretrained(folder))),
+        f"{foot}{made_by(folder / f'{name}.csv')}",
+    ])  # fmt: skip
+
+
 def _made(path: Path) -> dict[str, Any]:
     file = path.with_suffix(".json")
     return json.loads(file.read_text()) if file.exists() else {}

@@ -45,6 +45,17 @@ def test_backward_products_are_rounded_too() -> None:
     torch.testing.assert_close(b.grad, low(slope).T @ low(a.detach()))
 
 
+def test_products_in_the_forward_pass_of_an_exact_module_are_not_rounded() -> None:
+    exact, other, x = torch.nn.Linear(7, 3), torch.nn.Linear(7, 3), torch.randn(5, 7)
+    with torch.inference_mode():
+        expected = exact(x)
+        with rounded_products("bfloat16", [exact]):
+            results = exact(x), other(x)
+    assert torch.equal(results[0], expected)
+    torch.testing.assert_close(results[1], low(x) @ low(other.weight).T + other.bias)
+    assert "forward" not in vars(exact)
+
+
 def test_attention_multiplies_rounded_queries_keys_weights_and_values() -> None:
     q, k, v = torch.randn(3, 2, 1, 4, 8)
     with rounded_products("bfloat16"):

@@ -324,6 +324,21 @@ def test_only_a_mixture_of_attentions_exceeds_the_bound_of_one_attention() -> No
     assert torch.allclose(mixed.sum(-1), torch.ones(24).double())
 
 
+def test_ranks_by_initialization_are_means_over_seeds() -> None:
+    scales, seeds, sizes = (1.0, 1.0, 3**0.5), range(2), (3, 20, 30)
+    p = ranks.latent_mixture(2, scales, 1, sizes, torch.float64)
+    assert torch.allclose(p.sum(-1), torch.ones(30, dtype=torch.float64))
+    assert not torch.equal(p, ranks.latent_mixture(2, scales, 0, sizes, torch.float64))
+    rows = [row[1:] for row in ranks.scales_table(seeds, sizes).rows]
+    assert len(rows) == len(ranks.SCALES)  # without the published ranks
+    for scales, (one, *others) in zip(ranks.SCALES, rows, strict=True):
+        assert float(one.split()[0]) <= 5
+        expected = [ranks.log_rank(ranks.latent_mixture(2, scales, s, sizes)) for s in seeds]
+        assert others[0].split()[0] == f"{sum(map(float, expected)) / 2:.0f}"
+    (single,) = {row[2] for row in ranks.scales_table([0], sizes).rows[-1:]}
+    assert single.isdigit()  # one seed has no interval
+
+
 def test_published_ranks_are_shown_for_the_published_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
