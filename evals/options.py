@@ -35,7 +35,7 @@ from evals.task import MAX_LENGTH, MAX_SETTING, RECORDED, Eval
 from evals.tasks import EVALS
 from evals.tasks.checks import checked_candidates
 
-PresetName = Literal["smoke", "quick", "paper"]
+PresetName = Literal["smoke", "quick", "paper", "gpu"]
 LoggerName = Literal["tensorboard", "wandb"]
 NO_SWEEP = "none"
 LINE = "command line"  # the context of pydantic where values are texts
@@ -187,7 +187,7 @@ class Options(RunOptions):
     """
 
     preset: PresetName = option(
-        "quick", "{smoke,quick,paper}", "Choose variants, lengths and model size"
+        "quick", "{smoke,quick,paper,gpu}", "Choose variants, lengths and model size"
     )
     variants: Names | None = option(
         None, "a,b(x=1),a->b",

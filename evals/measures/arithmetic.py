@@ -1,9 +1,9 @@
-"""Denormal numbers, matrix products with rounded operands, and out-of-memory errors."""
+"""Denormal numbers, autocast, matrix products with rounded operands, out-of-memory errors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -69,6 +69,13 @@ def rounded_products(dtype: str) -> Iterator[None]:
         return
     with attnzoo.use_backend("eager"), _RoundedFactors(dtype):
         yield
+
+
+def autocast(dtype: str, device: str) -> AbstractContextManager[Any]:
+    """The context of `torch.autocast` with this dtype; "float32" is no autocast."""
+    kind = torch.device(device).type
+    on = dtype != "float32"
+    return torch.autocast(kind, getattr(torch, dtype), enabled=True) if on else nullcontext()
 
 
 @contextmanager
