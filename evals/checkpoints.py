@@ -40,6 +40,7 @@ class Checkpoint:
         self.losses: list[float] = []
         self._sum: Tensor | float = 0.0
         self._count = 0
+        self._state: dict[str, Any] | None = None
         self._saved = time.monotonic()
         self._began = time.process_time()
 
@@ -71,17 +72,24 @@ class Checkpoint:
         })  # fmt: skip
         self._saved = time.monotonic()
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Load the state of an interrupted training; returns the number of its steps, or 0."""
+    def read(self) -> int:
+        """Read the state of an interrupted training; returns the number of its steps, or 0."""
         if not self.path.exists():
             return 0
         try:
-            saved = torch.load(self.path, map_location="cpu", weights_only=True)
+            self._state = torch.load(self.path, map_location="cpu", weights_only=True)
         except UNREADABLE as error:
             if is_out_of_memory(error):
                 raise
             print(f"warning: cannot read {self.path}; the training starts again", file=sys.stderr)
             return 0
+        return self._state["step"]
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Put the state that was read, if any, into a model and an optimizer."""
+        if (saved := self._state) is None:
+            return
+        self._state = None
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         torch.set_rng_state(saved["generators"][0])
@@ -89,7 +97,6 @@ class Checkpoint:
             torch.cuda.set_rng_state(saved["generators"][1], device)
         self.losses, self._sum, self._count = saved["losses"], saved["sum"], saved["count"]
         self._began = time.process_time() - saved["cpu_seconds"]
-        return saved["step"]
 
 
 def _device(model: nn.Module) -> torch.device:

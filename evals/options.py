@@ -191,7 +191,8 @@ class Options(RunOptions):
     )
     variants: Names | None = option(
         None, "a,b(x=1),a->b",
-        "Train and evaluate these; a->b trains a and substitutes b at inference",
+        "Train and evaluate these; a->b trains a and substitutes b at inference; a=>b replaces a "
+        "by b during the training",
     )  # fmt: skip
     positions: Names | None = option(
         None, "none,rope,…", "Combine each variant with these position encodings"

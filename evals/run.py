@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.variants import VariantCall
 from evals.checkpoints import UNREADABLE, Checkpoint, write_saved
+from evals.conversion import convert
 from evals.measures.arithmetic import autocast, is_out_of_memory, rounded_products
 from evals.measures.heads import learned
 from evals.measures.metrics import Outcome, Tally
@@ -35,6 +37,7 @@ from evals.tasks.draws import lengths
 
 JACOBIANS = 4  # number of sequences per length whose Jacobians are measured
 CHUNK_ITEMS = 2**15  # maximum number of keys per chunk of test sequences
+LOSS_PARTS = 32  # maximum number of parts of a training whose mean losses are in its rows
 REPORT_EVERY = 25  # steps between reads of the loss; each read waits for the device
 
 
@@ -63,21 +66,37 @@ def fit(
     report: Report,
     groups: list[dict[str, Any]] | None = None,
     checkpoint: Checkpoint | None = None,
+    switch: tuple[int, Callable[[], None]] | None = None,
 ) -> None:
     """Minimize loss_at(step) over the steps of the schedule.
 
     groups: parameter groups for the optimizer; "factor" multiplies the learning rate of a group.
     None is all parameters of the model, without weight decay for those of variants. checkpoint:
-    where the state is saved; the training continues from the state that is already there.
+    where the state is saved; the training continues from the state that is already there. switch:
+    (step, change), where change() replaces parameters of the model before this step. The others
+    keep their moments.
 
     Raises:
         NotFinite: the loss or a parameter is not finite. The loss is read every few steps.
     """
-    if groups is None:
-        groups = attnzoo.nn.parameter_groups(model, schedule.weight_decay)
-    optimizer = torch.optim.AdamW(groups, fused=True)
-    first = 0 if checkpoint is None else checkpoint.restore(model, optimizer)
+
+    def optimizer_of(groups: list[dict[str, Any]] | None) -> torch.optim.AdamW:
+        if groups is None:
+            groups = attnzoo.nn.parameter_groups(model, schedule.weight_decay)
+        return torch.optim.AdamW(groups, fused=True)
+
+    first = 0 if checkpoint is None else checkpoint.read()
+    if switch is not None and first > switch[0]:
+        switch[1]()
+    optimizer = optimizer_of(groups)
+    if checkpoint is not None:
+        checkpoint.restore(model, optimizer)
     for step in range(first, schedule.steps):
+        if switch is not None and step == switch[0]:
+            switch[1]()
+            moments, optimizer = optimizer.state, optimizer_of(None)
+            parameters = {x for group in optimizer.param_groups for x in group["params"]}
+            optimizer.state.update({x: y for x, y in moments.items() if x in parameters})
         try:
             loss = loss_at(step)
             optimizer.zero_grad()
@@ -121,7 +140,7 @@ def train(
     """Train a model. With equal seeds, all variants get equal data, and with equal settings equal
     initial weights."""
     torch.manual_seed(seed)
-    model = task.build(variant, positions, settings).to(device)
+    model = task.build(variant.before or variant, positions, settings).to(device)
     longest = settings.longest_per_step()
     step_lengths = lengths(seed, settings.train_shortest, longest, settings.train_stride).tolist()
     sequences_per_step = settings.batch_size(settings.train_shortest)
@@ -135,7 +154,12 @@ def train(
         with autocast(settings.autocast, device):
             return task_loss(model, batch.to(device))
 
-    fit(model, loss, settings, report, checkpoint=checkpoint)
+    def replace_attention() -> None:
+        convert(model, task.build(variant, positions, settings).to(device))
+
+    at = round(settings.switch * settings.steps)
+    switch = None if variant.before is None else (at, replace_attention)
+    fit(model, loss, settings, report, checkpoint=checkpoint, switch=switch)
     return model.eval()
 
 
@@ -354,9 +378,26 @@ def train_once(run: Run, context: RunContext, emit: Emit) -> str:
             outcomes = evaluate(
                 task, model, tests, run.seed, length, settings, context.device, progress, run.splits
             )
+        if length == settings.train_longest:
+            outcomes = _with_losses(outcomes, tests, training.get("losses", []))
         emit(("rows", length, outcomes, training))
         done += work[length]
     return "done"
+
+
+def _with_losses(
+    outcomes: Mapping[str, Outcome], tests: Mapping[str, object], losses: Sequence[float]
+) -> dict[str, Outcome]:
+    """The outcomes; those of the trained variant with the mean losses of parts of the training."""
+    size = max(1, -(-len(losses) // LOSS_PARTS))
+    parts = [fmean(losses[i : i + size]) for i in range(0, len(losses), size)]
+    curve = {"training_loss": parts} if parts else {}
+    return {
+        key: replace(outcome, curves={**outcome.curves, **curve})
+        if tests[key] is None and outcome.status == "ok"
+        else outcome
+        for key, outcome in outcomes.items()
+    }
 
 
 def train_for_each(run: Run, context: RunContext, emit: Emit) -> str:

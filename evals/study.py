@@ -209,7 +209,9 @@ class Study:
 
     def _variant(self, variant: VariantCall) -> dict[str, object]:
         plugin = self.plugins.get(variant.name)
-        return self.task.identity(variant) | ({} if plugin is None else {"plugin": plugin})
+        before = {} if variant.before is None else {"before": self._variant(variant.before)}
+        plugins = {} if plugin is None else {"plugin": plugin}
+        return self.task.identity(variant) | plugins | before
 
     def _shared(self, variant: VariantCall) -> dict[str, Any]:
         """The settings in which this variant may differ from others of the same table, with what

@@ -20,6 +20,7 @@ from commandline.variants import VariantCall
 MAX_SETTING, MAX_LENGTH = 2**31, 2**22
 DTYPES = ("float32", "bfloat16", "float16")  # to which settings can round
 AUTOCAST = ("float32", "bfloat16")
+SWITCH = 0.75  # the default of the setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,7 @@ class Settings(Schedule):
         autocast: the dtype of `torch.autocast`, in training and evaluation: "float32" (none) or
             "bfloat16". There is no scaling of the loss, which "float16" would need.
         compile: whether `torch.compile` compiles the training step.
+        switch: of a variant a=>b, the share of the steps after which b replaces a.
     """
 
     train_shortest: int
@@ -132,11 +134,13 @@ class Settings(Schedule):
     matmul: str = "float32"
     autocast: str = "float32"
     compile: bool = False
+    switch: float = SWITCH
 
     def __post_init__(self) -> None:
         """Check the numbers; raises ValueError."""
         super().__post_init__()
         self._check_share("curriculum", 1.0)
+        self._check_share("switch", 1.0)
         self._check_dtype("matmul")
         self._check_dtype("autocast", AUTOCAST)
         if self.matmul != "float32" and (self.autocast != "float32" or self.compile):
@@ -157,7 +161,9 @@ class Settings(Schedule):
         return f"{super().schedule_text(tuned)}{more}"
 
     def identity(self) -> dict[str, object]:
-        defaults = {"matmul": "float32", "autocast": "float32", "compile": False}
+        defaults = {
+            "matmul": "float32", "autocast": "float32", "compile": False, "switch": SWITCH,
+        }  # fmt: skip
         return {
             name: value
             for name, value in super().identity().items()

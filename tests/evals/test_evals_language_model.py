@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from commandline.errors import UsageError
+from commandline.variants import parse_spec
 from evals.__main__ import main
 from evals.measures.arithmetic import lean_arithmetic
 from evals.options import Options
@@ -19,7 +21,7 @@ from evals.tasks.language_model import depth_parts
 from evals.tasks.texts import corpus
 
 TASK = TASKS["language-model"]
-TINY = {"width": 8, "heads": 2, "depth": 1, "batch": 2, "steps": 60, "train_shortest": 44,
+TINY = {"width": 8, "heads": 2, "depth": 1, "batch": 2, "steps": 30, "train_shortest": 44,
         "train_longest": 44, "test_sequences": 16}  # fmt: skip
 
 # ---- texts
@@ -142,22 +144,22 @@ def execute(run: Run, out: Path, interrupted_at: int = 0) -> list[Message]:
     return messages
 
 
-@pytest.mark.parametrize("variant", ["softmax", "noisy(std=0.5)"])
+@pytest.mark.parametrize("variant", ["softmax", "noisy(std=0.5)=>ssmax"])
 def test_an_interrupted_training_continues_with_equal_results(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tiny_run(variant)
     expected = execute(run, tmp_path / "a")
     saved = torch.load(run.model(tmp_path / "a"), weights_only=True)
-    assert len(saved["training"]["losses"]) == 3  # of 25, 25 and 10 steps
+    assert len(saved["training"]["losses"]) == 2  # of 25 and 5 steps
 
     monkeypatch.setattr("evals.checkpoints.SAVE_EVERY", 0.0)
     with pytest.raises(Interrupted):
-        execute(run, tmp_path / "b", interrupted_at=50)
-    assert torch.load(run.checkpoint(tmp_path / "b"), weights_only=True)["step"] == 49
+        execute(run, tmp_path / "b", interrupted_at=25)
+    assert torch.load(run.checkpoint(tmp_path / "b"), weights_only=True)["step"] == 24
     messages = execute(run, tmp_path / "b")
     losses = [[m[1:] for m in of if m[0] == "loss"] for of in (expected, messages)]
-    assert losses[1] == losses[0][1:]
+    assert losses[0] == losses[1]
     assert not run.checkpoint(tmp_path / "b").exists()
     resumed = torch.load(run.model(tmp_path / "b"), weights_only=True)
     assert resumed["training"]["losses"] == saved["training"]["losses"]
@@ -177,5 +179,65 @@ def test_an_unreadable_state_starts_the_training_again(
     path.write_bytes(b"broken")
     messages = execute(run, tmp_path)
     assert "the training starts again" in capsys.readouterr().err
-    assert [m[1] for m in messages if m[0] == "loss"] == [25, 50, 60]
+    assert [m[1] for m in messages if m[0] == "loss"] == [25, 30]
     assert not path.exists()
+
+
+# ---- trainings that change the variant
+
+
+def trained(run: Run, out: Path) -> dict[str, torch.Tensor]:
+    execute(run, out)
+    return torch.load(run.model(out), weights_only=True)["state"]
+
+
+def test_a_variant_that_equals_softmax_continues_its_training(tmp_path: Path) -> None:
+    """forgetting with a fixed gate of 1 is softmax, so the switch changes nothing."""
+    plain = trained(tiny_run("softmax"), tmp_path)
+    same = trained(tiny_run("softmax=>forgetting(log_gates=0.0)"), tmp_path)
+    for name, value in plain.items():
+        assert torch.allclose(same[name], value, atol=1e-5), name
+
+
+def test_the_second_variant_learns_after_the_switch(tmp_path: Path) -> None:
+    run = tiny_run("softmax=>ssmax")
+    assert str(run.variant) == "softmax=>ssmax"
+    assert run.variant.params == {"s": 0.0, "b": 1.0}
+    state = trained(run, tmp_path)
+    plain = trained(tiny_run("softmax"), tmp_path)
+    (s,) = (value for name, value in state.items() if name.endswith("attend.s"))
+    assert 0 < s.abs().max() < 0.1  # from 0, in 8 steps
+    assert state.keys() > plain.keys()
+    assert not torch.equal(state["embed.weight"], plain["embed.weight"])
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        (["softmax=>sink"], "b has no gradient at its initial value"),
+        (["softmax=>ssmax=>sink"], "expected name"),
+        (["softmax->ssmax=>sink"], "cannot read variant"),
+        (["softmax=>mixture(ssmax)"], "a and b of a=>b must have the same wrapper"),
+        (["softmax=>nosuch"], "unknown variant 'nosuch'"),
+        (["softmax=>ssmax(s=(1, 2, 3))"], "ssmax"),
+    ],
+)
+def test_impossible_switches_raise(variants: list[str], message: str) -> None:
+    options = Options(preset="smoke", variants=variants, settings=TINY, lengths=[44])
+    with pytest.raises(UsageError, match=message):
+        plan_study(TASK, options, {})
+
+
+def test_other_commands_refuse_a_switch() -> None:
+    with pytest.raises(UsageError, match="this command does not support a=>b"):
+        parse_spec("softmax=>ssmax")
+
+
+def test_a_switch_has_keys_of_its_own() -> None:
+    specs = ["ssmax", "softmax=>ssmax", "softmax=>ssmax->softmax", "sink=>ssmax"]
+    options = Options(preset="smoke", variants=specs, settings=TINY, lengths=[44])
+    planned = plan_study(TASK, options, {})
+    assert [str(spec) for spec in planned.specs] == specs
+    trainings = planned.runs({})
+    assert len({run.training_key for run in trainings}) == len(trainings) == 3
+    assert len({key for run in trainings for key in run.keys}) == 4
