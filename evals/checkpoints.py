@@ -77,13 +77,14 @@ class Checkpoint:
         if not self.path.exists():
             return 0
         try:
-            self._state = torch.load(self.path, map_location="cpu", weights_only=True)
+            state = torch.load(self.path, map_location="cpu", weights_only=True)
         except UNREADABLE as error:
             if is_out_of_memory(error):
                 raise
             print(f"warning: cannot read {self.path}; the training starts again", file=sys.stderr)
             return 0
-        return self._state["step"]
+        self._state = state
+        return state["step"]
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Put the state that was read, if any, into a model and an optimizer."""

@@ -93,9 +93,10 @@ def _read(path: Path) -> bytes:
     """The content of a file in UTF-8."""
     try:
         content = path.read_bytes()
-        content.decode()
     except OSError as error:
         raise UsageError(f"setting text: cannot read {path}: {error.strerror}") from error
+    try:
+        content.decode()
     except UnicodeDecodeError as error:
         raise UsageError(
             f"setting text: {path} is not UTF-8, byte {error.start} is 0x{content[error.start]:02x}"
