@@ -135,8 +135,8 @@ def parse_training(text: str, layers: tuple[int, ...] | None, recipe: Recipe) ->
             f"--variants {text}: {call.name} learns no parameter by itself; name some with "
             f"{call.name}(learn='…'), or train LoRA with --lora"
         )
-    given = {"start", "calibrate", *learn} & arguments.keys()
-    if learn and not given and identity_of(variant) is not None:
+    starts = {"start", "calibrate", *learn} & arguments.keys()
+    if learn and not starts and identity_of(variant) is not None:
         arguments["start"] = "identity"
         call = VariantCall(call.name, tuple(sorted(arguments.items())))
     return Adapted(call, layers, recipe=recipe, learn=learn)

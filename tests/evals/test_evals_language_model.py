@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from commandline.errors import UsageError
-from commandline.variants import parse_spec
+from commandline.variants import VariantCall, parse_spec
 from evals.__main__ import main
 from evals.measures.arithmetic import lean_arithmetic
 from evals.options import Options
 from evals.plan import plan_study
-from evals.run import Message, Run, RunContext, train_once
+from evals.run import Message, Run, RunContext, evaluate, train_once
 from evals.tasks import TASKS
 from evals.tasks.families.answers import SequenceBatch
 from evals.tasks.families.sequence import SequenceTask
@@ -23,8 +25,10 @@ from evals.tasks.texts import corpus
 
 TASK = TASKS["language-model"]
 assert isinstance(TASK, SequenceTask)
-TINY = {"width": 8, "heads": 2, "depth": 1, "batch": 2, "steps": 30, "train_shortest": 44,
-        "train_longest": 44, "test_sequences": 16}  # fmt: skip
+TINY: dict[str, Any] = {
+    "width": 8, "heads": 2, "depth": 1, "batch": 2, "steps": 30, "train_shortest": 44,
+    "train_longest": 44, "test_sequences": 16, "test_least": 1,
+}  # fmt: skip
 
 # ---- texts
 
@@ -109,6 +113,14 @@ def test_needles_are_scored_by_depth() -> None:
     assert sum(len(metrics[f"depth_{i}"]) for i in range(1, 6)) == 64
 
 
+def test_a_part_of_the_depths_without_needles_has_no_metric() -> None:
+    settings = replace(TASK.presets["smoke"].settings, test_sequences=1, test_least=1)
+    model = TASK.build(VariantCall("softmax"), "none", settings)
+    outcome = evaluate(TASK, model, {"": None}, 0, 64, settings, "cpu", lambda part: None)[""]
+    assert outcome.status == "ok"
+    assert sum("depth" in name for name in outcome.metrics) == 1
+
+
 def test_accuracy_of_the_next_byte() -> None:
     tokens = torch.zeros(1, 3, dtype=torch.int64)
     logits = torch.full((3, 256), -1.0)
@@ -126,8 +138,9 @@ class Interrupted(Exception):
     """Raised in the middle of a training."""
 
 
-def tiny_run(variant: str) -> Run:
-    options = Options(preset="smoke", variants=[variant], settings=TINY, lengths=[44])
+def tiny_run(variant: str, **changes: Any) -> Run:
+    settings = TINY | changes
+    options = Options(preset="smoke", variants=[variant], settings=settings, lengths=[44])
     (run,) = plan_study(TASK, options, {}).runs({})
     return run
 
@@ -168,8 +181,12 @@ def test_an_interrupted_training_continues_with_equal_results(
     assert resumed["training"]["train_cpu_seconds"] > 0
     for name, value in saved["state"].items():
         assert torch.equal(resumed["state"][name], value), name
-    outcomes = [next(m[2] for m in of if m[0] == "rows") for of in (expected, messages)]
-    assert [o.metrics for o in outcomes[0].values()] == [o.metrics for o in outcomes[1].values()]
+    (before,), (after,) = (
+        next(m[2] for m in of if m[0] == "rows").values() for of in (expected, messages)
+    )
+    assert after.metrics == before.metrics
+    assert after.curves == before.curves
+    assert after.curves["training_loss"] == saved["training"]["losses"]
 
 
 def test_an_unreadable_state_starts_the_training_again(
@@ -243,3 +260,58 @@ def test_a_switch_has_keys_of_its_own() -> None:
     trainings = planned.runs({})
     assert len({run.training_key for run in trainings}) == len(trainings) == 3
     assert len({key for run in trainings for key in run.keys}) == 4
+
+
+# ---- settings of training
+
+
+def test_rows_have_the_mean_loss_of_parts_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evals.run.LOSS_PARTS", 1)
+    run = tiny_run("softmax")
+    rows = next(m for m in execute(run, tmp_path) if m[0] == "rows")
+    losses = rows[3]["losses"]
+    (outcome,) = rows[2].values()
+    assert len(losses) == 2
+    assert outcome.curves["training_loss"] == [sum(losses) / 2]
+
+
+def test_autocast_rounds_the_products_and_has_keys_of_its_own(tmp_path: Path) -> None:
+    plain, cast = tiny_run("softmax"), tiny_run("softmax", autocast="bfloat16")
+    assert plain.training_key != cast.training_key
+    expected, state = trained(plain, tmp_path), trained(cast, tmp_path)
+    for name, value in expected.items():
+        assert state[name].dtype == torch.float32
+        assert torch.allclose(state[name], value, atol=0.02), name
+    assert any(not torch.equal(state[name], value) for name, value in expected.items())
+
+
+def test_compile_compiles_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+
+    def record(function: Any) -> Any:
+        compiled.append(function)
+        return function
+
+    monkeypatch.setattr("torch.compile", record)
+    plain, other = tiny_run("softmax"), tiny_run("softmax", compile=True)
+    assert plain.training_key != other.training_key
+    trained(plain, tmp_path)
+    assert compiled == []
+    trained(other, tmp_path)
+    assert compiled == [TASK.loss]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"autocast": "float16"}, "autocast must be one of float32, bfloat16, got 'float16'"),
+        ({"autocast": "bfloat16", "matmul": "bfloat16"}, "matmul must be float32 with autocast"),
+        ({"compile": True, "matmul": "bfloat16"}, "matmul must be float32 with autocast or comp"),
+        ({"switch": 1.5}, r"switch must be in \[0, 1.0\], got 1.5"),
+    ],
+)
+def test_wrong_settings_raise(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(TASK.presets["smoke"].settings, **changes)
