@@ -15,11 +15,11 @@ from commandline.arguments import did_you_mean, either
 from commandline.errors import UsageError
 from commandline.variants import Spec, VariantCall, complete, every_variant, parse_specs
 from evals.conversion import check_switch
-from evals.measures.heads import own_parameters
+from evals.measures.heads import own_parameters, scaled_rope
 from evals.options import Options, check_device, check_unique, flag, no_setting
 from evals.study import Study
 from evals.sweeps import SWEEP_SEEDS, plan_sweep
-from evals.task import EVERY_VARIANT, VALIDATION, Preset, Settings, Task
+from evals.task import EVERY_VARIANT, VALIDATION, Preset, Settings, Task, trained_encoding
 from evals.tasks.digits import layers
 from evals.tasks.digits.experiment import Experiment
 
@@ -150,9 +150,9 @@ def _with_lengths(study: Study, texts: Sequence[str], preset: Preset, options: O
     eval_lengths = preset.lengths if options.lengths is None else options.lengths
     lengths = tuple(sorted({settings.train_longest, *eval_lengths}))
     positions = tuple(preset.positions if options.positions is None else options.positions)
-    if options.positions is not None and not set(positions) <= set(task.positions):
+    if options.positions is not None and not set(positions) <= set(task.encodings):
         raise UsageError(
-            f"--positions of {task.name} must be {either(task.positions)}, "
+            f"--positions of {task.name} must be {either(task.encodings)}, "
             f"got {', '.join(positions)}"
         )
     sweep = plan_sweep(task.name, preset, options, settings, lengths)
@@ -169,11 +169,12 @@ def _with_lengths(study: Study, texts: Sequence[str], preset: Preset, options: O
         for spec in parse_specs(list(texts), wrappers=True)
     )
     for call in dict.fromkeys(call for spec in specs for call in spec.calls):
+        encoding = trained_encoding(positions[0])
         try:
             if call.heads is not None:
-                task.build(call, positions[0], settings)
+                task.build(call, encoding, settings)
             if call.before is not None:
-                check_switch(task, call, positions[0], settings)
+                check_switch(task, call, encoding, settings)
         except (ValueError, TypeError) as error:
             raise UsageError(f"variant {call}: {error}") from error
     try:
@@ -199,7 +200,9 @@ def _check_task(study: Study, verbose: bool) -> None:
         _check_data(task, split, length, settings, verbose)
     for encoding in study.positions:
         try:
-            task.build(VariantCall("softmax"), encoding, settings)
+            model = task.build(VariantCall("softmax"), trained_encoding(encoding), settings)
+            with scaled_rope(model, study.rope_scaling(encoding, max(study.xs))):
+                pass
         except (ValueError, TypeError) as error:
             raise UsageError(f"settings: {error}") from error
 

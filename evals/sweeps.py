@@ -4,7 +4,8 @@ For each variant and position encoding, every candidate is trained with the seed
 which are never reported. It is scored on the split "validation" at two lengths: the train length,
 and a longer one that is not reported. At the train length alone many candidates are equally good,
 and longer inputs tell them apart. The candidate with the best mean score is chosen; of means within
-`TIE` of the best, the one with the smaller values. A candidate with a failed seed is only chosen if every candidate has one.
+`TIE` of the best, the one with the smaller values. A candidate with a failed seed is only chosen if
+every candidate has one.
 
 `record` writes the choices to the file `RECORD` of the repository. A preset with the sweep
 "recorded", such as ``paper``, uses these values and runs no sweep of its own.
@@ -44,9 +45,9 @@ NOT_TUNED: Choice = {"values": {}, "tried": []}
 class Sweep:
     """A sweep, or choices of an earlier one.
 
-    grid: the candidate values of each setting; {} if there is no sweep. lengths: the lengths at which
-    candidates are scored. recorded: the choices of an
-    earlier sweep by (variant, position encoding); None if they are not used.
+    grid: the candidate values of each setting; {} if there is no sweep. lengths: those at which
+    candidates are scored. recorded: the choices of an earlier sweep by (variant, position
+    encoding); None if they are not used.
     """
 
     grid: Mapping[str, Sequence[float]] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from evals.__main__ import main
 from evals.measures.arithmetic import lean_arithmetic
 from evals.options import Options
 from evals.plan import plan_study
-from evals.run import Message, Run, RunContext, evaluate, train_once
+from evals.run import Message, Run, RunContext, Substitutes, evaluate, train_once
 from evals.tasks import TASKS
 from evals.tasks.families.answers import SequenceBatch
 from evals.tasks.families.sequence import SequenceTask
@@ -116,7 +116,9 @@ def test_needles_are_scored_by_depth() -> None:
 def test_a_part_of_the_depths_without_needles_has_no_metric() -> None:
     settings = replace(TASK.presets["smoke"].settings, test_sequences=1, test_least=1)
     model = TASK.build(VariantCall("softmax"), "none", settings)
-    outcome = evaluate(TASK, model, {"": None}, 0, 64, settings, "cpu", lambda part: None)[""]
+    outcome = evaluate(TASK, model, {"": Substitutes()}, 0, 64, settings, "cpu", lambda part: None)[
+        ""
+    ]
     assert outcome.status == "ok"
     assert sum("depth" in name for name in outcome.metrics) == 1
 

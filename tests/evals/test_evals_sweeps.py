@@ -74,7 +74,8 @@ def test_candidates_that_are_equal_at_the_train_length_differ_at_a_longer_one() 
     assert [tried["scores"] for tried in choice["tried"]] == [[0.745], [pytest.approx(0.845)]]
     rows[1][0][1] = row("softmax", None, x=192)  # failed at the longer length
     failed = choose(grid, rows, "accuracy", False)
-    assert failed["values"] == grid[0] and failed["tried"][1]["scores"] == [None]
+    assert failed["values"] == grid[0]
+    assert failed["tried"][1]["scores"] == [None]
 
 
 def test_the_longer_length_of_a_sweep_is_not_reported() -> None:
