@@ -35,7 +35,7 @@ from evals.task import MAX_LENGTH, MAX_SETTING, RECORDED, Eval
 from evals.tasks import EVALS
 from evals.tasks.checks import checked_candidates
 
-PresetName = Literal["smoke", "quick", "paper"]
+PresetName = Literal["smoke", "quick", "paper", "gpu"]
 LoggerName = Literal["tensorboard", "wandb"]
 NO_SWEEP = "none"
 LINE = "command line"  # the context of pydantic where values are texts
@@ -187,11 +187,12 @@ class Options(RunOptions):
     """
 
     preset: PresetName = option(
-        "quick", "{smoke,quick,paper}", "Choose variants, lengths and model size"
+        "quick", "{smoke,quick,paper,gpu}", "Choose variants, lengths and model size"
     )
     variants: Names | None = option(
         None, "a,b(x=1),a->b",
-        "Train and evaluate these; a->b trains a and substitutes b at inference",
+        "Train and evaluate these; a->b trains a and substitutes b at inference; a=>b replaces a "
+        "by b during the training",
     )  # fmt: skip
     positions: Names | None = option(
         None,

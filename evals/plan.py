@@ -14,6 +14,7 @@ import attnzoo
 from commandline.arguments import did_you_mean, either
 from commandline.errors import UsageError
 from commandline.variants import Spec, VariantCall, complete, every_variant, parse_specs
+from evals.conversion import check_switch
 from evals.measures.heads import own_parameters, scaled_rope
 from evals.options import Options, check_device, check_unique, flag, no_setting
 from evals.study import Study
@@ -167,12 +168,15 @@ def _with_lengths(study: Study, texts: Sequence[str], preset: Preset, options: O
         Spec(complete(spec.train, longest), complete(spec.test, longest))
         for spec in parse_specs(list(texts), wrappers=True)
     )
-    for call in dict.fromkeys(call for spec in specs for call in (spec.train, spec.test)):
-        if call.heads is not None:
-            try:
-                task.build(call, trained_encoding(positions[0]), settings)
-            except (ValueError, TypeError) as error:
-                raise UsageError(f"variant {call}: {error}") from error
+    for call in dict.fromkeys(call for spec in specs for call in spec.calls):
+        encoding = trained_encoding(positions[0])
+        try:
+            if call.heads is not None:
+                task.build(call, encoding, settings)
+            if call.before is not None:
+                check_switch(task, call, encoding, settings)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"variant {call}: {error}") from error
     try:
         for values in sweep.candidates:
             replace(settings, **values)
@@ -238,11 +242,11 @@ def _left_out(
     left_out: dict[tuple[Spec, str], str] = {}
     for spec in specs:
         reasons: dict[str, str] = {}
-        for encoding, variant in itertools.product(positions, (spec.train, spec.test)):
+        for encoding, variant in itertools.product(positions, spec.calls):
             if (reason := unsupported(variant, sizes, encoding)) is not None:
                 reasons[encoding] = reason
         if len(reasons) == len(positions):
-            known = {spec.train.name, spec.test.name} <= {*attnzoo.list_variants()}
+            known = {call.name for call in spec.calls} <= {*attnzoo.list_variants()}
             hint = "" if known else "; --plugin FILE.py loads your own variant"
             raise UsageError(f"variant {spec}: {reasons[positions[0]]}{hint}")
         left_out |= {(spec, encoding): reason for encoding, reason in reasons.items()}

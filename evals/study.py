@@ -187,7 +187,7 @@ class Study:
             | ({} if output is None else {"output": self._variant(output)})
             | {
                 "task": self.name,
-                "data": self.task.data_version(),
+                "data": self.task.data_version(self.settings),
                 "schedule": "one-cycle cosine",
                 "settings": run.settings.identity(),
                 "device": self.device.split(":")[0],
@@ -204,7 +204,7 @@ class Study:
         if not self.has_lengths:
             return key_of({
                 "experiment": self.name,
-                "data": self.task.data_version(),
+                "data": self.task.data_version(self.settings),
                 "settings": self.settings.identity(),
                 "device": self.device.split(":")[0],
                 "variant": self._variant(run.variant),
@@ -227,7 +227,9 @@ class Study:
 
     def _variant(self, variant: VariantCall) -> dict[str, object]:
         plugin = self.plugins.get(variant.name)
-        return self.task.identity(variant) | ({} if plugin is None else {"plugin": plugin})
+        before = {} if variant.before is None else {"before": self._variant(variant.before)}
+        plugins = {} if plugin is None else {"plugin": plugin}
+        return self.task.identity(variant) | plugins | before
 
     def _shared(self, variant: VariantCall) -> dict[str, Any]:
         """The settings in which this variant may differ from others of the same table, with what
@@ -297,7 +299,9 @@ class Study:
         output = self.settings.output_layer
         names = [f"task {self.name}", *([] if output is None else [output.name])]
         hashes = dict.fromkeys(self.plugins[name] for name in names if name in self.plugins)
-        return ", ".join([self.task.data_version(), *(f"plugin {x[:8]}" for x in hashes)])
+        return ", ".join(
+            [self.task.data_version(self.settings), *(f"plugin {x[:8]}" for x in hashes)]
+        )
 
     def alike(self, run: Run, row: Row) -> bool:
         """Whether a run takes about as long as that of a stored row of the same variant and x."""

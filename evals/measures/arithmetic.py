@@ -1,9 +1,9 @@
-"""Denormal numbers, matrix products with rounded operands, and out-of-memory errors."""
+"""Denormal numbers, autocast, matrix products with rounded operands, out-of-memory errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -93,6 +93,13 @@ def rounded_products(dtype: str, exact: Iterable[nn.Module] = ()) -> Iterator[No
                 module.forward = forward
             else:
                 del module.forward
+
+
+def autocast(dtype: str, device: str) -> AbstractContextManager[Any]:
+    """The context of `torch.autocast` with this dtype; "float32" is no autocast."""
+    kind = torch.device(device).type
+    on = dtype != "float32"
+    return torch.autocast(kind, getattr(torch, dtype), enabled=True) if on else nullcontext()
 
 
 @contextmanager

@@ -116,7 +116,10 @@ WRONG = {
     "lengths twice": (["--lengths", "16,16"], "twice"),
     "device": (["--device", "abacus"], "--device must be cpu, cuda or cuda:N"),
     "no such GPU": (["--device", "cuda:99"], "got 'cuda:99'; torch finds"),
-    "preset": (["--preset", "smok"], "--preset must be 'smoke', 'quick' or 'paper', got 'smok'"),
+    "preset": (
+        ["--preset", "smok"],
+        "--preset must be 'smoke', 'quick', 'paper' or 'gpu', got 'smok'",
+    ),
     "lengths": (["--lengths", "many"], "--lengths entries must be an int, got 'many'"),
     "set": (["--set", "cube"], "--set must be NAME=VALUE, got 'cube'"),
     "no int": (["--seeds", "x"], "--seeds must be an int, got 'x'"),
@@ -216,8 +219,9 @@ def test_the_train_length_and_required_parameters_are_added() -> None:
 def test_every_preset_can_be_planned(name: str, preset: str) -> None:
     planned = plan_study(TASKS[name], Options(preset=preset), {})
     assert planned.settings.train_longest in planned.xs
-    assert planned.seeds == 1 if preset == "smoke" else planned.seeds >= 5
-    assert bool(planned.sweep.grid) == (preset == "quick")
+    once = preset == "smoke" or name == "language-model"  # hours per training
+    assert planned.seeds == 1 if once else planned.seeds >= 5
+    assert bool(planned.sweep.grid) == (preset == "quick" and not once)
     assert (planned.sweep.recorded is not None) == (preset == "paper")
     keys = [key for run in planned.runs({}) for key in run.keys]
     assert len(set(keys)) == len(keys)
