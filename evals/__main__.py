@@ -14,8 +14,8 @@ from evals.command import run_tasks
 from evals.options import add_arguments, flag, gather, plugin_of_file
 from evals.plugins import load, load_plugins
 from evals.pretrained import command as pretrained
+from evals.pretrained import harness, sharpness
 from evals.pretrained import options as pretrained_options
-from evals.pretrained import sharpness
 from evals.reporting import artifacts, compare, export, in_context, laws
 from evals.tasks import EVALS, EXPERIMENTS, TASKS
 from evals.tasks.digits.experiment import Experiment
@@ -23,7 +23,7 @@ from evals.theory import ranks, ties
 
 ALL = "all"
 # Modules with a function ``add_parser`` and a function ``main`` of the parsed arguments.
-COMMANDS = {module.NAME: module for module in (export, in_context, sharpness, ties)}
+COMMANDS = {module.NAME: module for module in (export, in_context, harness, sharpness, ties)}
 
 
 def parser() -> Parser:

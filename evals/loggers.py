@@ -25,7 +25,7 @@ class TensorBoard:
 
     def scalar(self, run: str, name: str, value: float, step: int) -> None:
         if run not in self._writers:
-            self._writers[run] = self._class(str(self._folder / _file_name(run)))
+            self._writers[run] = self._class(str(self._folder / file_name(run)))
         self._writers[run].add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -83,6 +83,6 @@ def open_loggers(names: Sequence[LoggerName], out: Path) -> list[Logger]:
     return loggers
 
 
-def _file_name(run: str) -> str:
+def file_name(run: str) -> str:
     """The name of a run with underscores for characters that some file systems reject."""
     return "".join(letter if letter.isalnum() or letter in "/_-.=," else "_" for letter in run)
