@@ -10,6 +10,7 @@ from pathlib import Path
 
 from commandline.arguments import Parser, add_plugin, number, seed
 from commandline.errors import UsageError
+from commandline.start import start
 from evals.command import run_tasks
 from evals.options import add_arguments, flag, gather, plugin_of_file
 from evals.plugins import load, load_plugins
@@ -112,6 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _load_plugin_first(arguments)
         return dispatch(parser().parse_args(arguments or ["--help"]))
+    except BrokenPipeError:  # see `start`
+        raise
     except (UsageError, OSError) as error:  # OSError: a file that cannot be read or written
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -169,4 +172,4 @@ def _run(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start(main))

@@ -13,7 +13,14 @@ import torch
 import attnzoo
 from commandline.arguments import did_you_mean, either
 from commandline.errors import UsageError
-from commandline.variants import Spec, VariantCall, complete, every_variant, parse_specs
+from commandline.variants import (
+    Spec,
+    VariantCall,
+    complete,
+    every_variant,
+    parse_specs,
+    unknown,
+)
 from evals.measures.heads import own_parameters
 from evals.options import Options, check_device, check_unique, flag, no_setting
 from evals.study import Study
@@ -235,14 +242,15 @@ def _left_out(
     """
     left_out: dict[tuple[Spec, str], str] = {}
     for spec in specs:
+        for name in (spec.train.name, spec.test.name):
+            if (reason := unknown(name)) is not None:
+                raise UsageError(f"variant {spec}: {reason}")
         reasons: dict[str, str] = {}
         for encoding, variant in itertools.product(positions, (spec.train, spec.test)):
             if (reason := unsupported(variant, sizes, encoding)) is not None:
                 reasons[encoding] = reason
         if len(reasons) == len(positions):
-            known = {spec.train.name, spec.test.name} <= {*attnzoo.list_variants()}
-            hint = "" if known else "; --plugin FILE.py loads your own variant"
-            raise UsageError(f"variant {spec}: {reasons[positions[0]]}{hint}")
+            raise UsageError(f"variant {spec}: {reasons[positions[0]]}")
         left_out |= {(spec, encoding): reason for encoding, reason in reasons.items()}
     return left_out
 
