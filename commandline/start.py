@@ -19,7 +19,7 @@ def start(main: Callable[[], int]) -> int:
             sys.stdout.flush()
     except BrokenPipeError:
         try:
-            sys.stdout.flush()  # of other pipes, such as those of workers, the error is shown
+            print(flush=True)  # the error may be of another pipe, such as that of a worker
         except BrokenPipeError:
             # Python flushes the output again when it exits, which must not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

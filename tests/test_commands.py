@@ -19,11 +19,14 @@ def closed_pipe() -> int:
     return writer
 
 
-def test_a_closed_output_ends_a_command_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("letters", [1, 100_000], ids=["in the buffer", "beyond the buffer"])
+def test_a_closed_output_ends_a_command_without_an_error(
+    letters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert start(lambda: 3) == 3
     with os.fdopen(closed_pipe(), "w") as output, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", output)
-        assert start(lambda: print("x") or 0) == 1
+        assert start(lambda: print("x" * letters) or 0) == 1
 
 
 def test_another_closed_pipe_is_an_error() -> None:
@@ -32,7 +35,7 @@ def test_another_closed_pipe_is_an_error() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["evals laws --variants softmax", "benchmarks -h", "attnzoo"])
+@pytest.mark.parametrize("command", ["evals ranks", "benchmarks -h", "attnzoo"])
 def test_no_command_prints_a_traceback_if_its_output_is_closed(command: str) -> None:
     writer = closed_pipe()
     done = subprocess.run(
@@ -40,4 +43,4 @@ def test_no_command_prints_a_traceback_if_its_output_is_closed(command: str) -> 
         cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, env=without_interpreter(),
     )  # fmt: skip
     os.close(writer)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stderr == ""

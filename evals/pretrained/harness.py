@@ -3,7 +3,7 @@
 Each variant is substituted at inference, without training, and evaluated as the harness's model hf
 would be. All arguments that are not listed here are those of `lm_eval run`, such as --tasks,
 --include_path, --num_fewshot, --limit, --batch_size, --device, --gen_kwargs, --model_args,
---metadata and --log_samples.
+--metadata and --log_samples. --use_cache is an error.
 """
 
 from __future__ import annotations

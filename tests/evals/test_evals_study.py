@@ -91,7 +91,7 @@ WRONG = {
     "unknown variant": (["--variants", "nosuch"], "unknown variant 'nosuch'; known: .*softmax"),
     "misspelled variant": (
         ["--variants", "softmx"],
-        r"unknown variant 'softmx'; did you mean 'softmax'\? --plugin FILE.py loads your own variant$",
+        r"unknown variant 'softmx'; did you mean 'softmax'\? --plugin FILE.py loads",
     ),
     "unknown substitute": (["--variants", "softmax->nosuch"], "unknown variant 'nosuch'"),
     "unknown parameter": (["--variants", "ssmax(t=1)"], "no parameter 't'; it has: s, b"),
