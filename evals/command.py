@@ -120,7 +120,7 @@ class Studies:
             return
         metrics = {f"test/{name}": value for name, value in outcome.metrics.items()}
         if isinstance(point, int):
-            self._log(run, run.positions, row["variant"], metrics, point)
+            self._log(run, row["series"]["positions"], row["variant"], metrics, point)
         elif self.loggers:
             self._log(run, str(point), row["variant"], metrics, run.settings.steps)
 

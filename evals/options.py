@@ -196,7 +196,10 @@ class Options(RunOptions):
         "Train and evaluate these; a->b trains a and substitutes b at inference",
     )  # fmt: skip
     positions: Names | None = option(
-        None, "none,rope,…", "Combine each variant with these position encodings"
+        None,
+        "none,rope,…",
+        "Combine each variant with these position encodings; rope->yarn, ->ntk or ->linear "
+        "scales the rope of a trained model at inference",
     )
     seeds: Count | None = option(None, "N", "Train with the seeds 0 to N - 1")
     lengths: Lengths | None = option(

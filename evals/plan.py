@@ -21,11 +21,11 @@ from commandline.variants import (
     parse_specs,
     unknown,
 )
-from evals.measures.heads import own_parameters
+from evals.measures.heads import own_parameters, scaled_rope
 from evals.options import Options, check_device, check_unique, flag, no_setting
 from evals.study import Study
 from evals.sweeps import SWEEP_SEEDS, plan_sweep
-from evals.task import EVERY_VARIANT, VALIDATION, Preset, Settings, Task
+from evals.task import EVERY_VARIANT, VALIDATION, Preset, Settings, Task, trained_encoding
 from evals.tasks.digits import layers
 from evals.tasks.digits.experiment import Experiment
 
@@ -156,9 +156,9 @@ def _with_lengths(study: Study, texts: Sequence[str], preset: Preset, options: O
     eval_lengths = preset.lengths if options.lengths is None else options.lengths
     lengths = tuple(sorted({settings.train_longest, *eval_lengths}))
     positions = tuple(preset.positions if options.positions is None else options.positions)
-    if options.positions is not None and not set(positions) <= set(task.positions):
+    if options.positions is not None and not set(positions) <= set(task.encodings):
         raise UsageError(
-            f"--positions of {task.name} must be {either(task.positions)}, "
+            f"--positions of {task.name} must be {either(task.encodings)}, "
             f"got {', '.join(positions)}"
         )
     sweep = plan_sweep(task.name, preset, options, settings, lengths)
@@ -177,7 +177,7 @@ def _with_lengths(study: Study, texts: Sequence[str], preset: Preset, options: O
     for call in dict.fromkeys(call for spec in specs for call in (spec.train, spec.test)):
         if call.heads is not None:
             try:
-                task.build(call, positions[0], settings)
+                task.build(call, trained_encoding(positions[0]), settings)
             except (ValueError, TypeError) as error:
                 raise UsageError(f"variant {call}: {error}") from error
     try:
@@ -203,7 +203,9 @@ def _check_task(study: Study, verbose: bool) -> None:
         _check_data(task, split, length, settings, verbose)
     for encoding in study.positions:
         try:
-            task.build(VariantCall("softmax"), encoding, settings)
+            model = task.build(VariantCall("softmax"), trained_encoding(encoding), settings)
+            with scaled_rope(model, study.rope_scaling(encoding, max(study.xs))):
+                pass
         except (ValueError, TypeError) as error:
             raise UsageError(f"settings: {error}") from error
 

@@ -16,7 +16,7 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ import attnzoo
 from commandline.files import write_whole
 from commandline.variants import VariantCall
 from evals.measures.arithmetic import is_out_of_memory, rounded_products
-from evals.measures.heads import learned
+from evals.measures.heads import learned, scaled_rope
 from evals.measures.metrics import Outcome, Tally
 from evals.task import VALIDATION, HeadSample, Schedule, Settings, Task
 from evals.tasks import EVALS, TASKS
@@ -125,11 +125,21 @@ def train(
     return model.eval()
 
 
+class Substitutes(NamedTuple):
+    """What is substituted at inference, in a trained model; None stands for what was trained.
+
+    rope_scaling: the argument of `attnzoo.nn.Transformer`.
+    """
+
+    variant: VariantCall | None = None
+    rope_scaling: Mapping[str, Any] | None = None
+
+
 @torch.inference_mode()
 def evaluate(
     task: Task,
     model: nn.Module,
-    tests: Mapping[str, VariantCall | None],
+    tests: Mapping[str, Substitutes],
     seed: int,
     length: int,
     settings: Settings,
@@ -137,10 +147,9 @@ def evaluate(
     progress: Callable[[float], None],
     splits: Mapping[str, str] | None = None,
 ) -> dict[str, Outcome]:
-    """Evaluate the variants in ``tests`` at one length; None stands for the trained variant.
+    """Evaluate the model with the substitutes in ``tests`` at one length.
 
-    splits: in place of `Task.splits`. Returns the outcome of each variant under its key in
-    ``tests``.
+    splits: in place of `Task.splits`. Returns the outcomes under their keys in ``tests``.
     """
     splits = task.splits if splits is None else splits
     count = settings.sequences(length)
@@ -163,9 +172,10 @@ def evaluate(
                     tally.fail(error)
                 continue
             shared = (time.process_time() - began) / len(tests)
-            for key, substitute in tests.items():
+            for key, substitutes in tests.items():
                 tallies[key].cpu_seconds += shared
-                tallies[key].add(partial(measure, substitute), prefix)
+                with scaled_rope(model, substitutes.rope_scaling):
+                    tallies[key].add(partial(measure, substitutes.variant), prefix)
             progress((number + stop / count) / len(splits))
     return {key: tally.outcome() for key, tally in tallies.items()}
 
@@ -202,11 +212,11 @@ class Run:
 
     study: the name of the study, such as the task. name: the run in words. work: sends the results
     and returns the status, such as "done". tests[x][key of a result row]: what is evaluated at x;
-    for a task the variant that is substituted at inference, or None for the trained variant. x: an
-    eval length, a condition or, of a pretrained model, (length, sample). candidate: in a sweep, the
-    values of the tuned settings in words; the run is then evaluated on the split "validation".
-    waits: whether a sweep chooses its settings later; they are those of the first candidate.
-    fields: further fields of the result rows.
+    for a task the `Substitutes`. positions: the position encoding in training. x: an eval length, a
+    condition or, of a pretrained model, (length, sample). candidate: in a sweep, the values of the
+    tuned settings in words; the run is then evaluated on the split "validation". waits: whether a
+    sweep chooses its settings later; they are those of the first candidate. fields: further fields
+    of the result rows.
     """
 
     study: str

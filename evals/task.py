@@ -343,13 +343,25 @@ class Eval(ABC):
         """The score of random guessing."""
 
 
+ROPE_SCALINGS = ("linear", "ntk", "yarn")  # of `attnzoo.nn.Transformer`
+
+
+def trained_encoding(positions: str) -> str:
+    """The position encoding in training.
+
+    >>> trained_encoding("rope->yarn"), trained_encoding("alibi")
+    ('rope', 'alibi')
+    """
+    return positions.split("->")[0]
+
+
 class Task(Eval):
     """A task: an instance of a subclass, which defines the model; see `evals.tasks.families`.
 
     Besides those of `Eval`, it has
 
     Attributes:
-        positions: the position encodings that its model supports.
+        positions: the position encodings that its model can be trained with.
         splits: the data splits to evaluate. The key is the prefix of the names of the split's
             metrics, such as "sparse_" for the split "sparse".
         head_sequences: the number of sequences per length on which heads are measured.
@@ -359,6 +371,13 @@ class Task(Eval):
     positions: tuple[str, ...]
     splits: Mapping[str, str]
     head_sequences: int
+
+    @property
+    def encodings(self) -> tuple[str, ...]:
+        """What ``--positions`` takes: `positions`, and encodings with a scaling of RoPE that is
+        substituted at inference, such as "rope->yarn"."""
+        scaled = [x for x in self.positions if x in ("rope", "p-rope")]
+        return (*self.positions, *(f"{x}->{kind}" for x in scaled for kind in ROPE_SCALINGS))
 
     @abstractmethod
     def tokens(self, length: int) -> int:
