@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from commandline.errors import UsageError
 from evals.__main__ import main
 from evals.pretrained import harness
 from evals.pretrained.harness import MODEL_NAME
@@ -135,8 +136,16 @@ def test_the_command_evaluates_each_variant_and_prints_one_table(
         assert variant in table
         for task, metric in METRICS.items():
             assert f"{results['results'][task][metric]:.4f}" in table
-    assert command(model, tmp_path, "--use_cache", "cache", *words) == 2
-    assert "--use_cache must not be given" in capsys.readouterr().err
+
+
+@installed
+@pytest.mark.slow
+def test_a_cache_of_answers_is_refused() -> None:
+    """The harness calls this method if, and only if, its option --use_cache is set."""
+    from evals.pretrained.harness_model import AttnzooLM
+
+    with pytest.raises(UsageError, match="--use_cache must not be given"):
+        AttnzooLM.__new__(AttnzooLM).set_cache_hook(None)
 
 
 @pytest.mark.parametrize(
