@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,21 @@ def _example(name: str, keys: int) -> dict[str, Any]:
 def names() -> list[str]:
     """The registered variants: softmax, then the others in alphabetical order."""
     return sorted(attnzoo.list_variants(), key=lambda name: (name != "softmax", name))
+
+
+def unknown(name: str) -> str | None:
+    """The reason why a name on the command line is no registered variant, or None.
+
+    It suggests the closest name, also by the names that a variant has in papers.
+    """
+    by_word = {alias: one for one in names() for alias in attnzoo.get_variant(one).aliases}
+    by_word |= {one: one for one in names()}
+    if by_word.get(name) == name:
+        return None
+    plugin = "--plugin FILE.py loads your own variant"
+    if close := get_close_matches(name, by_word, 1):
+        return f"unknown variant {name!r}; did you mean {by_word[close[0]]!r}? {plugin}"
+    return f"unknown variant {name!r}; known: {', '.join(names())}; {plugin}"
 
 
 def every_variant(train_length: int) -> list[str]:

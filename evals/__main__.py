@@ -10,12 +10,13 @@ from pathlib import Path
 
 from commandline.arguments import Parser, add_plugin, integer, number, seed
 from commandline.errors import UsageError
+from commandline.start import start
 from evals.command import run_tasks
 from evals.options import add_arguments, flag, gather, plugin_of_file
 from evals.plugins import load, load_plugins
 from evals.pretrained import command as pretrained
+from evals.pretrained import harness, sharpness
 from evals.pretrained import options as pretrained_options
-from evals.pretrained import sharpness
 from evals.reporting import artifacts, compare, export, in_context, laws
 from evals.tasks import EVALS, EXPERIMENTS, TASKS
 from evals.tasks.digits.experiment import Experiment
@@ -23,7 +24,7 @@ from evals.theory import ranks, ties
 
 ALL = "all"
 # Modules with a function ``add_parser`` and a function ``main`` of the parsed arguments.
-COMMANDS = {module.NAME: module for module in (export, in_context, sharpness, ties)}
+COMMANDS = {module.NAME: module for module in (export, in_context, harness, sharpness, ties)}
 
 
 def parser() -> Parser:
@@ -114,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _load_plugin_first(arguments)
         return dispatch(parser().parse_args(arguments or ["--help"]))
+    except BrokenPipeError:  # see `start`
+        raise
     except (UsageError, OSError) as error:  # OSError: a file that cannot be read or written
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -171,4 +174,4 @@ def _run(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start(main))

@@ -102,11 +102,13 @@ def _sweep(value: Any, info: ValidationInfo) -> Mapping[str, Sequence[float]] | 
 
 
 def _candidates(text: str) -> tuple[str, list[float]]:
-    name, _, values = text.partition("=")
+    name, equals, values = text.partition("=")
+    if not equals:
+        raise ValueError(f"must be NAME=V,V,…, {NO_SWEEP} or {RECORDED}, got {text!r}")
     try:
         return name.strip(), [float(value) for value in values.split(",")]
     except ValueError:
-        raise ValueError(f"must be NAME=V,V,…, {NO_SWEEP} or {RECORDED}, got {text!r}") from None
+        raise ValueError(f"must have numbers as values of {name.strip()}, got {values!r}") from None
 
 
 def _shard(value: object) -> Shard:
@@ -429,7 +431,8 @@ def check_registered(name: str, spec: Spec) -> None:
     """Raise UsageError unless an entry of the option ``name`` is a registered variant, not a->b."""
     if spec.is_substitution or spec.test.name not in attnzoo.list_variants():
         known = ", ".join(attnzoo.list_variants())
-        raise UsageError(f"{name} must be among {known}, got {spec}")
+        hint = did_you_mean(spec.test.name, attnzoo.list_variants())
+        raise UsageError(f"{name} must be among {known}, got {spec}{hint}")
 
 
 def check_unique(name: str, values: Sequence[object]) -> None:

@@ -13,7 +13,7 @@ import torch
 import attnzoo
 from commandline.arguments import did_you_mean, either
 from commandline.errors import UsageError
-from commandline.variants import Spec, VariantCall, complete, every_variant, parse_specs
+from commandline.variants import Spec, VariantCall, complete, every_variant, parse_specs, unknown
 from evals.conversion import check_switch
 from evals.measures.heads import own_parameters, scaled_rope
 from evals.options import Options, check_device, check_unique, flag, no_setting
@@ -241,14 +241,15 @@ def _left_out(
     """
     left_out: dict[tuple[Spec, str], str] = {}
     for spec in specs:
+        for call in spec.calls:
+            if (reason := unknown(call.name)) is not None:
+                raise UsageError(f"variant {spec}: {reason}")
         reasons: dict[str, str] = {}
         for encoding, variant in itertools.product(positions, spec.calls):
             if (reason := unsupported(variant, sizes, encoding)) is not None:
                 reasons[encoding] = reason
         if len(reasons) == len(positions):
-            known = {call.name for call in spec.calls} <= {*attnzoo.list_variants()}
-            hint = "" if known else "; --plugin FILE.py loads your own variant"
-            raise UsageError(f"variant {spec}: {reasons[positions[0]]}{hint}")
+            raise UsageError(f"variant {spec}: {reasons[positions[0]]}")
         left_out |= {(spec, encoding): reason for encoding, reason in reasons.items()}
     return left_out
 

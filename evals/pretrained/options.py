@@ -78,11 +78,13 @@ def _rate(value: object) -> object:
     return rate
 
 
+Layers = Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)]
 Rate = Annotated[float, BeforeValidator(_rate)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 MODEL = option(..., "PATH_OR_NAME", "Load this model: a folder, or a name on the Hugging Face hub")
 TEXT = option(..., "FILE", "Read this UTF-8 text")
+LAYERS = option(None, "N-N,N", "Substitute only in these layers (default: all)")
 _LENGTHS = "Read contexts of these lengths in tokens"
 _MEASURES = f"Measure these of {', '.join(MEASURES)}"
 _OUT = "Write results to DIR, or continue those in it"
@@ -95,9 +97,7 @@ class ModelOptions(RunOptions):
     model: str = MODEL
     gguf: str | None = option(None, "FILE", "Load the model and its tokenizer from this file in it")
     text: File = TEXT
-    layers: Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)] = option(
-        None, "N-N,N", "Substitute only in these layers (default: all)"
-    )
+    layers: Layers = LAYERS
     measures: Measures = option(MEASURES, "NAME,…", _MEASURES)
     lengths: Lengths = option((512, 1024, 2048, 8192), "N,N,…", _LENGTHS)
     samples: Annotated[Sequence[Positive], BeforeValidator(split)] | None = option(

@@ -145,7 +145,7 @@ def check_substitution(substitution: Substitution, config: Any, tokens: Tensor) 
         return
     sizes: dict[str, Any] = {"hidden_size": 4 * heads, "intermediate_size": 4}
     small = LlamaConfig(vocab_size=2, num_hidden_layers=1, num_attention_heads=heads,
-                        pad_token_id=None, **sizes)  # fmt: skip
+                        pad_token_id=None, eos_token_id=None, **sizes)  # fmt: skip
     with torch.random.fork_rng(devices=()):
         replace(substitution, layers=None).onto(LlamaForCausalLM(small), tokens % 2)
 

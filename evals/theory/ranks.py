@@ -105,19 +105,20 @@ def attention_table(
     variants: Sequence[VariantCall], tokens: int = TOKENS, width: int = WIDTH, seed: int = 0
 ) -> Table:
     """One row per variant: the ranks of A and of log A, in fp32 and fp64."""
-    rows = []
+    rows, unsupported = [], []
     for variant in variants:
         try:
             matrices = [attention_matrix(variant, tokens, width, x, seed) for x in DTYPES.values()]
         except (ValueError, TypeError) as error:
-            rows.append([f"{variant}: {error}", *["—"] * 2 * len(DTYPES)])
+            rows.append([str(variant), *["—"] * 2 * len(DTYPES)])
+            unsupported.append(f"\n{variant}: {error}.")
         else:
             ranks = [of(matrix) for of in (log_rank, rank) for matrix in matrices]
             rows.append([str(variant), *_texts(ranks)])
     note = (
         f"A is {tokens} × {tokens}, from Gaussian Q and K with d = {width}, not causal.\n"
         f"For softmax the rank of log A is at most d + 1 = {width + 1}. —: a weight is 0, or the\n"
-        f"variant does not support such a call. Tolerance: {TOLERANCE}."
+        f"variant does not support such a call. Tolerance: {TOLERANCE}.{''.join(unsupported)}"
     )
     header = ["variant", *(f"{what}, {dtype}" for what in ("log A", "A") for dtype in DTYPES)]
     return Table("Ranks of the attention matrix A and of log A", header, rows, note)

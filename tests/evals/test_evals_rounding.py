@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,6 +100,7 @@ def test_ceilings_of_rounded_values() -> None:
 
 def test_the_command_prints_published_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ties", "--sequences", "2"]) == 0
-    text = capsys.readouterr().out
+    text, progress = capsys.readouterr()
+    assert re.match(r"\[1/\d+\] n = 16: done after 0:0\d\n\[2/", progress)
     assert "softmax, published" in text
     assert "2 test sequences per length (seed 0)" in text

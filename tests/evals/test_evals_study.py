@@ -89,6 +89,10 @@ def test_malformed_specs_raise(text: str) -> None:
 
 WRONG = {
     "unknown variant": (["--variants", "nosuch"], "unknown variant 'nosuch'; known: .*softmax"),
+    "misspelled variant": (
+        ["--variants", "softmx"],
+        r"unknown variant 'softmx'; did you mean 'softmax'\? --plugin FILE.py loads",
+    ),
     "unknown substitute": (["--variants", "softmax->nosuch"], "unknown variant 'nosuch'"),
     "unknown parameter": (["--variants", "ssmax(t=1)"], "no parameter 't'; it has: s, b"),
     "bad value": (["--variants", "entmax(alpha=9)"], "alpha must be"),

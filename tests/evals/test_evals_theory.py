@@ -281,10 +281,12 @@ def test_log_weights_of_softmax_have_rank_d_plus_one() -> None:
     assert table.rows[1][1:3] == ["—", "—"]
 
 
-def test_rank_table_has_a_line_for_an_unsupported_variant() -> None:
+def test_rank_table_has_a_line_for_an_unsupported_variant_and_the_reason_in_its_note() -> None:
     call = VariantCall("cosformer", (("max_length", 8),))
-    (line,) = ranks.attention_table([call], tokens=24, width=3).rows
-    assert "max_length=8" in line[0]
+    table = ranks.attention_table([call], tokens=24, width=3)
+    assert table.rows == [["cosformer(max_length=8)", "—", "—", "—", "—"]]
+    reason = table.note.splitlines()[-1]
+    assert reason == "cosformer(max_length=8): cosformer: max_length=8 is below the length 24."
 
 
 def test_log_of_a_softmax_has_rank_h_plus_two_and_without_bias_h_plus_one() -> None:
