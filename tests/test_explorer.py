@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import random
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 import attnzoo
-from helpers.cases import CASES
+from helpers.explorer import POINTS, RUN, check, points
 from scripts.site import pages
 
 # `attnzoo.probabilities` takes these variants only.
@@ -24,44 +23,6 @@ ROWS = [
     for name in attnzoo.list_variants()
     if (variant := attnzoo.get_variant(name)).has_logits and not variant.by_position
 ]
-POINTS = 12  # per variant
-Point = dict[str, Any]
-
-# The names, parameters and default values; for each point the logits, weights and slope.
-RUN = """
-const answer = points => ({
-  variants: Object.fromEntries(Object.entries(F.VARIANTS).map(([name, x]) => [name, x.params])),
-  left_out: F.LEFT_OUT,
-  model: F.MODEL,
-  problems: points.map(({ name, params }) => Object.entries(params).map(
-    ([key, value]) => F.VARIANTS[name].params[key].kind === "number"
-      ? F.problem(F.VARIANTS[name].params[key], value) : null)),
-  results: points.map(({ name, params, model }) => {
-    const z = F.logits(model), { w, slope } = F.weights(name, z, params);
-    return { z: [...z], w: [...w], slope, measures: F.measures({ w, slope }) };
-  }),
-});
-"""
-
-
-def points() -> list[Point]:
-    """Random logits and parameters for each variant of the explorer."""
-    draw = random.Random(0)
-    made = []
-    for name in pages.in_explorer():
-        case = CASES[name]
-        samples: list[dict[str, Any]] = [{}, *case.settings]
-        samples += [
-            {key: draw.uniform(*ends) for key, ends in case.learned.items()}
-            for _ in range(POINTS - len(samples))
-        ]
-        for params in samples:
-            model = dict(
-                n=draw.choice([2, 3, 17, 256, 1000]), gap=round(draw.uniform(-1, 6), 3),
-                scale=round(draw.uniform(0.1, 2), 3), noise=draw.choice([0, 0.5, 1, 2]),
-            )  # fmt: skip
-            made.append({"name": name, "params": params, "model": model})
-    return made
 
 
 @cache
@@ -75,20 +36,6 @@ def answers() -> dict[str, Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-def check(point: Point, result: dict[str, Any]) -> None:
-    """Compare weights and slope with `attnzoo.probabilities` in fp64 to 1e-6."""
-    z = torch.tensor(result["z"], dtype=torch.float64, requires_grad=True)
-    variant = attnzoo.get_variant(point["name"])
-    required = variant.example(z.numel()) if variant.example else {}
-    needed = {p.name: required[p.name] for p in variant.params if p.default is attnzoo.REQUIRED}
-    w = attnzoo.probabilities(z, point["name"], **{**needed, **point["params"]})
-    (slope,) = torch.autograd.grad(w[0], z)
-    assert len(result["w"]) == point["model"]["n"]
-    worst = (w.detach() - torch.tensor(result["w"], dtype=torch.float64)).abs().max()
-    assert worst < 1e-6, (point, worst)
-    assert abs(slope[0].item() - result["slope"]) < 1e-6, (point, slope[0].item(), result["slope"])
 
 
 @pytest.mark.parametrize("name", pages.in_explorer())
@@ -126,7 +73,8 @@ def test_parameters_are_those_of_the_library() -> None:
                 for end in ("low", "high"):
                     assert p.check(params[p.name][end]), (name, p.name, end)
             for option in params[p.name].get("options", ()):
-                assert p.check is not None and p.check(option)
+                assert p.check is not None
+                assert p.check(option)
 
 
 def test_values_that_the_library_accepts_are_accepted() -> None:

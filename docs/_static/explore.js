@@ -176,25 +176,28 @@
     return problem(param, value) === null ? value : undefined;
   }
 
+  const entry = (table, key) => (Object.hasOwn(table, key) ? table[key] : undefined);
+
   /* Set the state to what the address says, and return what it says wrongly. */
   function readAddress() {
     const problems = [];
     Object.assign(state, { model: modelDefaults(), chosen: [...SHOWN_FIRST], params: {} });
     for (const [key, text] of new URLSearchParams(location.hash.slice(1))) {
-      const [name, own] = key.split(".");
+      const [name, ofVariant] = key.split(".");
       if (key === "v") {
         const names = text.split(",").filter((x) => x !== "");
         state.chosen = Object.keys(VARIANTS).filter((x) => names.includes(x));
         for (const x of names)
-          if (x in LEFT_OUT) problems.push(`${x} is not shown: ${LEFT_OUT[x]}`);
-          else if (!(x in VARIANTS)) problems.push(`there is no variant “${x}”`);
+          if (Object.hasOwn(LEFT_OUT, x)) problems.push(`${x} is not shown: ${LEFT_OUT[x]}`);
+          else if (!Object.hasOwn(VARIANTS, x)) problems.push(`there is no variant “${x}”`);
         continue;
       }
-      const param = own === undefined ? MODEL[key] : VARIANTS[name]?.params[own];
+      const table = ofVariant === undefined ? MODEL : entry(VARIANTS, name)?.params ?? {};
+      const param = entry(table, ofVariant ?? key);
       const value = param && parsed(param, text);
       if (value === undefined) problems.push(`“${key}=${text}” is not valid`);
-      else if (own === undefined) state.model[key] = value;
-      else state.params[name] = { ...state.params[name], [own]: value };
+      else if (ofVariant === undefined) state.model[key] = value;
+      else state.params[name] = { ...state.params[name], [ofVariant]: value };
     }
     return problems;
   }
