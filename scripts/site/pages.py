@@ -17,7 +17,7 @@ from commandline.table import markdown
 from commandline.variants import VariantCall, complete
 from evals.reporting.pages import with_curves
 from scripts import variant_facts as facts
-from scripts.site import synonyms, variant_plots
+from scripts.site import variant_plots
 
 FOLDER = "variants"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -49,7 +49,6 @@ def page(name: str) -> str:
         row=variant_plots.ROW, lead=f"{variant_plots.LEAD:g}", heads=HEADS, keys=KEYS,
         head_dim=HEAD_DIM, file=Path(inspect.getfile(sys.modules[facts.module_of(variant)])).name,
         prose=facts.prose, typeset=facts.typeset, linked=facts.linked, explorer=explorer(variant),
-        index=synonyms.of_variant(variant),
     )  # fmt: skip
 
 

@@ -5,11 +5,12 @@ The search of the site shows an index entry above pages that only contain the wo
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.errors import ExtensionError
+from sphinx.transforms import SphinxTransform
 
 import attnzoo
 
@@ -47,30 +48,33 @@ SYNONYMS: dict[str, dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def directive(words: Iterable[str]) -> str:
-    """An index directive in MyST. The search lists main entries, marked by !, first."""
-    return "```{index} " + ", ".join(f"! {word}" for word in words) + "\n```\n"
+def words_of(docname: str) -> dict[str, tuple[str, ...]]:
+    """The words of a page by heading; those of a variant's page are what papers call it."""
+    folder, _, name = docname.rpartition("/")
+    if folder == "variants" and name in attnzoo.list_variants():
+        return {name: attnzoo.get_variant(name).aliases}
+    return SYNONYMS.get(docname, {})
 
 
-def of_variant(variant: attnzoo.Variant) -> str:
-    """The directive with what papers call the variant."""
-    return directive(variant.aliases) if variant.aliases else ""
+class Synonyms(SphinxTransform):
+    """Adds the entries, whose target is the section: the search shows its text."""
 
+    # Before Sphinx collects index entries and before it replaces quotes in headings
+    default_priority = 500
 
-def indexed(docname: str, text: str) -> str:
-    """The page with the entries of `SYNONYMS` before its headings."""
-    for heading, words in SYNONYMS.get(docname, {}).items():
-        line = re.compile(rf"^#+ {re.escape(heading)}$", re.MULTILINE)
-        if len(line.findall(text)) != 1:
-            raise ExtensionError(f"SYNONYMS: {docname} must have one heading {heading!r}")
-        text = line.sub(f"{directive(words)}\n\\g<0>", text)
-    return text
-
-
-def on_read(app: Any, docname: str, source: list[str]) -> None:
-    source[0] = indexed(docname, source[0])
+    def apply(self, **options: Any) -> None:
+        missing = dict(words_of(self.env.docname))
+        for section in self.document.findall(nodes.section):
+            words = missing.pop(section[0].astext(), ())
+            # The search lists main entries first.
+            entries = [("single", word, section["ids"][0], "main", None) for word in words]
+            if entries:
+                section.insert(1, addnodes.index(entries=entries))
+        if missing:
+            headings = ", ".join(map(repr, missing))
+            raise ExtensionError(f"SYNONYMS: {self.env.docname} has no heading {headings}")
 
 
 def setup(app: Any) -> dict[str, bool]:
-    app.connect("source-read", on_read)
+    app.add_transform(Synonyms)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
