@@ -181,8 +181,8 @@ TASK = SequenceTask(
             lengths=(64, 256), heads=4, learning_rate=2e-3, train_shortest=64,
             train_longest=64, test_sequences=16, test_least=4, test_items=2**13,
         ),
-        # Of the learning rates 6e-3, 3e-3, 1.5e-3 and 7.5e-4, softmax with RoPE had the smallest
-        # training loss with the third, at each of the steps 50 to 200 of 250.
+        # After 250 steps, softmax with RoPE had 3.72, 3.60, 3.06 and 3.25 bits per byte with the
+        # learning rates 6e-3, 3e-3, 1.5e-3 and 7.5e-4.
         quick=dict(
             lengths=(256, 512, 1024, 2048, 4096), positions=("rope", "none"),
             variants=_variants(256), seeds=1, sweep={}, steps=2200, batch=16, width=128, heads=4,

@@ -17,14 +17,10 @@ from evals.measures.arithmetic import lean_arithmetic
 from evals.options import Options
 from evals.plan import plan_study
 from evals.run import Message, Run, RunContext, Substitutes, evaluate, train_once
-from evals.tasks import TASKS
 from evals.tasks.families.answers import SequenceBatch
-from evals.tasks.families.sequence import SequenceTask
-from evals.tasks.language_model import depth_parts
+from evals.tasks.language_model import TASK, depth_parts
 from evals.tasks.texts import corpus
 
-TASK = TASKS["language-model"]
-assert isinstance(TASK, SequenceTask)
 TINY: dict[str, Any] = {
     "width": 8, "heads": 2, "depth": 1, "batch": 2, "steps": 30, "train_shortest": 44,
     "train_longest": 44, "test_sequences": 16, "test_least": 1,
