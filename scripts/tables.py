@@ -21,7 +21,7 @@ from commandline.errors import UsageError
 from commandline.table import markdown
 from evals.reporting.pages import documented, legend, overview, scores, table_1, tasks_table
 from evals.tasks import EXPERIMENTS
-from scripts.benchmark_tables import kernels_table, profile_table
+from scripts.benchmark_tables import cost_table, kernels_table, profile_table
 from scripts.call_path import call_path
 from scripts.families_table import families_facts, families_table
 from scripts.variant_tables import forms_table, support_table, variants_table
@@ -119,6 +119,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
         name.replace(".", "-"): lambda page, name=name: documented(RESULTS, name)
         for name in ("pretrained", "pretrained.new-variants", "adapt")
     },
+    "cost": lambda page: cost_table(),
     "kernels": lambda page: kernels_table(),
     "profile": lambda page: profile_table(),
 }

@@ -109,11 +109,11 @@ def prepare(args: argparse.Namespace) -> list[Case]:
         args.device = "cuda"
         defaults = {"cuda": {**DEFAULTS["cuda"], **PRESETS[args.preset].options}}
     args.device = args.device or "cpu"
+    if args.cpu_time and args.device == "cuda":
+        raise UsageError("--cpu-time requires --device cpu, got cuda")
     apply_defaults(args, defaults)
     if not (args.direction and args.mask and args.inputs):
         raise UsageError("--direction, --mask and --inputs must not be empty")
-    if args.cpu_time and args.device == "cuda":
-        raise UsageError("--cpu-time requires --device cpu, got cuda")
     if args.learned and args.direction == ["forward"]:
         raise UsageError("--learned requires --direction backward or both, got forward")
     return cases_of(args, max(args.lengths))
