@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import io
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -179,7 +180,7 @@ def test_evals_command_runs_with_the_plugin_file_on_the_same_page(
     variants = f"softmax,{name}" if of_variant else "softmax"
     few += [] if "--variants" in words else ["--variants", variants]
     done = subprocess.run(
-        [sys.executable, "-m", *words.replace(file, str(tmp_path / file)).split(), *few],
+        [sys.executable, "-m", *shlex.split(words.replace(file, str(tmp_path / file))), *few],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
