@@ -86,17 +86,21 @@ def cost_table(file: Path = RESULTS / "cpu" / "attention.json") -> str:
     where, rows = document["environment"], document["rows"]
     first, by_name = rows[0], {(row["case"], row["direction"]): row for row in rows}
     mask = "causal" if first["causal"] else "full"
-    table = [("variant", "work", "forward", "backward", "MB forward", "MB with backward")]
+    with_memory = any(row["peak_bytes"] is not None for row in rows)
+    memory = ("MB forward", "MB with backward") if with_memory else ()
+    table = [("variant", "work", "forward", "backward", *memory)]
     for name in attnzoo.list_variants():
         forms = variant_facts.forms_of(name)
         work = " or ".join(map(variant_facts.cost, forms)) or "N²·D, by the definition"
         lines = [by_name.get((name, direction)) for direction in ("forward", "backward")]
-        table.append((f"`{name}`", work, *map(relative_time, lines), *map(megabytes, lines)))
+        used = map(megabytes, lines) if with_memory else ()
+        table.append((f"`{name}`", work, *map(relative_time, lines), *used))
     return (
         f"{where['cpu']}, one thread, torch {where['torch']}, {where['date']}: {mask}, "
         f"{first['dtype']}, B = {first['batch']}, H = {first['heads']}, N = {first['length']}, "
-        f"D = {first['head_dim']}. CPU time divided by that of `softmax` in the same rounds, and "
-        f"peak memory beside the inputs.\n\n{markdown(table)}"
+        f"D = {first['head_dim']}. Median of the CPU time divided by that of `softmax` in the same "
+        f"rounds{', and peak memory without the inputs' if with_memory else ''}.\n\n"
+        f"{markdown(table)}"
     )
 
 

@@ -228,6 +228,8 @@ def test_cost_table_has_ratios_to_softmax_and_a_row_for_every_variant(tmp_path: 
     assert "| `entmax` | N²·D, and a threshold solved per row | – | 1.3 | – | – |" in lines
     (taylor,) = (line for line in lines if "`taylor`" in line)
     assert taylor.endswith("| – | – | – | – |")
+    file.write_text(json.dumps({"environment": where, "rows": [{**row, "peak_bytes": None}]}))
+    assert "| `softmax` | N²·D | 1 | – |\n" in cost_table(file)
 
 
 def counted() -> dict[str, Any]:
