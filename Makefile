@@ -71,6 +71,7 @@ tables: $(STAMP)
 
 clean:
 	find docs/variants -mindepth 1 ! -name index.md -delete
+	rm -rf docs/api/names
 	rm -rf $(VENV) $(OLDEST) dist build docs/_build .pytest_cache .ruff_cache
 
 # The build backend is installed first and the build is not isolated, because an isolated build

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -87,4 +88,12 @@ def backends(device: str, dtype: torch.dtype) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        try:
+            main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output, such as head, closed it
+        # Python flushes the output again when it exits, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -13,6 +13,7 @@ from benchmarks.harness.report import CRASHED
 from benchmarks.kernels import compile, host, profile, rows, tune
 from benchmarks.suites import attention, decode, distributed, linear, losses, overhead, packed
 from commandline.errors import UsageError
+from commandline.start import start
 from commandline.variants import load_plugin
 
 COMMANDS = (
@@ -34,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(args, "plugin", None) is not None:
             load_plugin(args.plugin)
         return args.run(args)
+    except BrokenPipeError:  # see `start`
+        raise
     except (UsageError, OSError) as error:  # OSError: a file cannot be read or written
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
@@ -43,4 +46,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(start(main))

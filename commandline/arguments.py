@@ -15,7 +15,8 @@ MOST = 2**31  # larger numbers are rejected as typos
 class Parser(argparse.ArgumentParser):
     """A parser with short errors. Subcommands made with ``add_subparsers`` are of this class too.
 
-    The error for an unknown option or command suggests the closest known one.
+    The error for an unknown option or command suggests the closest known one. A command with a
+    default for ``further`` gets its unknown arguments there, without an error.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,7 +39,9 @@ class Parser(argparse.ArgumentParser):
             hint = f"{did_you_mean(words[0], self.commands)}\n{self.command_hint}".rstrip()
             self.error(f"COMMAND must be {either(self.commands)}, got {words[0]!r}{hint}")
         parsed, unknown = self.parse_known_args(words, namespace)
-        if unknown:
+        if hasattr(parsed, "further"):
+            parsed.further = unknown
+        elif unknown:
             parser = self.commands.get(words[0], self)
             hint = did_you_mean(unknown[0], parser._option_string_actions)
             parser.error(f"unknown argument {unknown[0]!r}{hint}")

@@ -2,13 +2,15 @@
 
 A spec is ``a(x=1)`` (train and evaluate with a) or ``a->b(x=1)`` (train with a, evaluate with b).
 A variant may have a wrapper of `attnzoo.nn`, as in ``mixture(a(x=1), components=3)``. A value may
-be a tuple with one number per head, as in ``a(x=(1, 0))``.
+be a tuple with one number per head, as in ``a(x=(1, 0))``. ``a=>b`` trains with a, and with b in
+the last part of the training.
 """
 
 from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import attnzoo
 from attnzoo.nn import WRAPPERS
 from commandline.errors import UsageError
 
-EXPECTED = "expected name, name(x=1) or a->b(x=1)"
+EXPECTED = "expected name, name(x=1), a->b(x=1) or a=>b(x=1)"
 Value = int | float | bool | str | None | tuple[float, ...]
 Arguments = tuple[tuple[str, Value], ...]
 
@@ -27,17 +29,26 @@ Arguments = tuple[tuple[str, Value], ...]
 class VariantCall:
     """A variant with its parameters, as in ``log_n(train_length=16)``.
 
-    wrapper: the name of a wrapper of `attnzoo.nn` and its arguments, or None.
+    wrapper: the name of a wrapper of `attnzoo.nn` and its arguments, or None. before: the variant
+    with which the training starts, if it is another one.
     """
 
     name: str
     arguments: Arguments = ()
     wrapper: tuple[str, Arguments] | None = None
+    before: VariantCall | None = None
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters; values per head are tensors."""
-        return {
+        """The parameters; values per head are tensors.
+
+        A variant that replaces another one in training starts where it equals softmax, if there are
+        such parameters and none of them is given.
+        """
+        start = {} if self.before is None else identity_of(attnzoo.get_variant(self.name)) or {}
+        if start.keys() & dict(self.arguments).keys():
+            start = {}
+        return start | {
             name: torch.tensor(value, dtype=torch.float32) if isinstance(value, tuple) else value
             for name, value in self.arguments
         }
@@ -55,7 +66,8 @@ class VariantCall:
 
     def __str__(self) -> str:
         text = _written(self.name, self.arguments)
-        return text if self.wrapper is None else _written(*self.wrapper, text)
+        text = text if self.wrapper is None else _written(*self.wrapper, text)
+        return text if self.before is None else f"{self.before}=>{text}"
 
     def identity(self) -> dict[str, object]:
         """The name and the parameters as a dict, for the keys under which results are stored.
@@ -70,6 +82,14 @@ class VariantCall:
         name, arguments = self.wrapper
         values = {**WRAPPERS[name].own_arguments(), **dict(arguments)}
         return {**call, "wrapper": name, "wrapper_params": {n: repr(x) for n, x in values.items()}}
+
+
+def identity_of(variant: attnzoo.Variant) -> dict[str, Any] | None:
+    """The parameters with which a variant equals softmax and can be trained; None if there are
+    none. A parameter that layers project from the tokens has no such value.
+    """
+    projected = {param.name for param in variant.params if param.projection}
+    return None if projected & set(variant.identity or ()) else variant.identity
 
 
 def _written(name: str, arguments: Arguments, *first: str) -> str:
@@ -87,6 +107,12 @@ class Spec:
     @property
     def is_substitution(self) -> bool:
         return self.train != self.test
+
+    @property
+    def calls(self) -> list[VariantCall]:
+        """The different variants of the spec."""
+        calls = [self.train.before, self.train, self.test]
+        return list(dict.fromkeys(call for call in calls if call is not None))
 
     def __str__(self) -> str:
         return f"{self.train}->{self.test}" if self.is_substitution else str(self.train)
@@ -110,7 +136,7 @@ def split_list(text: str) -> list[str]:
 
 
 def parse_spec(text: str, wrappers: bool = False) -> Spec:
-    """Read one spec. With ``wrappers`` a variant may have a wrapper.
+    """Read one spec. With ``wrappers`` a variant may have a wrapper, and a=>b is allowed.
 
     >>> spec = parse_spec("softmax->log_n(train_length=16)")
     >>> spec.train.name, spec.test.params
@@ -119,17 +145,25 @@ def parse_spec(text: str, wrappers: bool = False) -> Spec:
     mixture(ssmax(s=0.4), components=3)
     """
     try:
-        parts = [ast.parse(part.strip(), mode="eval").body for part in text.split("->", 2)]
-        if len(parts) > 2:
+        parts = text.split("->", 2)
+        stages = parts[0].split("=>", 2)
+        if len(parts) > 2 or len(stages) > 2:
             raise ValueError(EXPECTED)
-        calls = [_call(part, wrappers) for part in parts]
-        if calls[0].wrapper != calls[-1].wrapper:
-            raise ValueError("a and b of a->b must have the same wrapper")
+        if len(stages) == 2 and not wrappers:
+            raise ValueError("this command does not support a=>b")
+        texts = [*stages, *parts[1:]]
+        calls = [_call(ast.parse(part.strip(), mode="eval").body, wrappers) for part in texts]
+        for call, arrow in zip(calls[1:], ["=>"] * (len(stages) - 1) + ["->"]):
+            if call.wrapper != calls[0].wrapper:
+                raise ValueError(f"a and b of a{arrow}b must have the same wrapper")
+        trained = calls[len(stages) - 1]
+        if len(stages) == 2:
+            trained = replace(trained, before=calls[0])
     except SyntaxError:
         raise UsageError(f"cannot read variant {text!r}: {EXPECTED}") from None
     except ValueError as error:
         raise UsageError(f"cannot read variant {text!r}: {error}") from None
-    return Spec(calls[0], calls[-1])
+    return Spec(trained, calls[-1] if len(parts) == 2 else trained)
 
 
 def parse_specs(texts: list[str], wrappers: bool = False) -> list[Spec]:
@@ -199,6 +233,8 @@ def complete(variant: VariantCall, longest: int) -> VariantCall:
     longest: the number of keys from which the example values are computed. It must not depend on
     the eval lengths of a run, so that runs with different eval lengths share one trained model.
     """
+    if variant.before is not None:
+        variant = replace(variant, before=complete(variant.before, longest))
     if variant.name not in attnzoo.list_variants():
         return variant  # `plan_study` raises the error for an unknown name
     example = _example(variant.name, longest)
@@ -216,6 +252,21 @@ def _example(name: str, keys: int) -> dict[str, Any]:
 def names() -> list[str]:
     """The registered variants: softmax, then the others in alphabetical order."""
     return sorted(attnzoo.list_variants(), key=lambda name: (name != "softmax", name))
+
+
+def unknown(name: str) -> str | None:
+    """The reason why a name on the command line is no registered variant, or None.
+
+    It suggests the closest name, also by the names that a variant has in papers.
+    """
+    by_word = {alias: one for one in names() for alias in attnzoo.get_variant(one).aliases}
+    by_word |= {one: one for one in names()}
+    if by_word.get(name) == name:
+        return None
+    plugin = "--plugin FILE.py loads your own variant"
+    if close := get_close_matches(name, by_word, 1):
+        return f"unknown variant {name!r}; did you mean {by_word[close[0]]!r}? {plugin}"
+    return f"unknown variant {name!r}; known: {', '.join(names())}; {plugin}"
 
 
 def every_variant(train_length: int) -> list[str]:

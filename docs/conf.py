@@ -18,6 +18,7 @@ import attnzoo  # noqa: E402
 
 project = "attnzoo"
 author = "the attnzoo authors"
+repository = ""  # the address of the repository; while it is empty, no page links to one
 version = release = attnzoo.__version__
 project_copyright = f"{author}, Apache-2.0"
 
@@ -25,9 +26,14 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "scripts.site.accessibility",
+    "scripts.site.api",
     "scripts.site.docstrings",
     "scripts.site.mathml",
     "scripts.site.pages",
+    "scripts.site.synonyms",
 ]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 templates_path = ["_templates"]
@@ -76,7 +82,7 @@ html_show_sourcelink = False
 html_copy_source = False
 html_context = {"default_mode": "auto"}
 html_sidebars = {"**": ["contents"]}
-html_theme_options = {
+html_theme_options: dict[str, object] = {
     "logo": {"text": "attnzoo"},
     "navbar_center": [],
     "secondary_sidebar_items": ["page-toc"],
@@ -86,3 +92,9 @@ html_theme_options = {
     "back_to_top_button": False,
     "search_bar_text": "Search",
 }
+if repository:
+    link = {"name": "Repository", "url": repository, "icon": "fa-solid fa-code-branch"}
+    html_theme_options["icon_links"] = [link]
+
+# Copy buttons: without prompts and outputs
+copybutton_exclude = ".linenos, .gp, .go"

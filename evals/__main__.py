@@ -8,14 +8,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from commandline.arguments import Parser, add_plugin, number, seed
+from commandline.arguments import Parser, add_plugin, integer, number, seed
 from commandline.errors import UsageError
+from commandline.start import start
 from evals.command import run_tasks
 from evals.options import add_arguments, flag, gather, plugin_of_file
 from evals.plugins import load, load_plugins
 from evals.pretrained import command as pretrained
+from evals.pretrained import harness, sharpness
 from evals.pretrained import options as pretrained_options
-from evals.pretrained import sharpness
 from evals.reporting import artifacts, compare, export, in_context, laws
 from evals.tasks import EVALS, EXPERIMENTS, TASKS
 from evals.tasks.digits.experiment import Experiment
@@ -23,7 +24,7 @@ from evals.theory import ranks, ties
 
 ALL = "all"
 # Modules with a function ``add_parser`` and a function ``main`` of the parsed arguments.
-COMMANDS = {module.NAME: module for module in (export, in_context, sharpness, ties)}
+COMMANDS = {module.NAME: module for module in (export, in_context, harness, sharpness, ties)}
 
 
 def parser() -> Parser:
@@ -74,6 +75,8 @@ def parser() -> Parser:
     one.add_argument("--out", type=Path, metavar="DIR", help="Write ranks.csv to DIR")
     text = "Draw the matrices with seed N (default: 0)"
     one.add_argument("--seed", type=seed, default=0, metavar="N", help=text)
+    text = "Also compare initializations of mixtures of softmaxes, over N seeds from --seed on"
+    one.add_argument("--initializations", type=integer(0), default=0, metavar="N", help=text)
     add_plugin(one)
 
     for module in COMMANDS.values():
@@ -112,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _load_plugin_first(arguments)
         return dispatch(parser().parse_args(arguments or ["--help"]))
+    except BrokenPipeError:  # see `start`
+        raise
     except (UsageError, OSError) as error:  # OSError: a file that cannot be read or written
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -130,7 +135,7 @@ def dispatch(args: argparse.Namespace) -> int:
         return pretrained.main(args)
     load_plugins(getattr(args, "plugin", None))
     if args.command == "ranks":
-        return ranks.main(args.out, args.seed)
+        return ranks.main(args.out, args.seed, initializations=args.initializations)
     if args.command == "report":
         return artifacts.main(args.folders, args.out)
     if args.command == "compare":
@@ -169,4 +174,4 @@ def _run(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start(main))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +120,7 @@ class Studies:
             return
         metrics = {f"test/{name}": value for name, value in outcome.metrics.items()}
         if isinstance(point, int):
-            self._log(run, run.positions, row["variant"], metrics, point)
+            self._log(run, row["series"]["positions"], row["variant"], metrics, point)
         elif self.loggers:
             self._log(run, str(point), row["variant"], metrics, run.settings.steps)
 
@@ -127,9 +128,14 @@ class Studies:
         self, run: Run, place: str, variant: str, values: Mapping[str, float], step: int
     ) -> None:
         parts = [run.study, variant, place, run.candidate, f"seed{run.seed}"]
+        config = {
+            "task": run.study, "variant": variant, "positions": run.positions, "seed": run.seed,
+            "condition": None if place == run.positions else place,
+            "sweep": run.candidate or None, "settings": asdict(run.settings),
+        } if self.loggers else {}  # fmt: skip
         for logger in self.loggers:
             for name, value in values.items():
-                logger.scalar("/".join(filter(None, parts)), name, value, step)
+                logger.scalar("/".join(filter(None, parts)), name, value, step, config)
 
     def show_plan(self) -> None:
         """Print the runs to execute and the combinations left out."""

@@ -5,7 +5,7 @@ A run logs its training loss by step, and each metric with the eval length as it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ class TensorBoard:
         self._class, self._folder = SummaryWriter, out / "tensorboard"
         self._writers: dict[str, Any] = {}
 
-    def scalar(self, run: str, name: str, value: float, step: int) -> None:
+    def scalar(
+        self, run: str, name: str, value: float, step: int, config: Mapping[str, Any]
+    ) -> None:
         if run not in self._writers:
-            self._writers[run] = self._class(str(self._folder / _file_name(run)))
+            self._writers[run] = self._class(str(self._folder / file_name(run)))
         self._writers[run].add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -34,7 +36,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """Logs each run to the wandb project attnzoo-evals, with its files below ``out``.
+    """Logs each run to the wandb project attnzoo-evals, with its files below ``out``. Its config is
+    the task, variant, position encoding, seed and settings, and its group is the task.
 
     Metrics use the eval length as their axis, because wandb's own step must not decrease.
     """
@@ -43,12 +46,15 @@ class Wandb:
         self._wandb, self._out = import_module("wandb"), out
         self._runs: dict[str, Any] = {}
 
-    def scalar(self, run: str, name: str, value: float, step: int) -> None:
+    def scalar(
+        self, run: str, name: str, value: float, step: int, config: Mapping[str, Any]
+    ) -> None:
         if run not in self._runs:
             self._out.mkdir(parents=True, exist_ok=True)
             wandb_run = self._wandb.init(
-                project="attnzoo-evals", name=run, dir=str(self._out), reinit="create_new"
-            )
+                project="attnzoo-evals", name=run, group=config["task"], config=dict(config),
+                dir=str(self._out), reinit="create_new",
+            )  # fmt: skip
             wandb_run.define_metric("length")
             wandb_run.define_metric("step")
             wandb_run.define_metric("test/*", step_metric="length")
@@ -83,6 +89,6 @@ def open_loggers(names: Sequence[LoggerName], out: Path) -> list[Logger]:
     return loggers
 
 
-def _file_name(run: str) -> str:
+def file_name(run: str) -> str:
     """The name of a run with underscores for characters that some file systems reject."""
     return "".join(letter if letter.isalnum() or letter in "/_-.=," else "_" for letter in run)

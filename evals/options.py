@@ -35,7 +35,7 @@ from evals.task import MAX_LENGTH, MAX_SETTING, RECORDED, Eval
 from evals.tasks import EVALS
 from evals.tasks.checks import checked_candidates
 
-PresetName = Literal["smoke", "quick", "paper"]
+PresetName = Literal["smoke", "quick", "paper", "gpu"]
 LoggerName = Literal["tensorboard", "wandb"]
 NO_SWEEP = "none"
 LINE = "command line"  # the context of pydantic where values are texts
@@ -102,11 +102,13 @@ def _sweep(value: Any, info: ValidationInfo) -> Mapping[str, Sequence[float]] | 
 
 
 def _candidates(text: str) -> tuple[str, list[float]]:
-    name, _, values = text.partition("=")
+    name, equals, values = text.partition("=")
+    if not equals:
+        raise ValueError(f"must be NAME=V,V,…, {NO_SWEEP} or {RECORDED}, got {text!r}")
     try:
         return name.strip(), [float(value) for value in values.split(",")]
     except ValueError:
-        raise ValueError(f"must be NAME=V,V,…, {NO_SWEEP} or {RECORDED}, got {text!r}") from None
+        raise ValueError(f"must have numbers as values of {name.strip()}, got {values!r}") from None
 
 
 def _shard(value: object) -> Shard:
@@ -187,14 +189,18 @@ class Options(RunOptions):
     """
 
     preset: PresetName = option(
-        "quick", "{smoke,quick,paper}", "Choose variants, lengths and model size"
+        "quick", "{smoke,quick,paper,gpu}", "Choose variants, lengths and model size"
     )
     variants: Names | None = option(
         None, "a,b(x=1),a->b",
-        "Train and evaluate these; a->b trains a and substitutes b at inference",
+        "Train and evaluate these; a->b trains a and substitutes b at inference; a=>b replaces a "
+        "by b during the training",
     )  # fmt: skip
     positions: Names | None = option(
-        None, "none,rope,…", "Combine each variant with these position encodings"
+        None,
+        "none,rope,…",
+        "Combine each variant with these position encodings; rope->yarn, ->ntk or ->linear "
+        "scales the rope of a trained model at inference",
     )
     seeds: Count | None = option(None, "N", "Train with the seeds 0 to N - 1")
     lengths: Lengths | None = option(
@@ -425,7 +431,8 @@ def check_registered(name: str, spec: Spec) -> None:
     """Raise UsageError unless an entry of the option ``name`` is a registered variant, not a->b."""
     if spec.is_substitution or spec.test.name not in attnzoo.list_variants():
         known = ", ".join(attnzoo.list_variants())
-        raise UsageError(f"{name} must be among {known}, got {spec}")
+        hint = did_you_mean(spec.test.name, attnzoo.list_variants())
+        raise UsageError(f"{name} must be among {known}, got {spec}{hint}")
 
 
 def check_unique(name: str, values: Sequence[object]) -> None:

@@ -13,12 +13,13 @@ import torch
 import attnzoo
 from commandline.arguments import did_you_mean, either
 from commandline.errors import UsageError
-from commandline.variants import Spec, VariantCall, complete, every_variant, parse_specs
-from evals.measures.heads import own_parameters
+from commandline.variants import Spec, VariantCall, complete, every_variant, parse_specs, unknown
+from evals.conversion import check_switch
+from evals.measures.heads import own_parameters, scaled_rope
 from evals.options import Options, check_device, check_unique, flag, no_setting
 from evals.study import Study
 from evals.sweeps import SWEEP_SEEDS, plan_sweep
-from evals.task import EVERY_VARIANT, VALIDATION, Preset, Settings, Task
+from evals.task import EVERY_VARIANT, VALIDATION, Preset, Settings, Task, trained_encoding
 from evals.tasks.digits import layers
 from evals.tasks.digits.experiment import Experiment
 
@@ -149,9 +150,9 @@ def _with_lengths(study: Study, texts: Sequence[str], preset: Preset, options: O
     eval_lengths = preset.lengths if options.lengths is None else options.lengths
     lengths = tuple(sorted({settings.train_longest, *eval_lengths}))
     positions = tuple(preset.positions if options.positions is None else options.positions)
-    if options.positions is not None and not set(positions) <= set(task.positions):
+    if options.positions is not None and not set(positions) <= set(task.encodings):
         raise UsageError(
-            f"--positions of {task.name} must be {either(task.positions)}, "
+            f"--positions of {task.name} must be {either(task.encodings)}, "
             f"got {', '.join(positions)}"
         )
     sweep = plan_sweep(task.name, preset, options, settings, lengths)
@@ -167,12 +168,15 @@ def _with_lengths(study: Study, texts: Sequence[str], preset: Preset, options: O
         Spec(complete(spec.train, longest), complete(spec.test, longest))
         for spec in parse_specs(list(texts), wrappers=True)
     )
-    for call in dict.fromkeys(call for spec in specs for call in (spec.train, spec.test)):
-        if call.heads is not None:
-            try:
-                task.build(call, positions[0], settings)
-            except (ValueError, TypeError) as error:
-                raise UsageError(f"variant {call}: {error}") from error
+    for call in dict.fromkeys(call for spec in specs for call in spec.calls):
+        encoding = trained_encoding(positions[0])
+        try:
+            if call.heads is not None:
+                task.build(call, encoding, settings)
+            if call.before is not None:
+                check_switch(task, call, encoding, settings)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"variant {call}: {error}") from error
     try:
         for values in sweep.candidates:
             replace(settings, **values)
@@ -196,7 +200,9 @@ def _check_task(study: Study, verbose: bool) -> None:
         _check_data(task, split, length, settings, verbose)
     for encoding in study.positions:
         try:
-            task.build(VariantCall("softmax"), encoding, settings)
+            model = task.build(VariantCall("softmax"), trained_encoding(encoding), settings)
+            with scaled_rope(model, study.rope_scaling(encoding, max(study.xs))):
+                pass
         except (ValueError, TypeError) as error:
             raise UsageError(f"settings: {error}") from error
 
@@ -235,14 +241,15 @@ def _left_out(
     """
     left_out: dict[tuple[Spec, str], str] = {}
     for spec in specs:
+        for call in spec.calls:
+            if (reason := unknown(call.name)) is not None:
+                raise UsageError(f"variant {spec}: {reason}")
         reasons: dict[str, str] = {}
-        for encoding, variant in itertools.product(positions, (spec.train, spec.test)):
+        for encoding, variant in itertools.product(positions, spec.calls):
             if (reason := unsupported(variant, sizes, encoding)) is not None:
                 reasons[encoding] = reason
         if len(reasons) == len(positions):
-            known = {spec.train.name, spec.test.name} <= {*attnzoo.list_variants()}
-            hint = "" if known else "; --plugin FILE.py loads your own variant"
-            raise UsageError(f"variant {spec}: {reasons[positions[0]]}{hint}")
+            raise UsageError(f"variant {spec}: {reasons[positions[0]]}")
         left_out |= {(spec, encoding): reason for encoding, reason in reasons.items()}
     return left_out
 

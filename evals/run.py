@@ -3,6 +3,9 @@
 Training uses AdamW with a one-cycle cosine schedule. The model after the last step is kept.
 Evaluation averages its measurements over chunks of sequences. The run of an experiment has a
 training for each condition.
+
+A training saves its state every minute. After an interruption it continues from there, with the
+results of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -10,22 +13,22 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from io import BytesIO
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import attnzoo
-from commandline.files import write_whole
 from commandline.variants import VariantCall
-from evals.measures.arithmetic import is_out_of_memory, rounded_products
-from evals.measures.heads import learned
+from evals.checkpoints import UNREADABLE, Checkpoint, write_saved
+from evals.conversion import convert
+from evals.measures.arithmetic import autocast, is_out_of_memory, rounded_products
+from evals.measures.heads import learned, scaled_rope
 from evals.measures.metrics import Outcome, Tally
 from evals.task import VALIDATION, HeadSample, Schedule, Settings, Task
 from evals.tasks import EVALS, TASKS
@@ -34,6 +37,7 @@ from evals.tasks.draws import lengths
 
 JACOBIANS = 4  # number of sequences per length whose Jacobians are measured
 CHUNK_ITEMS = 2**15  # maximum number of keys per chunk of test sequences
+LOSS_PARTS = 32  # maximum number of parts of a training whose mean losses are in its rows
 REPORT_EVERY = 25  # steps between reads of the loss; each read waits for the device
 
 
@@ -61,19 +65,38 @@ def fit(
     schedule: Schedule,
     report: Report,
     groups: list[dict[str, Any]] | None = None,
+    checkpoint: Checkpoint | None = None,
+    switch: tuple[int, Callable[[], None]] | None = None,
 ) -> None:
     """Minimize loss_at(step) over the steps of the schedule.
 
     groups: parameter groups for the optimizer; "factor" multiplies the learning rate of a group.
-    None is all parameters of the model, without weight decay for those of variants.
+    None is all parameters of the model, without weight decay for those of variants. checkpoint:
+    where the state is saved; the training continues from the state that is already there. switch:
+    (step, change), where change() replaces parameters of the model before this step. The others
+    keep their moments.
 
     Raises:
         NotFinite: the loss or a parameter is not finite. The loss is read every few steps.
     """
-    if groups is None:
-        groups = attnzoo.nn.parameter_groups(model, schedule.weight_decay)
-    optimizer = torch.optim.AdamW(groups, fused=True)
-    for step in range(schedule.steps):
+
+    def optimizer_of(groups: list[dict[str, Any]] | None) -> torch.optim.AdamW:
+        if groups is None:
+            groups = attnzoo.nn.parameter_groups(model, schedule.weight_decay)
+        return torch.optim.AdamW(groups, fused=True)
+
+    first = 0 if checkpoint is None else checkpoint.read()
+    if switch is not None and first > switch[0]:
+        switch[1]()
+    optimizer = optimizer_of(groups)
+    if checkpoint is not None:
+        checkpoint.restore(model, optimizer)
+    for step in range(first, schedule.steps):
+        if switch is not None and step == switch[0]:
+            switch[1]()
+            moments, optimizer = optimizer.state, optimizer_of(None)
+            parameters = {x for group in optimizer.param_groups for x in group["params"]}
+            optimizer.state.update({x: y for x, y in moments.items() if x in parameters})
         try:
             loss = loss_at(step)
             optimizer.zero_grad()
@@ -85,11 +108,17 @@ def fit(
         for group in optimizer.param_groups:
             group["lr"] = group.get("factor", 1.0) * one_cycle(step, schedule)
         optimizer.step()
+        if checkpoint is not None:
+            checkpoint.add(loss)
         if step % REPORT_EVERY == REPORT_EVERY - 1 or step == schedule.steps - 1:
             value = loss.item()
             if not math.isfinite(value):
                 raise NotFinite(f"the training loss is {value} at step {step + 1}")
             report(step + 1, value, (step + 1) / schedule.steps)
+            if checkpoint is not None:
+                checkpoint.close_interval()
+        if checkpoint is not None and checkpoint.is_due():
+            checkpoint.save(step + 1, model, optimizer)
     if not _finite(model):  # the loss of the last step does not show a NaN from its update
         raise NotFinite(f"parameters are not finite after step {schedule.steps}")
 
@@ -106,30 +135,49 @@ def train(
     settings: Settings,
     device: str,
     report: Report,
+    checkpoint: Checkpoint | None = None,
 ) -> nn.Module:
     """Train a model. With equal seeds, all variants get equal data, and with equal settings equal
     initial weights."""
     torch.manual_seed(seed)
-    model = task.build(variant, positions, settings).to(device)
+    model = task.build(variant.before or variant, positions, settings).to(device)
     longest = settings.longest_per_step()
     step_lengths = lengths(seed, settings.train_shortest, longest, settings.train_stride).tolist()
     sequences_per_step = settings.batch_size(settings.train_shortest)
+
+    task_loss = torch.compile(task.loss) if settings.compile else task.loss
 
     def loss(step: int) -> Tensor:
         first, length = step * sequences_per_step, step_lengths[step]
         last = first + settings.batch_size(length)
         batch = task.batch(seed, "train", length, first, last, settings)
-        return task.loss(model, batch.to(device))
+        with autocast(settings.autocast, device):
+            return task_loss(model, batch.to(device))
 
-    fit(model, loss, settings, report)
+    def replace_attention() -> None:
+        convert(model, task.build(variant, positions, settings).to(device))
+
+    at = round(settings.switch * settings.steps)
+    switch = None if variant.before is None else (at, replace_attention)
+    fit(model, loss, settings, report, checkpoint=checkpoint, switch=switch)
     return model.eval()
+
+
+class Substitutes(NamedTuple):
+    """What is substituted at inference, in a trained model; None stands for what was trained.
+
+    rope_scaling: the argument of `attnzoo.nn.Transformer`.
+    """
+
+    variant: VariantCall | None = None
+    rope_scaling: Mapping[str, Any] | None = None
 
 
 @torch.inference_mode()
 def evaluate(
     task: Task,
     model: nn.Module,
-    tests: Mapping[str, VariantCall | None],
+    tests: Mapping[str, Substitutes],
     seed: int,
     length: int,
     settings: Settings,
@@ -137,10 +185,9 @@ def evaluate(
     progress: Callable[[float], None],
     splits: Mapping[str, str] | None = None,
 ) -> dict[str, Outcome]:
-    """Evaluate the variants in ``tests`` at one length; None stands for the trained variant.
+    """Evaluate the model with the substitutes in ``tests`` at one length.
 
-    splits: in place of `Task.splits`. Returns the outcome of each variant under its key in
-    ``tests``.
+    splits: in place of `Task.splits`. Returns the outcomes under their keys in ``tests``.
     """
     splits = task.splits if splits is None else splits
     count = settings.sequences(length)
@@ -157,15 +204,18 @@ def evaluate(
             sample = HeadSample(*(min(max(count - start, 0), stop - start) for count in most))
             began = time.process_time()
             try:
-                measure = task.measure(model, batch, sample)
+                with autocast(settings.autocast, device):
+                    measure = task.measure(model, batch, sample)
             except (MemoryError, RuntimeError) as error:
                 for tally in tallies.values():
                     tally.fail(error)
                 continue
             shared = (time.process_time() - began) / len(tests)
-            for key, substitute in tests.items():
+            for key, substitutes in tests.items():
                 tallies[key].cpu_seconds += shared
-                tallies[key].add(partial(measure, substitute), prefix)
+                casts = autocast(settings.autocast, device)
+                with casts, scaled_rope(model, substitutes.rope_scaling):
+                    tallies[key].add(partial(measure, substitutes.variant), prefix)
             progress((number + stop / count) / len(splits))
     return {key: tally.outcome() for key, tally in tallies.items()}
 
@@ -202,11 +252,11 @@ class Run:
 
     study: the name of the study, such as the task. name: the run in words. work: sends the results
     and returns the status, such as "done". tests[x][key of a result row]: what is evaluated at x;
-    for a task the variant that is substituted at inference, or None for the trained variant. x: an
-    eval length, a condition or, of a pretrained model, (length, sample). candidate: in a sweep, the
-    values of the tuned settings in words; the run is then evaluated on the split "validation".
-    waits: whether a sweep chooses its settings later; they are those of the first candidate.
-    fields: further fields of the result rows.
+    for a task the `Substitutes`. positions: the position encoding in training. x: an eval length, a
+    condition or, of a pretrained model, (length, sample). candidate: in a sweep, the values of the
+    tuned settings in words; the run is then evaluated on the split "validation". waits: whether a
+    sweep chooses its settings later; they are those of the first candidate. fields: further fields
+    of the result rows.
     """
 
     study: str
@@ -244,6 +294,10 @@ class Run:
         """The file of the trained model."""
         return out / self.study / "models" / f"{self.training_key}.pt"
 
+    def checkpoint(self, out: Path) -> Path:
+        """The file of the state of a training that has not ended."""
+        return self.model(out).with_suffix(".checkpoint")
+
 
 def point_text(point: Any) -> str:
     """An x in words.
@@ -279,11 +333,11 @@ def obtain_model(
             saved = torch.load(path, map_location=context.device, weights_only=True)
             model.load_state_dict(saved["state"])
             return model.eval(), saved["training"]
-        except (EOFError, KeyError, RuntimeError, TypeError, UnpicklingError) as error:
+        except UNREADABLE as error:
             if is_out_of_memory(error):
                 raise
             print(f"warning: cannot read the model in {path}; it is trained again", file=sys.stderr)
-    began = time.process_time()
+    checkpoint = Checkpoint(run.checkpoint(context.out))
 
     def report(step: int, loss: float, fraction: float) -> None:
         emit(("stage", None, fraction * share))
@@ -291,12 +345,16 @@ def obtain_model(
 
     with rounded_products(run.settings.matmul):
         model = train(
-            task, run.variant, run.positions, run.seed, run.settings, context.device, report
-        )
-    training = {"train_cpu_seconds": time.process_time() - began, "learned": learned(model)}
-    buffer = BytesIO()
-    torch.save({"state": model.state_dict(), "training": training}, buffer)
-    write_whole(path, buffer.getvalue())
+            task, run.variant, run.positions, run.seed, run.settings, context.device, report,
+            checkpoint,
+        )  # fmt: skip
+    training = {
+        "train_cpu_seconds": checkpoint.cpu_seconds(),
+        "learned": learned(model),
+        "losses": checkpoint.losses,
+    }
+    write_saved(path, {"state": model.state_dict(), "training": training})
+    checkpoint.path.unlink(missing_ok=True)
     return model, training
 
 
@@ -316,6 +374,7 @@ def train_once(run: Run, context: RunContext, emit: Emit) -> str:
         model, training = obtain_model(run, context, emit, done / total)
     except (NotFinite, MemoryError, RuntimeError) as error:
         failure = _failure(error)
+        run.checkpoint(context.out).unlink(missing_ok=True)
         for length, tests in run.tests.items():
             emit(("rows", length, dict.fromkeys(tests, failure), NOT_TRAINED))
         return f"failed ({failure.status})"
@@ -329,9 +388,26 @@ def train_once(run: Run, context: RunContext, emit: Emit) -> str:
             outcomes = evaluate(
                 task, model, tests, run.seed, length, settings, context.device, progress, run.splits
             )
+        if length == settings.train_longest:
+            outcomes = _with_losses(outcomes, tests, training.get("losses", []))
         emit(("rows", length, outcomes, training))
         done += work[length]
     return "done"
+
+
+def _with_losses(
+    outcomes: Mapping[str, Outcome], tests: Mapping[str, object], losses: Sequence[float]
+) -> dict[str, Outcome]:
+    """The outcomes; those of the trained variant with the mean losses of parts of the training."""
+    size = max(1, -(-len(losses) // LOSS_PARTS))
+    parts = [fmean(losses[i : i + size]) for i in range(0, len(losses), size)]
+    curve = {"training_loss": parts} if parts else {}
+    return {
+        key: replace(outcome, curves={**outcome.curves, **curve})
+        if tests[key] == Substitutes() and outcome.status == "ok"
+        else outcome
+        for key, outcome in outcomes.items()
+    }
 
 
 def train_for_each(run: Run, context: RunContext, emit: Emit) -> str:

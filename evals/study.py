@@ -23,9 +23,9 @@ from evals.results.old_rows import version_of
 from evals.results.rows import Row, key_of, origin
 from evals.results.store import UNSHARDED, Shard
 from evals.results.tuned import values_text
-from evals.run import Run, train_for_each, train_once
+from evals.run import Run, Substitutes, train_for_each, train_once
 from evals.sweeps import NOT_TUNED, SWEEP_SEEDS, Choice, Sweep, choose
-from evals.task import TUNABLE, VALIDATION
+from evals.task import TUNABLE, VALIDATION, trained_encoding
 
 # The version of the evaluation code, by the axis: part of every row's key.
 EVALUATION = {"n": 2, "condition": 1}
@@ -94,7 +94,8 @@ class Study:
         a sweep are in one shard.
         """
         trained = list(dict.fromkeys(
-            (positions, spec.train) for positions in self.positions for spec in self.specs
+            (trained_encoding(positions), spec.train)
+            for positions in self.positions for spec in self.specs
             if any(self._supports(spec, positions, x) for x in self.xs)
         ))  # fmt: skip
         sweep = []
@@ -111,6 +112,18 @@ class Study:
 
     def _supports(self, spec: Spec, positions: str, x: Any) -> bool:
         return not {(spec, positions), (spec, x)} & self.left_out.keys()
+
+    def rope_scaling(self, positions: str, length: int) -> dict[str, Any] | None:
+        """The scaling of RoPE that an encoding such as "rope->yarn" substitutes at an eval length.
+
+        The factor is the number of tokens divided by that at the train length, or 1 if it is less.
+        """
+        _, _, kind = positions.partition("->")
+        if not kind:
+            return None
+        trained, tokens = map(self.task.tokens, (self.settings.train_longest, length))
+        length_trained = {"original_max_position_embeddings": trained} if kind == "yarn" else {}
+        return {"rope_type": kind, "factor": max(1.0, tokens / trained), **length_trained}
 
     def choice(self, trained: TrainedVariant, by_key: Mapping[str, Row]) -> Choice | None:
         """The tuned values of a variant; None while results of its sweep are missing."""
@@ -151,14 +164,16 @@ class Study:
             fields={"split": VALIDATION} if of_sweep else fields,
         )  # fmt: skip
         run = replace(run, training_key=self._training_key(run) if self.has_lengths else "")
-        tests: dict[Any, dict[str, VariantCall | None]] = {}
+        tests: dict[Any, dict[str, Substitutes]] = {}
         if of_sweep:
-            tests = {n: {self._key(run, n, variant): None} for n in self.sweep.lengths}
+            tests = {n: {self._key(run, n, variant): Substitutes()} for n in self.sweep.lengths}
         else:
-            for spec, x in product(self.specs, self.xs):
-                if spec.train == variant and self._supports(spec, positions, x):
-                    substitute = spec.test if spec.is_substitution else None
-                    tests.setdefault(x, {})[self._key(run, x, spec.test)] = substitute
+            encodings = [x for x in self.positions if trained_encoding(x) == positions]
+            for encoding, spec, x in product(encodings, self.specs, self.xs):
+                if spec.train == variant and self._supports(spec, encoding, x):
+                    scaling = self.rope_scaling(encoding, x)
+                    substitutes = Substitutes(spec.test if spec.is_substitution else None, scaling)
+                    tests.setdefault(x, {})[self._key(run, x, spec.test, scaling)] = substitutes
         return replace(run, tests=tests)
 
     # ---- keys
@@ -172,7 +187,7 @@ class Study:
             | ({} if output is None else {"output": self._variant(output)})
             | {
                 "task": self.name,
-                "data": self.task.data_version(),
+                "data": self.task.data_version(self.settings),
                 "schedule": "one-cycle cosine",
                 "settings": run.settings.identity(),
                 "device": self.device.split(":")[0],
@@ -182,12 +197,14 @@ class Study:
             }
         )
 
-    def _key(self, run: Run, x: Any, test: VariantCall) -> str:
-        """The key of the row of one variant at x."""
+    def _key(
+        self, run: Run, x: Any, test: VariantCall, rope_scaling: Mapping[str, Any] | None = None
+    ) -> str:
+        """The key of the row of one variant and scaling of RoPE at x."""
         if not self.has_lengths:
             return key_of({
                 "experiment": self.name,
-                "data": self.task.data_version(),
+                "data": self.task.data_version(self.settings),
                 "settings": self.settings.identity(),
                 "device": self.device.split(":")[0],
                 "variant": self._variant(run.variant),
@@ -205,11 +222,14 @@ class Study:
             return key_of(identity | {"split": VALIDATION})
         shared = self._shared(run.variant)
         shared_settings = {"shared": shared} if shared else {}
-        return key_of(identity | {"test": self._variant(test)} | shared_settings)
+        scaled = {"rope_scaling": rope_scaling} if rope_scaling else {}
+        return key_of(identity | {"test": self._variant(test)} | shared_settings | scaled)
 
     def _variant(self, variant: VariantCall) -> dict[str, object]:
         plugin = self.plugins.get(variant.name)
-        return self.task.identity(variant) | ({} if plugin is None else {"plugin": plugin})
+        before = {} if variant.before is None else {"before": self._variant(variant.before)}
+        plugins = {} if plugin is None else {"plugin": plugin}
+        return self.task.identity(variant) | plugins | before
 
     def _shared(self, variant: VariantCall) -> dict[str, Any]:
         """The settings in which this variant may differ from others of the same table, with what
@@ -235,7 +255,8 @@ class Study:
         self, run: Run, key: str, point: Any, outcome: Outcome, training: Mapping[str, Any]
     ) -> Row:
         """The result row of one variant, position encoding, seed and x."""
-        substitute, shared = run.tests[point][key], self._shared(run.variant)
+        (substitute, scaling), shared = run.tests[point][key], self._shared(run.variant)
+        positions = f"{run.positions}->{scaling['rope_type']}" if scaling else run.positions
         settings, variant = run.settings.identity(), self._variant(run.variant)
         version = key_of(variant)
         if self.has_lengths:
@@ -246,7 +267,7 @@ class Study:
             "variant": str(Spec(run.variant, substitute or run.variant)),
             "seed": run.seed,
             "x": point,
-            "series": {"positions": run.positions} if self.has_lengths else {},
+            "series": {"positions": positions} if self.has_lengths else {},
             "group": self._group(settings | shared),
             "version": version,
             "settings": settings,
@@ -278,7 +299,9 @@ class Study:
         output = self.settings.output_layer
         names = [f"task {self.name}", *([] if output is None else [output.name])]
         hashes = dict.fromkeys(self.plugins[name] for name in names if name in self.plugins)
-        return ", ".join([self.task.data_version(), *(f"plugin {x[:8]}" for x in hashes)])
+        return ", ".join(
+            [self.task.data_version(self.settings), *(f"plugin {x[:8]}" for x in hashes)]
+        )
 
     def alike(self, run: Run, row: Row) -> bool:
         """Whether a run takes about as long as that of a stored row of the same variant and x."""

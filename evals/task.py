@@ -19,6 +19,8 @@ from commandline.variants import VariantCall
 # Settings and lengths above these limits are rejected as typos.
 MAX_SETTING, MAX_LENGTH = 2**31, 2**22
 DTYPES = ("float32", "bfloat16", "float16")  # to which settings can round
+AUTOCAST = ("float32", "bfloat16")
+SWITCH = 0.75  # the default of the setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +59,9 @@ class Schedule:
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate must be finite and > 0, got {self.learning_rate}")
 
-    def _check_dtype(self, name: str) -> None:
-        if (value := getattr(self, name)) not in DTYPES:
-            raise ValueError(f"{name} must be one of {', '.join(DTYPES)}, got {value!r}")
+    def _check_dtype(self, name: str, allowed: Sequence[str] = DTYPES) -> None:
+        if (value := getattr(self, name)) not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
     def _check_share(self, name: str, most: float) -> None:
         value = getattr(self, name)
@@ -115,6 +117,10 @@ class Settings(Schedule):
         matmul: the dtype to which the operands of every matrix product are rounded, in training and
             evaluation, as on hardware that multiplies in 16 bits and adds in fp32: "float32" (no
             rounding), "bfloat16" or "float16". The model and all other operations stay in fp32.
+        autocast: the dtype of `torch.autocast`, in training and evaluation: "float32" (none) or
+            "bfloat16". There is no scaling of the loss, which "float16" would need.
+        compile: whether `torch.compile` compiles the training step.
+        switch: of a variant a=>b, the share of the steps after which b replaces a.
     """
 
     train_shortest: int
@@ -126,12 +132,19 @@ class Settings(Schedule):
     test_least: int
     test_items: int = 2**21
     matmul: str = "float32"
+    autocast: str = "float32"
+    compile: bool = False
+    switch: float = SWITCH
 
     def __post_init__(self) -> None:
         """Check the numbers; raises ValueError."""
         super().__post_init__()
         self._check_share("curriculum", 1.0)
+        self._check_share("switch", 1.0)
         self._check_dtype("matmul")
+        self._check_dtype("autocast", AUTOCAST)
+        if self.matmul != "float32" and (self.autocast != "float32" or self.compile):
+            raise ValueError("matmul must be float32 with autocast or compile")
         if self.train_longest < (least := max(2, self.train_shortest)):
             raise ValueError(f"train_longest must be >= {least}, got {self.train_longest}")
         if (room := self.train_longest - self.train_shortest) % self.train_stride:
@@ -148,7 +161,14 @@ class Settings(Schedule):
         return f"{super().schedule_text(tuned)}{more}"
 
     def identity(self) -> dict[str, object]:
-        return {k: x for k, x in super().identity().items() if (k, x) != ("matmul", "float32")}
+        defaults = {
+            "matmul": "float32", "autocast": "float32", "compile": False, "switch": SWITCH,
+        }  # fmt: skip
+        return {
+            name: value
+            for name, value in super().identity().items()
+            if name not in defaults or value != defaults[name]
+        }
 
     def beyond_training(self, multiple: float) -> int:
         """The length nearest to a multiple of the train length, of those in steps of
@@ -189,6 +209,7 @@ NOTES = {
     "quick": "The quick preset trains small models briefly. Compare variants with each other, not "
     "with published figures.",
     "paper": "The paper preset has the sizes of the literature.",
+    "gpu": "The gpu preset trains models of about 30 million parameters.",
 }
 
 
@@ -299,7 +320,8 @@ class Eval(ABC):
     Attributes:
         name: its name on the command line.
         about: one paragraph that explains it.
-        presets: `Preset` by name: "quick" (the default of the command line), "smoke", "paper".
+        presets: `Preset` by name: "quick" (the default of the command line), "smoke",
+            "paper" or "gpu".
         metrics: the metrics; the first one is the score.
         axis: what x is: "n", a length, or "condition".
         refused: the options that it does not have, with the reasons.
@@ -335,12 +357,24 @@ class Eval(ABC):
         return variant.identity()
 
     @abstractmethod
-    def data_version(self) -> str:
+    def data_version(self, settings: Any) -> str:
         """The version of the data and the model. Results of two versions are never mixed."""
 
     @abstractmethod
     def chance(self, settings: Any) -> float:
         """The score of random guessing."""
+
+
+ROPE_SCALINGS = ("linear", "ntk", "yarn")  # of `attnzoo.nn.Transformer`
+
+
+def trained_encoding(positions: str) -> str:
+    """The position encoding in training.
+
+    >>> trained_encoding("rope->yarn"), trained_encoding("alibi")
+    ('rope', 'alibi')
+    """
+    return positions.split("->")[0]
 
 
 class Task(Eval):
@@ -349,7 +383,7 @@ class Task(Eval):
     Besides those of `Eval`, it has
 
     Attributes:
-        positions: the position encodings that its model supports.
+        positions: the position encodings that its model can be trained with.
         splits: the data splits to evaluate. The key is the prefix of the names of the split's
             metrics, such as "sparse_" for the split "sparse".
         head_sequences: the number of sequences per length on which heads are measured.
@@ -359,6 +393,13 @@ class Task(Eval):
     positions: tuple[str, ...]
     splits: Mapping[str, str]
     head_sequences: int
+
+    @property
+    def encodings(self) -> tuple[str, ...]:
+        """What ``--positions`` takes: `positions`, and encodings with a scaling of RoPE that is
+        substituted at inference, such as "rope->yarn"."""
+        scaled = [x for x in self.positions if x in ("rope", "p-rope")]
+        return (*self.positions, *(f"{x}->{kind}" for x in scaled for kind in ROPE_SCALINGS))
 
     @abstractmethod
     def tokens(self, length: int) -> int:

@@ -19,11 +19,21 @@ from packaging.version import Version
 import attnzoo
 from commandline.errors import UsageError
 from commandline.table import markdown
-from evals.reporting.pages import documented, legend, overview, scores, table_1, tasks_table
+from evals.reporting.pages import (
+    documented,
+    legend,
+    overview,
+    rounded_parts,
+    rounded_pretrained,
+    scores,
+    table_1,
+    tasks_table,
+)
 from evals.tasks import EXPERIMENTS
 from scripts.benchmark_tables import cost_table, kernels_table, profile_table
 from scripts.call_path import call_path
 from scripts.families_table import families_facts, families_table
+from scripts.headlines import headlines_table
 from scripts.variant_tables import forms_table, support_table, variants_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,6 +124,9 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "results": lambda page: overview(RESULTS),
     "legend": lambda page: legend(RESULTS),
     "rounding": lambda page: table_1(RESULTS),
+    "headlines": lambda page: headlines_table(),
+    "rounded-parts": lambda page: rounded_parts(RESULTS),
+    "rounded-pretrained": lambda page: rounded_pretrained(RESULTS),
     **{name: lambda page, name=name: documented(RESULTS, name) for name in EXPERIMENTS},
     **{
         name.replace(".", "-"): lambda page, name=name: documented(RESULTS, name)

@@ -82,8 +82,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Subpackages and modules of evals and benchmarks. Each may import itself and those before it.
 ORDER = {
     "evals": [
-        *"task measures tasks results plugins progress run options sweeps".split(),
-        *"study plan launch loggers command theory reporting pretrained __main__".split(),
+        *"task measures tasks results plugins progress checkpoints conversion run".split(),
+        *"options sweeps study plan launch loggers command theory reporting".split(),
+        *"pretrained __main__".split(),
     ],
     "benchmarks": "harness suites kernels gpu __main__".split(),
 }

@@ -9,12 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from html import unescape
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from urllib.parse import urlencode
 
 import pytest
+import torch
 from filelock import FileLock
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
@@ -23,6 +26,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 import attnzoo
+from helpers.explorer import RUN, check, points
+from scripts.site.pages import in_explorer
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
@@ -33,7 +38,10 @@ FLAGS = (
 ).split()
 WIDTHS = {"desktop": 1280, "phone": 390}
 # Pages whose contrast is tested, besides one variant page.
-CONTRAST_PAGES = ("index.html", "variants/index.html", "api/attention.html", "results.html")
+CONTRAST_PAGES = (
+    "index.html", "variants/index.html", "api/attention.html", "api/names/attnzoo.attention.html",
+    "results.html",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -257,12 +265,34 @@ def test_search_finds_pages(address: str, browser: webdriver.Chrome) -> None:
     browser.find_element(By.TAG_NAME, "body").send_keys(Keys.CONTROL, "k")
     field = browser.switch_to.active_element
     field.send_keys("entmax", Keys.ENTER)
+    assert any("variants/entmax.html" in link for link in results(browser))
+    assert errors(browser) == []
+
+
+def results(browser: webdriver.Chrome) -> list[str]:
+    """The addresses that the page of the search lists."""
     WebDriverWait(browser, 10).until(
         lambda b: b.find_elements(By.CSS_SELECTOR, "#search-results li a")
     )
     links = browser.find_elements(By.CSS_SELECTOR, "#search-results li a")
-    assert any("variants/entmax.html" in (a.get_attribute("href") or "") for a in links)
-    assert errors(browser) == []
+    return [link.get_attribute("href") or "" for link in links]
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("LoRA", "models"),
+        ("scalable softmax", "variants/ssmax"),
+        ("flash", "backends"),
+        ("gpt-oss", "variants/sink"),
+        ("length extrapolation", "evals"),
+    ],
+)
+def test_search_knows_synonyms(
+    words: str, page: str, address: str, browser: webdriver.Chrome
+) -> None:
+    browser.get(f"{address}search.html?{urlencode({'q': words})}")
+    assert f"/{page}.html" in results(browser)[0]
 
 
 def test_formulas_are_drawn(address: str, browser: webdriver.Chrome) -> None:
@@ -271,3 +301,108 @@ def test_formulas_are_drawn(address: str, browser: webdriver.Chrome) -> None:
     drawn = browser.find_elements(By.TAG_NAME, "math")
     assert drawn
     assert all(element.size["height"] > 8 and element.size["width"] > 4 for element in drawn)
+
+
+def test_api_pages_are_not_too_high(site: Path, address: str, browser: webdriver.Chrome) -> None:
+    resize(browser, 1400)
+    for name in (x for x in pages(site) if x.startswith("api/")):
+        browser.get(address + name)
+        height = browser.execute_script("return document.documentElement.scrollHeight")
+        assert height < 10_000, f"{name}: add the page to SPLIT in scripts/site/api.py"
+
+
+def test_api_names_have_summaries_and_sources(site: Path) -> None:
+    listed = (site / "api" / "nn.html").read_text()
+    for name in ("Attention", "WRAPPERS", "Cache"):
+        page = (site / "api" / "names" / f"attnzoo.nn.{name}.html").read_text()
+        assert f'id="attnzoo.nn.{name}"' in page
+        assert f'href="names/attnzoo.nn.{name}.html' in listed
+    page = (site / "api" / "names" / "attnzoo.attention.html").read_text()
+    source = re.search(r'href="\.\./\.\./(_modules/[^"#]+)#attention"', page)
+    assert source is not None
+    assert '<div class="viewcode-block" id="attention">' in (site / source[1]).read_text()
+
+
+def test_no_page_links_to_a_repository_that_does_not_exist(site: Path) -> None:
+    for name in ("index.html", "explore.html", "api/nn.html"):
+        assert "fa-code-branch" not in (site / name).read_text()
+
+
+def test_code_can_be_copied(address: str, browser: webdriver.Chrome) -> None:
+    browser.get(f"{address}index.html")
+    blocks = browser.find_elements(By.CSS_SELECTOR, "div.highlight pre")
+    assert len(browser.find_elements(By.CSS_SELECTOR, "button.copybtn")) == len(blocks) > 0
+
+
+# ---- the explorer ----------------------------------------------------------------------------
+
+CELL = "tr[data-variant={}] td[data-quantity={}]"
+
+
+def cell(browser: webdriver.Chrome, variant: str, quantity: str) -> float:
+    """A number in the table of the explorer."""
+    text = browser.find_element(By.CSS_SELECTOR, CELL.format(variant, quantity)).text
+    return float(text.replace("−", "-"))
+
+
+def explore(browser: webdriver.Chrome, address: str, settings: str) -> None:
+    browser.get("about:blank")  # a change behind # alone would not load the page
+    browser.get(f"{address}explore.html#{settings}")
+
+
+def test_explorer_gives_the_weights_of_the_library(address: str, browser: webdriver.Chrome) -> None:
+    """All points of `test_explorer.py`, computed by the browser."""
+    explore(browser, address, "")
+    script = "const F = AttnzooFormulas;" + RUN + "return answer(arguments[0]).results;"
+    results = browser.execute_script(script, points())
+    assert len(results) >= 200
+    for point, result in zip(points(), results, strict=True):
+        check(point, result)
+
+
+def test_deep_link_sets_the_explorer(address: str, browser: webdriver.Chrome) -> None:
+    explore(browser, address, "n=4096&gap=2&noise=0&v=softmax,entmax&entmax.alpha=2")
+    rows = browser.find_elements(By.CSS_SELECTOR, "tr[data-variant]")
+    assert [row.get_attribute("data-variant") for row in rows] == ["softmax", "entmax"]
+    z = torch.zeros(4096, dtype=torch.float64)
+    z[0] = 2
+    w = attnzoo.probabilities(z)
+    assert cell(browser, "softmax", "top") == pytest.approx(w[0].item(), rel=5e-3)
+    assert cell(browser, "softmax", "support") == 4096
+    assert cell(browser, "entmax", "support") == 1
+    field = browser.find_element(By.CSS_SELECTOR, "#explorer-entmax-alpha ~ input")
+    assert field.get_attribute("value") == "2"
+    assert errors(browser) == []
+
+
+def test_explorer_follows_the_keyboard(address: str, browser: webdriver.Chrome) -> None:
+    explore(browser, address, "v=softmax&noise=0")
+    before = cell(browser, "softmax", "top")
+    slider = browser.find_element(By.ID, "explorer-gap")
+    slider.send_keys(Keys.ARROW_RIGHT * 20)
+    WebDriverWait(browser, 10).until(lambda b: cell(b, "softmax", "top") > before)
+    assert "gap=4&" in browser.current_url
+    browser.find_element(By.CSS_SELECTOR, "input[value=ssmax]").send_keys(Keys.SPACE)
+    assert browser.current_url.endswith("v=softmax,ssmax")
+    field = browser.find_element(By.CSS_SELECTOR, "#explorer-ssmax-s ~ input")
+    field.clear()
+    field.send_keys("0.5")
+    assert browser.current_url.endswith("ssmax.s=0.5")
+
+
+def test_explorer_says_what_an_address_has_wrong(address: str, browser: webdriver.Chrome) -> None:
+    explore(browser, address, "n=1&v=softmax,cosformer,none&softmax.s=1")
+    status = browser.find_element(By.CSS_SELECTOR, "[role=status]").text
+    for text in ("n=1", "cosformer is not shown", "“none”", "softmax.s=1"):
+        assert text in status
+
+
+def test_variant_pages_link_into_the_explorer(
+    site: Path, address: str, browser: webdriver.Chrome
+) -> None:
+    for name in in_explorer():
+        text = (site / "variants" / f"{name}.html").read_text()
+        (settings,) = re.findall(r'href="\.\./explore\.html#([^"]+)"', text)
+        explore(browser, address, unescape(settings))
+        assert browser.find_element(By.CSS_SELECTOR, "[role=status]").text == "", name
+        assert browser.find_element(By.CSS_SELECTOR, f"tr[data-variant={name}]").is_displayed()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import doctest
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import attnzoo
-from scripts import tables, variant_facts
+from commandline.errors import UsageError
+from commandline.table import Table, tables_csv
+from helpers import evals_rows
+from scripts import headlines, publish, tables, variant_facts
 from scripts.benchmark_tables import cost_table, kernels_table, profile_table
 from scripts.call_path import call_path
 from scripts.families_table import FIELDS, RESULTS, TOLERANCE, families_facts, families_table
@@ -269,3 +274,70 @@ def test_profile_table_compares_full_blocks_of_calls_without_gain(tmp_path: Path
     document["rows"] += [{**row, "extra": "no gain", "loops": [{**row["loops"][0], "total": 9.9}]}]
     path.write_text(json.dumps(document))
     assert "| 9.9 |" in profile_table(tmp_path)
+
+
+VERDICTS = {"reproduced", "partly", "refuted", "not shown", "toys only", "needs a GPU"}
+
+
+def test_every_claim_has_all_cells_and_a_known_verdict() -> None:
+    claims = tomllib.loads(headlines.CLAIMS.read_text())["claim"]
+    for claim in claims:
+        assert set(claim) == {"source", "claim", "ours", "commands", "verdict", "evidence"}
+        assert all(claim.values())
+        assert all(claim["commands"])
+        assert claim["verdict"] in VERDICTS
+    page = (tables.ROOT / "docs" / "headlines.md").read_text()
+    legend = {line.split("**")[1] for line in page.splitlines() if line.startswith("- **")}
+    used = {claim["verdict"] for claim in claims}
+    assert used <= legend
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """Published results: two variants with three seeds, a file of tables, and times."""
+    by_seed = {"softmax": (0.5, 0.6, 0.7), "ssmax": (0.81, 0.9, 0.99)}
+    rows = [
+        evals_rows.row(name, score, seed=seed)
+        for name, scores in by_seed.items()
+        for seed, score in enumerate(scores)
+    ]
+    publish.publish(
+        evals_rows.written(tmp_path / "rows", rows), "python -m evals max-retrieval", tmp_path
+    )
+    table = Table("Ranks", ["mixture", "K=1", "K=2"], [["of two, fp32", "34", "582"]])
+    (tmp_path / "ranks.csv").write_text(tables_csv([table]))
+    spread = {"median": 0.02, "lower": 0.0125, "upper": 0.04, "count": 9}
+    faster = {name: 1 / value for name, value in spread.items()}
+    timed = [
+        {"name": "z_loss", "ratios": {"softmax": spread}},
+        {"algorithm": "two-pass", "speedup": faster | {"lower": 25.0, "upper": 80.0}},
+    ]
+    (tmp_path / "times.json").write_text(json.dumps({"rows": timed}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("max-retrieval; ssmax; 16", "90.0 ±22.4"),
+        ("max-retrieval; ssmax; 16; accuracy_minus_softmax", "+30.0 ±2.5"),
+        ("max-retrieval; softmax − ssmax; 16", "-30.0 ±2.5"),
+        ("max-retrieval; ssmax; tests", "significantly better at n = 16"),
+        ("max-retrieval; softmax; tests", "not significantly different at any length"),
+        ("max-retrieval; command", "python -m evals max-retrieval"),
+        ("ranks; of two, fp32; K=2", "582"),
+        ("times; z_loss; softmax", "50.0 (25.0–80.0)"),
+        ("times; two-pass", "50.0 (25.0–80.0)"),
+    ],
+)
+def test_fields_of_claims_are_figures_of_results(field: str, text: str, stored: Path) -> None:
+    assert headlines.filled(f"<{{{field}}}>", stored, stored) == f"<{text}>"
+
+
+@pytest.mark.parametrize(
+    "field", ["max-retrieval; entmax; 16", "max-retrieval; ssmax; 32", "ranks; one; K=1",
+              "ranks; of two, fp32; K=3", "times; one", "needle; ssmax; 16"],
+)  # fmt: skip
+def test_a_field_without_a_result_is_an_error_with_its_name(field: str, stored: Path) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"headlines.toml: no result for {{{field}}}: ")):
+        headlines.filled(f"{{{field}}}", stored, stored)

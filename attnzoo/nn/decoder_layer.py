@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnzoo.core.call import widened
 from attnzoo.nn.cache import Cache
+from attnzoo.nn.rope import rotate
 from attnzoo.nn.wrappers import Choice, host_attention
 
 
@@ -78,12 +78,3 @@ class DecoderLayer(nn.Module):
         x = x + F.dropout(out, self.dropout, self.training)
         hidden = self.down(F.gelu(self.up(self.before_mlp(x))))
         return x + F.dropout(self.scale_mlp(hidden), self.dropout, self.training)
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotates each pair of features (p, p + D/2) of a head by the p-th angle of the token."""
-    (cos, sin), count = rotation, rotation.shape[-1]
-    first, second = widened(x).chunk(2, dim=-1)
-    a, b = first[..., :count], second[..., :count]
-    parts = a * cos - b * sin, first[..., count:], b * cos + a * sin, second[..., count:]
-    return torch.cat(parts, dim=-1).to(x.dtype)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attnzoo.core.call import score_dtype
 from attnzoo.core.checks import (
@@ -25,6 +26,7 @@ from attnzoo.nn.decoder_layer import DecoderLayer, Scale
 from attnzoo.nn.output_layer import OutputLayer
 from attnzoo.nn.per_layer import per_layer
 from attnzoo.nn.relative_bias import RelativeBias
+from attnzoo.nn.rope import Scaling, frequencies, parse_scaling
 from attnzoo.nn.segments import (
     check_key_mask,
     check_segments,
@@ -67,6 +69,12 @@ class Transformer(nn.Module):
         dropout: probability of dropout on the outputs of attention and MLP, in training.
         rope_base: base of the rotation frequencies; the longest wavelength is nearly 2π·rope_base.
         rope_share: share of the pairs that "p-rope" rotates, from 0 to 1.
+        rope_scaling: scaling of the rotation, for inputs longer than those in training. A dict with
+            keys of Hugging Face: "rope_type", one of "linear", "ntk" and "yarn" (see the notes);
+            "factor", the length of the inputs divided by the train length, from 1; and for "yarn"
+            "original_max_position_embeddings", the train length in tokens, besides "beta_fast",
+            "beta_slow" and "attention_factor", which may be absent. None is no scaling. The
+            attribute of this name may be set in a trained model.
         output: the variant of the output layer, an `OutputLayer` that shares its matrix with the
             embedding; or an `OutputLayer`, `MixtureOutput` or `AdaptiveSoftmax` for E features and
             ``vocab_size`` classes, whose initial parameters are drawn again. Its matrix is not
@@ -105,9 +113,30 @@ class Transformer(nn.Module):
         True
 
     References:
-        RoPE: Su et al. 2021, arXiv:2104.09864. p-RoPE: Barbero et al. 2024, arXiv:2410.06205,
-        Section 6.1. ALiBi: Press et al. 2021, arXiv:2108.12409. QK-norm: Dehghani et al. 2023,
-        arXiv:2302.05442, with a layer norm. LayerScale: Touvron et al. 2021, arXiv:2103.17239.
+        RoPE: Su et al. 2021, arXiv:2104.09864. Position interpolation: Chen et al. 2023,
+        arXiv:2306.15595. NTK-aware interpolation and YaRN: Peng et al. 2023, arXiv:2309.00071,
+        equations 15 to 22. p-RoPE: Barbero et al. 2024, arXiv:2410.06205, Section 6.1. ALiBi: Press
+        et al. 2021, arXiv:2108.12409. QK-norm: Dehghani et al. 2023, arXiv:2302.05442, with a layer
+        norm. LayerScale: Touvron et al. 2021, arXiv:2103.17239.
+
+    Notes:
+        RoPE rotates pair p = 0 … D/2 − 1 by θ_p = b^{−2p/D} per token, with b = ``rope_base``. With
+        the factor f, the train length L and the number of turns r_p = L·θ_p/2π:
+
+        - "linear", position interpolation: θ_p/f.
+        - "ntk", NTK-aware: the base b·f^{D/(D − 2)}. The lowest frequency is divided by f, the
+          highest one by 1.
+        - "yarn": θ_p·(1 − γ_p + γ_p/f), where γ rises from 0 at r_p = ``beta_fast`` = 32 to 1 at
+          r_p = ``beta_slow`` = 1. Queries and keys are multiplied by ``attention_factor``, which is
+          0.1·ln f + 1 by default, and so logits by its square. As in the authors' code, γ is linear
+          in p between the two bounds, which are rounded outwards to integers p; in the paper it is
+          linear in r_p. "p-rope" multiplies all features, Hugging Face's partial rotations only the
+          rotated ones.
+
+        The frequencies do not depend on the length of a call, so later tokens never change earlier
+        outputs. Hugging Face's type "dynamic", whose frequencies do, is not supported; with factor
+        1 its frequencies at f·L tokens are those of "ntk". Keys in a cache are rotated: do not set
+        the attribute between calls that share caches.
     """
 
     BIASED = ("alibi", "nape", "t5")  # the encodings that add a bias to the scores
@@ -128,6 +157,7 @@ class Transformer(nn.Module):
         dropout: float = 0.0,
         rope_base: float = 10000.0,
         rope_share: float = 0.75,
+        rope_scaling: Mapping[str, Any] | None = None,
         output: str | OutputLayer | AdaptiveSoftmax = "softmax",
         output_params: dict[str, Any] | None = None,
         softcap: float | None = None,
@@ -164,6 +194,7 @@ class Transformer(nn.Module):
             share = rope_share if positions == "p-rope" else 1.0
             self.rotated_pairs = round(share * head_dim / 2)
         self.head_dim, self.rope_base = head_dim, rope_base
+        self.rope_scaling = rope_scaling
         self.embed = nn.Embedding(vocab_size, embed_dim)
         heads, dims = (num_heads, kv_heads), (head_dim, embed_dim // num_heads)
         self.layers = nn.ModuleList(
@@ -187,6 +218,23 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(embed_dim)
         self.output = output_of(self.embed, output, output_params)
         self.reset_parameters()
+
+    @property
+    def rope_scaling(self) -> dict[str, Any] | None:
+        """The scaling of the rotation, with all keys; None is no scaling."""
+        return None if self._rope_scaling is None else self._rope_scaling.as_dict()
+
+    @rope_scaling.setter
+    def rope_scaling(self, scaling: Mapping[str, Any] | None) -> None:
+        made: Scaling | None = None
+        if scaling is not None:
+            if not self.rotated_pairs:
+                raise ValueError(
+                    "rope_scaling must be None where no pair of features is rotated, as with "
+                    f"positions={self.positions!r}, got {shown(scaling)}"
+                )
+            made = parse_scaling(scaling, self.head_dim, self.rope_base)
+        self._rope_scaling = made
 
     def reset_parameters(self) -> None:
         """Draws all matrices from a normal distribution with mean 0.
@@ -386,13 +434,21 @@ class Transformer(nn.Module):
         return [layer.attend for layer in self.layers.modules() if isinstance(layer, DecoderLayer)]
 
     def _rotation(self, positions: Tensor) -> Tensor | None:
-        """cos and sin of RoPE's angles, in fp32, or in fp64 for an fp64 model: (2, N,
-        rotated_pairs) for positions (N,), or (2, B, 1, N, rotated_pairs) for positions (B, N)."""
+        """cos and sin of RoPE's angles, times the amplitude of the scaling, in fp32, or in fp64 for
+        an fp64 model: (2, N, pairs) for positions (N,), or (2, B, 1, N, pairs) for (B, N)."""
         if not self.rotated_pairs:
             return None
-        dtype = score_dtype(self.embed.weight)
+        dtype, scaling = score_dtype(self.embed.weight), self._rope_scaling
         pair = torch.arange(self.rotated_pairs, device=positions.device, dtype=dtype)
-        angles = positions[..., None] * self.rope_base ** (-2 * pair / self.head_dim)
+        angle_per_token = (scaling.frequencies if scaling else frequencies)(
+            pair, self.head_dim, self.rope_base
+        )
+        amplitude = scaling.amplitude if scaling else 1.0
+        if amplitude != 1:  # it also multiplies the features that are not rotated
+            unrotated = self.head_dim // 2 - self.rotated_pairs
+            angle_per_token = F.pad(angle_per_token, (0, unrotated))
+        angles = positions[..., None] * angle_per_token
         if positions.dim() == 2:
             angles = angles[:, None]
-        return torch.stack([angles.cos(), angles.sin()])
+        rotation = torch.stack([angles.cos(), angles.sin()])
+        return rotation if amplitude == 1 else amplitude * rotation

@@ -70,7 +70,7 @@ def forms(call: Call, max_length: int, features: str) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="cosformer",
     formula="ReLU(q)·ReLU(k)·cos(π(i−j)/2M) / Σ",
-    use="Use for constant cost per decoded token. It was tested here with a large max_length only.",
+    use="Use for constant cost per decoded token. It lost to softmax in flip-flop (M = 128, 8192).",
     paper="Qin et al. 2022, arXiv:2202.08791",
     aliases=("cos reweighting",),
     weights=weights,

@@ -1,13 +1,14 @@
-"""Denormal numbers, matrix products with rounded operands, and out-of-memory errors."""
+"""Denormal numbers, autocast, matrix products with rounded operands, out-of-memory errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnzoo
@@ -35,6 +36,15 @@ class _RoundedFactors(TorchDispatchMode):
     def __init__(self, dtype: str) -> None:
         super().__init__()
         self.dtype = dtype
+        self.exact = False
+
+    def exactly(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of a function whose products are not rounded."""
+        self.exact = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.exact = False
 
     def __torch_dispatch__(
         self,
@@ -44,6 +54,8 @@ class _RoundedFactors(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self.exact:
+            return func(*args, **kwargs)
         if func in _FACTORS:
             first, second = _FACTORS[func]
             args = [
@@ -57,18 +69,37 @@ class _RoundedFactors(TorchDispatchMode):
 
 
 @contextmanager
-def rounded_products(dtype: str) -> Iterator[None]:
+def rounded_products(dtype: str, exact: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Round the fp32 operands of every matrix product to ``dtype``, and add in fp32.
 
     This is what units with 16-bit inputs and fp32 accumulators compute, apart from the order of the
     sums. Attention runs by its definition, ``backend="eager"``, because a fused kernel multiplies
-    inside. Products in fp64 are not rounded.
+    inside. Products in fp64 are not rounded, nor are those in the forward passes of the modules
+    ``exact``.
     """
     if dtype == "float32":
         yield
         return
-    with attnzoo.use_backend("eager"), _RoundedFactors(dtype):
-        yield
+    mode = _RoundedFactors(dtype)
+    forwards = [(module, module.forward, "forward" in vars(module)) for module in exact]
+    for module, forward, _ in forwards:
+        module.forward = partial(mode.exactly, forward)
+    try:
+        with attnzoo.use_backend("eager"), mode:
+            yield
+    finally:
+        for module, forward, replaced in forwards:
+            if replaced:
+                module.forward = forward
+            else:
+                del module.forward
+
+
+def autocast(dtype: str, device: str) -> AbstractContextManager[Any]:
+    """The context of `torch.autocast` with this dtype; "float32" is no autocast."""
+    kind = torch.device(device).type
+    on = dtype != "float32"
+    return torch.autocast(kind, getattr(torch, dtype), enabled=True) if on else nullcontext()
 
 
 @contextmanager

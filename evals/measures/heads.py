@@ -86,6 +86,31 @@ def substituted(model: nn.Module, call: VariantCall | None) -> Iterator[None]:
 
 
 @contextmanager
+def scaled_rope(model: nn.Module, scaling: Mapping[str, Any] | None) -> Iterator[None]:
+    """Scale RoPE in a model that was trained without a scaling; None changes nothing.
+
+    Raises:
+        TypeError, ValueError: the model has no `attnzoo.nn.Transformer`, or one that does not
+            support the scaling.
+    """
+    if scaling is None:
+        yield
+        return
+    hosts = [x for x in model.modules() if isinstance(x, attnzoo.nn.Transformer)]
+    if not hosts:
+        raise TypeError(
+            f"rope_scaling needs an attnzoo.nn.Transformer, got a model {type(model).__name__}"
+        )
+    try:
+        for host in hosts:
+            host.rope_scaling = scaling
+        yield
+    finally:
+        for host in hosts:
+            host.rope_scaling = None
+
+
+@contextmanager
 def attention_calls(model: nn.Module, record: Callable[..., None]) -> Iterator[None]:
     """Call record(module, args, kwargs) before each call of an `attnzoo.nn.Attention` in the model,
     or of the model if it is one."""

@@ -160,6 +160,8 @@ def plan(options: Any) -> PretrainedStudy:
     study = replace(study, fingerprint=load(task.source).fingerprint())
     specs = [_with_file(spec, study, options.out / FOLDER) for spec in specs]
     for spec in specs:
+        if spec.bfloat16:
+            continue  # the same variant is also there without rounding
         with _opened(study, spec.untrained) as model:
             if isinstance(spec, Adapted):
                 training.check_gradients(model, spec, _sequences(study, spec))
@@ -222,7 +224,9 @@ def _substitutions(options: Any, longest: int, plugins: Mapping[str, str]) -> li
     parsed = [parse_substitution(text, options.layers) for text in texts]
     specs = [replace(spec, call=complete(spec.call, longest)) for spec in parsed]
     check_unique("--variants", list(map(str, specs)))
-    return specs
+    if options.bfloat16 and options.dtype != "float32":
+        raise UsageError(f"--bfloat16 must be given with --dtype float32, got {options.dtype}")
+    return [replace(spec, bfloat16=what) for what in ("", *options.bfloat16) for spec in specs]
 
 
 def _trainings(options: Any, task: PretrainedTask) -> list[Substitution]:

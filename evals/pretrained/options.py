@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,6 +24,7 @@ from evals.options import (
 )
 from evals.pretrained.loading import DTYPES
 from evals.pretrained.study import MEASURES
+from evals.pretrained.substitution import ROUNDED
 from evals.results.rows import PRETRAINED
 
 ADAPT = "adapt"
@@ -59,10 +61,11 @@ def parse_layers(value: object) -> tuple[int, ...] | None:
     return tuple(sorted(layers))
 
 
-def _measures(names: Sequence[str]) -> tuple[str, ...]:
-    if unknown := [name for name in names if name not in MEASURES]:
-        raise ValueError(f"must be among {', '.join(MEASURES)}, got {unknown[0]!r}")
-    return tuple(name for name in MEASURES if name in names)
+def _among(allowed: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """The names in the order of the allowed ones."""
+    if unknown := [name for name in names if name not in allowed]:
+        raise ValueError(f"must be among {', '.join(allowed)}, got {unknown[0]!r}")
+    return tuple(name for name in allowed if name in names)
 
 
 def _rate(value: object) -> object:
@@ -75,15 +78,17 @@ def _rate(value: object) -> object:
     return rate
 
 
+Layers = Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)]
 Rate = Annotated[float, BeforeValidator(_rate)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 MODEL = option(..., "PATH_OR_NAME", "Load this model: a folder, or a name on the Hugging Face hub")
 TEXT = option(..., "FILE", "Read this UTF-8 text")
+LAYERS = option(None, "N-N,N", "Substitute only in these layers (default: all)")
 _LENGTHS = "Read contexts of these lengths in tokens"
 _MEASURES = f"Measure these of {', '.join(MEASURES)}"
 _OUT = "Write results to DIR, or continue those in it"
-Measures = Annotated[Names, AfterValidator(_measures)]
+Measures = Annotated[Names, AfterValidator(partial(_among, MEASURES))]
 
 
 class ModelOptions(RunOptions):
@@ -92,9 +97,7 @@ class ModelOptions(RunOptions):
     model: str = MODEL
     gguf: str | None = option(None, "FILE", "Load the model and its tokenizer from this file in it")
     text: File = TEXT
-    layers: Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)] = option(
-        None, "N-N,N", "Substitute only in these layers (default: all)"
-    )
+    layers: Layers = LAYERS
     measures: Measures = option(MEASURES, "NAME,…", _MEASURES)
     lengths: Lengths = option((512, 1024, 2048, 8192), "N,N,…", _LENGTHS)
     samples: Annotated[Sequence[Positive], BeforeValidator(split)] | None = option(
@@ -115,6 +118,11 @@ class PretrainedOptions(ModelOptions):
         None, "a,b(x=1)",
         "Substitute these variants at inference, also with start='identity' or calibrate=N "
         f"(default: {VARIANTS}, and those of --plugin). The model as loaded is always measured",
+    )  # fmt: skip
+    bfloat16: Annotated[Names, AfterValidator(partial(_among, ROUNDED))] = option(
+        (), "NAME,…",
+        "Measure the variants also in bfloat16: products (rounded operands of matrix products, "
+        "fp32 sums), model (parameters and activations, as with --dtype bfloat16)",
     )  # fmt: skip
     greedy: bool = option(False, "", "Also decode the answers greedily")
     batch: Positive = option(1, "N", "Read N contexts at once")

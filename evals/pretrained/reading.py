@@ -61,6 +61,21 @@ class Reader:
         )
         return out.last_hidden_state, out.past_key_values
 
+    def read_pieces(self, ids: Tensor, size: int) -> tuple[Tensor | None, Any, Tensor]:
+        """Read all but the last ``size`` tokens in pieces of this size, the first one shorter.
+
+        Returns:
+            the hidden states of these tokens, the cache, and the tokens that are not read yet;
+            None instead of hidden states and cache if there are no more than ``size`` tokens.
+        """
+        unread, cache, parts = ids, None, []
+        while unread.shape[1] > size:
+            first = unread.shape[1] % size or size
+            hidden, cache = self.read(unread[:, :first], cache)
+            parts.append(hidden)
+            unread = unread[:, first:]
+        return torch.cat(parts, 1) if parts else None, cache, unread
+
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits (B, N, vocabulary) at hidden states (B, N, width)."""
         name = self.model.base_model_prefix

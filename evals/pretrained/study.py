@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from commandline.arguments import either
-from evals.measures.arithmetic import is_out_of_memory
+from evals.measures.arithmetic import is_out_of_memory, rounded_products
 from evals.measures.metrics import Outcome
 from evals.pretrained import contexts, heads, positions, retrieval
 from evals.pretrained.loading import Loaded, Source, load, outline
@@ -39,6 +39,7 @@ from evals.tasks.draws import GENERATOR
 MEASURES = ("loss", "retrieval", "sharpness", "dispersion")
 _VERSION = 2  # change it when the measures change
 _QUADRATIC = 4096  # tokens at which attention costs about as much as the rest of a small model
+_PIECE = 256  # tokens read at once where attention has dense weights
 ContextPoint = tuple[int, int]  # length, sample
 
 
@@ -92,15 +93,24 @@ def typical_tokens(task: PretrainedTask) -> Tensor:
 
 @torch.inference_mode()
 def measured(
-    task: PretrainedTask, loaded: Loaded, model: Any, batch: Sequence[contexts.Context]
+    task: PretrainedTask,
+    loaded: Loaded,
+    model: Any,
+    batch: Sequence[contexts.Context],
+    piece: int | None = None,
 ) -> list[Outcome]:
-    """Read contexts of equal length with a model and measure each of them."""
+    """Read contexts of equal length with a model and measure each of them.
+
+    piece: the number of tokens that are read at once; None is all.
+    """
     began = time.process_time()
     reader, converted = Reader(model), is_converted(model)
     ids = torch.stack([context.tokens for context in batch])
     sharp = converted and "sharpness" in task.measures
+    before, cache, ids_left = reader.read_pieces(ids, piece or ids.shape[1])
     with heads.recorded_weights(model, heads.ROWS) if sharp else nullcontext([]) as layers:
-        hidden, cache = reader.read(ids)
+        hidden, cache = reader.read(ids_left, cache)
+    hidden = hidden if before is None else torch.cat((before, hidden), 1)
     losses = reader.losses(hidden[:, :-1], ids[:, 1:]) if "loss" in task.measures else None
     by_head = heads.sharpness(layers) if layers else {}
     results: list[tuple[dict[str, float], dict[str, list[float]]]] = []
@@ -160,14 +170,24 @@ def read(run: Run, context: RunContext, emit: Emit) -> str:
     task = replace(run.settings, source=replace(run.settings.source, device=context.device))
     points: list[ContextPoint] = list(run.tests)
     emit(("stage", points[0], 0.0))
-    loaded, text_contexts = load(task.source), drawn_from(task)
-    with substituted(loaded.model, run.variant, typical_tokens(task)) as model:
+    spec, source = run.variant, task.source
+    if spec.bfloat16 == "model":
+        source = replace(source, dtype="bfloat16")
+    loaded, text_contexts = load(source), drawn_from(task)
+    with ExitStack() as stack:
+        model = stack.enter_context(substituted(loaded.model, spec, typical_tokens(task)))
+        piece = None
+        if spec.bfloat16 == "products":
+            # Models compute the angles of RoPE in fp32 in every dtype.
+            angles = [module for module in model.modules() if hasattr(module, "inv_freq")]
+            stack.enter_context(rounded_products("bfloat16", angles))
+            piece = _PIECE
         for start in range(0, len(points), task.batch):
             batch = points[start : start + task.batch]
             emit(("stage", batch[0], start / len(points)))
             batch_contexts = [text_contexts.draw(*point) for point in batch]
             try:
-                outcomes = measured(task, loaded, model, batch_contexts)
+                outcomes = measured(task, loaded, model, batch_contexts, piece)
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -225,7 +245,8 @@ class PretrainedStudy:
             size = max(1, int(_work(max(self.samples)) / _work(length)))
             for first in range(0, count, size):
                 samples = range(first, min(first + size, count))
-                name = f"{spec}, n = {length}, samples {first} to {samples[-1]}"
+                label = f"{spec}, bfloat16 {spec.bfloat16}" if spec.bfloat16 else str(spec)
+                name = f"{label}, n = {length}, samples {first} to {samples[-1]}"
                 tests = {(length, x): {self._key(spec, (length, x)): None} for x in samples}
                 runs.append(Run(PRETRAINED, name, read, spec, self.task.seed, self.task, tests))
         return runs[shard.index :: shard.count]
@@ -275,11 +296,12 @@ class PretrainedStudy:
         """The result row of one point."""
         task, spec = self.task, run.variant
         plugin = self.plugins.get(spec.call.name)
+        layers = "all" if spec.layers is None else ",".join(map(str, spec.layers))
         row = row_of(run, key, outcome, {
             "variant": str(spec),
             "seed": point[1],
             "x": point[0],
-            "series": {"layers": "all" if spec.layers is None else ",".join(map(str, spec.layers))},
+            "series": {"layers": layers} | ({"bfloat16": spec.bfloat16} if spec.bfloat16 else {}),
             "group": self._group(),
             "version": f"plugin {plugin}" if plugin else "built in",
             "settings": {},

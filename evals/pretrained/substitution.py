@@ -28,6 +28,8 @@ from evals.options import check_registered
 from evals.results.pretrained import BASELINE
 
 _KEYWORDS = ("start", "calibrate")
+# What can be rounded to bfloat16: the operands of the matrix products, or the whole model.
+ROUNDED = ("products", "model")
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,13 @@ class Substitution:
     """A variant in some layers of a model.
 
     call: the variant, with the keywords above. layers: numbers of the layers; None is all. The
-    other layers keep the attention that the model has.
+    other layers keep the attention that the model has. bfloat16: what is rounded to bfloat16, of
+    `ROUNDED`; "" is nothing.
     """
 
     call: VariantCall
     layers: tuple[int, ...] | None = None
+    bfloat16: str = ""
 
     def __str__(self) -> str:
         return str(self.call)
@@ -93,7 +97,9 @@ class Substitution:
         arguments = tuple((name, x) for name, x in self.call.arguments if name not in _KEYWORDS)
         keywords = {name: repr(self.call.params.get(name)) for name in _KEYWORDS}
         layers = None if self.layers is None else list(self.layers)
-        return {**VariantCall(self.call.name, arguments).identity(), **keywords, "layers": layers}
+        rounding = {"bfloat16": self.bfloat16} if self.bfloat16 else {}
+        variant = VariantCall(self.call.name, arguments).identity()
+        return {**variant, **keywords, "layers": layers, **rounding}
 
 
 AS_LOADED = Substitution(VariantCall(BASELINE))  # the model without a substitution
@@ -139,7 +145,7 @@ def check_substitution(substitution: Substitution, config: Any, tokens: Tensor) 
         return
     sizes: dict[str, Any] = {"hidden_size": 4 * heads, "intermediate_size": 4}
     small = LlamaConfig(vocab_size=2, num_hidden_layers=1, num_attention_heads=heads,
-                        pad_token_id=None, **sizes)  # fmt: skip
+                        pad_token_id=None, eos_token_id=None, **sizes)  # fmt: skip
     with torch.random.fork_rng(devices=()):
         replace(substitution, layers=None).onto(LlamaForCausalLM(small), tokens % 2)
 

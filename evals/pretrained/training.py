@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.errors import UsageError
 from commandline.files import write_whole
-from commandline.variants import VariantCall, parse_spec
+from commandline.variants import VariantCall, identity_of, parse_spec
 from evals.pretrained.loading import Loaded
 from evals.pretrained.reading import surprisal
 from evals.pretrained.substitution import Substitution, parse_substitution
@@ -135,15 +135,11 @@ def parse_training(text: str, layers: tuple[int, ...] | None, recipe: Recipe) ->
             f"--variants {text}: {call.name} learns no parameter by itself; name some with "
             f"{call.name}(learn='…'), or train LoRA with --lora"
         )
-    if learn and not {"start", "calibrate", *learn} & arguments.keys() and _has_identity(variant):
+    starts = {"start", "calibrate", *learn} & arguments.keys()
+    if learn and not starts and identity_of(variant) is not None:
         arguments["start"] = "identity"
         call = VariantCall(call.name, tuple(sorted(arguments.items())))
     return Adapted(call, layers, recipe=recipe, learn=learn)
-
-
-def _has_identity(variant: attnzoo.Variant) -> bool:
-    projected = {param.name for param in variant.params if param.projection}
-    return variant.identity is not None and not projected & set(variant.identity)
 
 
 def references(spec: Adapted) -> Iterator[Substitution]:
@@ -154,7 +150,7 @@ def references(spec: Adapted) -> Iterator[Substitution]:
     references = [dict(spec.call.arguments)]
     if variant.calibrate is not None:
         references.insert(0, {**arguments, "calibrate": spec.recipe.length})
-    if _has_identity(variant) and variant.identity:
+    if identity_of(variant):
         references.insert(0, {**arguments, "start": "identity"})
     for reference in references:
         yield Substitution(VariantCall(variant.name, tuple(sorted(reference.items()))), spec.layers)

@@ -34,6 +34,7 @@ _MAPS = {
     "best_keys": ("Mean weight of the closest keys by rank; rank 1 is the true key", True),
     "bits_by_position": ("Bits per byte for each sixteenth of the sequence", False),
     "head_peak": ("Largest weight of each head, by layer and head", True),
+    "head_entropy": ("Entropy of each head's weights over log n, by layer and head", False),
 }
 
 
@@ -80,18 +81,44 @@ def _of_task(
     """(name, title, kind, figure): curves of the metrics, fitted laws, and heat maps."""
     for metric in metrics:
         yield metric.name, metric.title, "curve", plots.metric_plot(group, metric)
+    if (losses := _loss_by_step(group)) is not None:
+        yield "training_loss", "Training loss by step", "curve", losses
     if (law := theory_plot(group, heads)) is not None:
         title = "Largest weight of each variant's sharpest head against n, and the fitted law"
         yield "law", title, "theory", law
     for curve, (text, weights) in _MAPS.items():
         title = text + ", mean over seeds" * (len(group.seeds) > 1)
-        layers = group.settings.get("depth", 1) if curve == "head_peak" else 1
+        layers = group.settings.get("depth", 1) if curve.startswith("head_") else 1
 
         def names(count: int, layers: int = layers) -> list[str]:
             return head_names(count, count // layers)
 
         if (heat_map := plots.heat_map(group, curve, title, names, weights)) is not None:
             yield curve, title, "map", heat_map
+
+
+def _loss_by_step(group: Group) -> Figure | None:
+    """The mean training loss in each part of the steps; None if no row has it."""
+    (figure, axes), ends = plots.named_axes(group), []
+    looks = plots.looks_of([series.label for series in group.series])
+    for series in group.series:
+        for point in group.of(series):
+            if losses := point.curve("training_loss"):
+                ends_of_parts = (
+                    np.arange(1, len(losses) + 1) * group.settings["steps"] / len(losses)
+                )
+                look = looks[series.label]
+                axes.plot(ends_of_parts, losses, color=look["color"], linestyle=look["linestyle"])
+                ends.append((series.label, losses[-1], look["color"]))
+    if not ends:
+        return None
+    plots.tidy(axes)
+    axes.set_xlim(0, group.settings["steps"])
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss")
+    plots.add_title(axes, f"{group.task.name}: training loss", ["means of parts of the training"])
+    plots.name_lines(axes, ends, log=False)
+    return figure
 
 
 def _between(keys: Sequence[int]) -> list[int]:

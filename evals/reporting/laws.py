@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-import attnzoo
 from commandline.errors import UsageError
 from commandline.files import check_writable
-from commandline.variants import load_plugin
+from commandline.variants import load_plugin, unknown
 from evals.measures.arithmetic import lean_arithmetic
 from evals.options import check_unique
 from evals.reporting.plots import add_legend, length_axis, looks_of, png, tidy
@@ -76,10 +75,8 @@ def command(
     if names is not None:
         check_unique("--variants", names)
         for name in names:
-            try:
-                attnzoo.get_variant(name)
-            except ValueError as error:
-                raise UsageError(f"--variants: {error}") from None
+            if (reason := unknown(name)) is not None:
+                raise UsageError(f"--variants: {reason}")
         laws, others = ([law for law in x if law.variant in names] for x in (laws, others))
     return main(out, laws, others)
 

@@ -48,13 +48,12 @@ FIGURES = {  # of pretrained models
 
 
 def tasks_table() -> str:
-    """A list of the tasks, with descriptions and the lengths of the smallest preset that trains."""
+    """A list of the tasks, with descriptions and the lengths of the preset quick."""
     lines = []
     for name, task in TASKS.items():
-        size = "quick" if "quick" in task.presets else "paper"
-        preset = task.presets[size]
+        preset = task.presets["quick"]
         trained, longest = preset.settings.train_longest, max(preset.lengths)
-        lengths = f"{size}: train length {trained}, eval lengths up to {longest}"
+        lengths = f"quick: train length {trained}, eval lengths up to {longest}"
         lines.append(f"- `{name}`: {task.about} ({lengths})\n")
     return "".join(lines)
 
@@ -130,6 +129,29 @@ def table_1(folder: Path = MEASURED) -> str:
         _short(short_table(summary), more=" with-curves"),
         _folded("All lengths", _markdown(Table("", header, rows))),
         made_by(folder / f"{rounding.ARITHMETICS['bfloat16']}.csv"),
+    ])  # fmt: skip
+
+
+def rounded_parts(folder: Path = MEASURED) -> str:
+    """The table of `rounding.parts`."""
+    names = dict.fromkeys(name for name, _ in rounding.PARTS.values())
+    made = "".join(made_by(folder / f"{name}.csv") for name in names)
+    return f"{_short(_markdown(rounding.parts(folder)))}{made}"
+
+
+def rounded_pretrained(folder: Path = MEASURED) -> str:
+    """The figure and the table of `rounding.pretrained`."""
+    name, figure = rounding.PRETRAINED, "loss-by-position"
+    file = figure_path(folder, name, figure)
+    samples = samples_text(read_summary(folder / f"{name}.csv"))
+    foot = (
+        "Means over samples; the rise of the loss above the model as loaded in fp32, nats per "
+        f"token: {HALF_NOTE}. Samples: {samples}.\n"
+    )
+    return "\n".join([
+        f"![{FIGURES[figure]}]({folder.name}/{file.name})\n",
+        _short(_markdown(rounding.pretrained(folder))),
+        f"{foot}{made_by(folder / f'{name}.csv')}",
     ])  # fmt: skip
 
 

@@ -130,10 +130,24 @@ class Section:
         )
 
     @property
+    def _series_names(self) -> list[str]:
+        return list(dict.fromkeys(name for row in self.group.rows for name in row["series"]))
+
+    @property
     def row_header(self) -> list[str]:
         metrics = [metric.name for metric in self.group.metrics]
-        series, axis = self.group.rows[0]["series"], self.group.task.axis
-        return ["variant", *series, axis, "seed", "status", *metrics, "sequences", "key", "message"]
+        axis = self.group.task.axis
+        return [
+            "variant",
+            *self._series_names,
+            axis,
+            "seed",
+            "status",
+            *metrics,
+            "sequences",
+            "key",
+            "message",
+        ]
 
     def rows(self) -> Iterator[tuple[str, list[Any]]]:
         """Pairs (HTML id, cells) for all rows. Only the first row of each `Point` has an id."""
@@ -142,7 +156,8 @@ class Section:
             for row in point.rows:
                 values = [row["metrics"].get(metric.name) for metric in self.group.metrics]
                 cells = [
-                    row["variant"], *row["series"].values(), row["x"], row["seed"], row["status"],
+                    row["variant"], *(row["series"].get(name, "") for name in self._series_names),
+                    row["x"], row["seed"], row["status"],
                     *map(number_text, values), row.get("sequences", ""), row["key"], row["message"],
                 ]  # fmt: skip
                 yield ident, cells

@@ -342,6 +342,8 @@ def notes(summary: Summary, metric: Metric | None = None) -> list[str]:
     swept = len(untuned) < len(series)
     if any("->" in one.variant for one in series):
         lines.append("a->b: trained with variant a, evaluated with variant b")
+    if any("=>" in one.variant for one in series):
+        lines.append("a=>b: trained with variant a, and with b in the last part of the steps")
     if untrained:
         mark, count = ("1/1", "") if seeds == 1 else (f"k/{seeds}", f" in k of {seeds} seeds")
         lines.append(

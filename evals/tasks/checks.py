@@ -46,8 +46,8 @@ def _preset_problems(task: Task, preset: Preset) -> Iterator[tuple[str, str]]:
             yield name, f"must be a non-empty tuple, got {values!r}"
         if len(set(values)) < len(values):
             yield name, f"must not repeat an entry, got {values!r}"
-    if wrong := [x for x in preset.positions if x not in task.positions]:
-        yield "positions", f"must be among {', '.join(task.positions)}, got {wrong[0]!r}"
+    if wrong := [x for x in preset.positions if x not in task.encodings]:
+        yield "positions", f"must be among {', '.join(task.encodings)}, got {wrong[0]!r}"
     for length in preset.lengths:
         if type(length) is not int or not 2 <= length <= MAX_LENGTH:
             yield "lengths", f"must be ints from 2 to {MAX_LENGTH}, got {length!r}"

@@ -44,19 +44,6 @@ def subsets(raw: np.ndarray, size: int) -> np.ndarray:
     return np.argsort(raw, axis=1, kind="stable")[:, :size]
 
 
-def different(raw: np.ndarray, choices: int, size: int) -> np.ndarray:
-    """Draw ``size`` different ints below ``choices`` per sequence, in random order: (B, size).
-
-    They are the first different ones of raw.shape[1] draws. `subsets` needs one random number per
-    choice, this function only about one per int; there must be more draws than ints, because equal
-    draws are left out.
-    """
-    rows = [row[np.sort(np.unique(row, return_index=True)[1])] for row in integers(raw, choices)]
-    if min(map(len, rows)) < size:
-        raise ValueError(f"{raw.shape[1]} draws gave fewer than {size} different ints")
-    return np.stack([row[:size] for row in rows])
-
-
 def lengths(seed: int, shortest: int, longest: Sequence[int], stride: int = 1) -> np.ndarray:
     """Draw the length of each training step, (steps,), uniform over shortest, shortest + stride, …
     up to the entry of ``longest`` for this step."""

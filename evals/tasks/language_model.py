@@ -1,30 +1,26 @@
-"""Language model: bytes of the Python standard library's sources, with inserted needles.
+"""Language model: the bytes of a text, with inserted needles.
 
-The text needs no download: it is the .py files of the running Python's standard library in the
-order of their names. Tests, files written by the build of Python, and files that repeat others
-(code pages, lib2to3, distutils) are left out. A package belongs to the test text if the SHA-256 of
-its name ends in a hex digit below 2, otherwise to the training text. Splitting by package keeps the
-overlap small: under Python 3.11, 1.3 % of the 64-byte pieces of the test text occur in the training
-text. With a split by file it would be 13.5 %. The text depends on the Python release, so its digest
-is part of every run's key, and results of two releases are never mixed.
+The setting ``text`` is "python", the sources of Python's standard library, or the path of a text;
+see `evals.tasks.texts`. The text's digest is part of every run's key, and results of two texts are
+never mixed.
 
 A sequence is N consecutive bytes from a random start. The split ``validation`` has other starts in
 the training text, so that no sweep reads the test text. Half of the training sequences, and all
 sequences of the split ``planted``, have a needle: a line ``#key=dddd`` at a random depth, and
 ``#key=`` with the same four digits at the end. The model must predict these digits. ``bits`` is the
 loss in bits per byte over sequences without a needle, and the curve ``bits_by_position`` is that
-loss in each sixteenth of a sequence. ``log_rank`` is the rank of log P, where P holds the
-probabilities of the next byte after each of 1024 tokens of these sequences.
+loss in each sixteenth of a sequence. ``top1`` and ``top5`` are the shares of bytes that are the
+most probable one or among the five most probable ones. ``log_rank`` is the rank of log P, where P
+holds the probabilities of the next byte after each of 1024 tokens of these sequences. Needles are
+scored over all depths and in each fifth of the depths: ``planted_depth_1`` is the part farthest
+from the question.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
-import re
-import sysconfig
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +33,15 @@ from attnzoo.nn import Transformer
 from commandline.errors import UsageError
 from evals.measures.ranks import rank
 from evals.task import BatchResult, Metric
+from evals.tasks import texts
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.answers import SequenceBatch, whole_answers
-from evals.tasks.families.sequence import SequenceTask, presets
+from evals.tasks.families.sequence import (
+    DEEP_VARIANT_SETTINGS,
+    SequenceSettings,
+    SequenceTask,
+    presets,
+)
 
 LINE = b"\n#key="
 DIGITS = 4
@@ -48,30 +50,38 @@ SHORTEST = 4 * PLANTED
 RANKED = 1024  # number of tokens over which the rank of log P is computed
 PIECES = 16  # number of parts of a sequence in ``bits_by_position``
 
-_LEFT_OUT = re.compile(
-    r"(^|/)(tests?|idle_test|site-packages|dist-packages|__pycache__)/"
-    r"|^(_sysconfigdata|config-|encodings/|lib2to3/|distutils/)"
-)
+DEPTHS = 5  # number of parts of the depths of needles
 
 
-@cache
-def corpus() -> tuple[dict[str, np.ndarray], str]:
-    """The bytes of the "train" and "test" texts, and the digest of both."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    parts: dict[str, list[bytes]] = {"train": [], "test": []}
-    files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
-    for name, path in sorted(files.items()):
-        if not _LEFT_OUT.search(name):
-            package = name.split("/")[0].removesuffix(".py")
-            held_out = int(hashlib.sha256(package.encode()).hexdigest()[-1], 16) < 2
-            parts["test" if held_out else "train"].append(path.read_bytes())
-    texts = {split: b"\n".join(files) for split, files in parts.items()}
-    if min(map(len, texts.values())) < 2**18:
-        raise UsageError(
-            f"language-model reads the .py files of Python's standard library; {root} has too few"
-        )
-    digest = hashlib.sha256(texts["train"] + b"\0" + texts["test"]).hexdigest()[:16]
-    return {split: np.frombuffer(text, dtype=np.uint8) for split, text in texts.items()}, digest
+def _variants(train_length: int) -> tuple[str, ...]:
+    """Of the presets quick and gpu: those with the strongest published claims come first."""
+    return (
+        "softmax",
+        "ssmax",
+        "sigmoid",
+        f"softmax->log_n(train_length={train_length})",
+        "forgetting(log_gates='projected')",
+        "stick_breaking",
+        "entmax",
+        "asentmax(beta='projected', gamma='projected')",
+        "cosformer(features='elu')",
+        "taylor",
+        "sink",
+        "sigmoid(bias=0.0)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageSettings(SequenceSettings):
+    """Settings of the language model: text is "python" or the path of a text, as in `texts`."""
+
+    text: str = texts.PYTHON
+
+    def identity(self) -> dict[str, object]:
+        """The text has its name here; its digest is in `SequenceTask.data_version`."""
+        settings = super().identity()
+        text = settings.pop("text")
+        return settings if text == texts.PYTHON else settings | {"text": Path(self.text).name}
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> SequenceBatch:
@@ -79,7 +89,13 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
     needle and its digits, in this order."""
     if length < SHORTEST:
         raise UsageError(f"a length of language-model must be >= {SHORTEST}, got {length}")
-    text = corpus()[0]["train" if split in ("train", "validation") else "test"]
+    part = "train" if split in ("train", "validation") else "test"
+    text = texts.corpus(settings.text)[0][part]
+    if len(text) <= length:
+        raise UsageError(
+            f"setting text {settings.text!r} is too little text for length {length}: its {part} "
+            f"part has {len(text)} bytes"
+        )
     raw = words(seed, split, length, start, stop, 2 + DIGITS)
     starts = integers(raw[:, 0], len(text) - length)
     drawn = text[starts[:, None] + np.arange(length + 1)].astype(np.int64)
@@ -105,21 +121,36 @@ def _with_needle(text: np.ndarray, depths: np.ndarray, digits: np.ndarray) -> np
 
 
 def read(logits: torch.Tensor, batch: SequenceBatch) -> BatchResult:
-    """The metrics: accuracy of the digits in the split ``planted``, otherwise bits per byte."""
+    """The metrics: accuracy of the digits in the split ``planted``, otherwise bits per byte and
+    the accuracy of the next byte."""
     count, answers = len(batch.tokens), batch.answers[batch.asked]
     if len(answers) == count * DIGITS:
         scores = whole_answers(logits, batch).metrics
-        return BatchResult({"needle": scores["exact"], "digits": scores["accuracy"]})
+        parts = depth_parts(batch)
+        by_depth = {f"depth_{i + 1}": scores["exact"][parts == i] for i in range(DEPTHS)}
+        return BatchResult({"needle": scores["exact"], "digits": scores["accuracy"], **by_depth})
     bits = F.cross_entropy(logits.double(), answers, reduction="none") / math.log(2)
     rows = bits.reshape(count, -1)
     pieces = torch.stack([piece.mean(dim=-1) for piece in rows.tensor_split(PIECES, dim=-1)], -1)
     last = pieces[:, -PIECES // 4 :].mean(dim=-1)
-    return BatchResult({"bits": bits, "bits_last": last}, {"bits_by_position": pieces})
+    hits = logits.topk(5, dim=-1).indices == answers[:, None]
+    accuracy = {"top1": hits[:, 0], "top5": hits.any(dim=-1)}
+    return BatchResult({"bits": bits, "bits_last": last, **accuracy}, {"bits_by_position": pieces})
+
+
+def depth_parts(batch: SequenceBatch) -> Tensor:
+    """The part of the depths in which each sequence has its needle, 0 … `DEPTHS` − 1, (B,)."""
+    line = torch.tensor([*LINE]).to(batch.tokens).expand(len(batch.tokens), -1)
+    end = torch.full_like(line[:, :1], ord("\n"))
+    needle = torch.cat([line, batch.answers[:, -DIGITS:], end], dim=1)
+    windows = batch.tokens.unfold(1, PLANTED, 1)  # (B, N − PLANTED + 1, PLANTED)
+    depths = (windows == needle[:, None]).all(dim=-1).int().argmax(dim=-1)
+    return depths * DEPTHS // (batch.tokens.shape[1] - 2 * PLANTED)
 
 
 def frequencies(settings: Any) -> Tensor:
     """How often each byte occurs in the training text, (256,)."""
-    return torch.from_numpy(np.bincount(corpus()[0]["train"], minlength=256))
+    return torch.from_numpy(np.bincount(texts.corpus(settings.text)[0]["train"], minlength=256))
 
 
 def log_rank(model: Transformer, states: Tensor, batch: SequenceBatch) -> dict[str, Tensor]:
@@ -138,36 +169,54 @@ def log_rank(model: Transformer, states: Tensor, batch: SequenceBatch) -> dict[s
 
 TASK = SequenceTask(
     name="language-model",
-    about="Byte-level language modelling of the Python standard library's sources: bits per byte, "
-    "and the four digits of a needle planted in the text.",
+    about="Byte-level language modelling of a text, by default the sources of the Python standard "
+    "library: bits per byte, and the four digits of a needle planted in the text.",
     version=f"{GENERATOR}, language model 2",
     draw=draw,
     vocabulary=256,
     chance_score=8.0,
     presets=presets(
+        LanguageSettings,
         smoke=dict(
             lengths=(64, 256), heads=4, learning_rate=2e-3, train_shortest=64,
             train_longest=64, test_sequences=16, test_least=4, test_items=2**13,
         ),
+        # Of the learning rates 6e-3, 3e-3, 1.5e-3 and 7.5e-4, softmax with RoPE had the smallest
+        # training loss with the third, at each of the steps 50 to 200 of 250.
         quick=dict(
-            lengths=(128, 256, 512, 1024, 2048), steps=3000, batch=64, width=128, heads=4,
-            learning_rate=2e-3, train_shortest=128, train_longest=128,
+            lengths=(256, 512, 1024, 2048, 4096), positions=("rope", "none"),
+            variants=_variants(256), seeds=1, sweep={}, steps=2200, batch=16, width=128, heads=4,
+            depth=4, learning_rate=1.5e-3, curriculum=0.0, train_shortest=256, train_longest=256,
+            test_items=2**17, test_least=32,
         ),
-        paper=dict(
-            lengths=(1024, 2048, 4096, 8192, 16384), steps=20000, batch=64, width=384, heads=6,
-            depth=6, learning_rate=1e-3, train_shortest=1024, train_longest=1024, test_items=2**21,
+        gpu=dict(
+            lengths=(1024, 2048, 4096, 8192, 16384), positions=("rope", "none"),
+            variants=_variants(1024), variant_settings=DEEP_VARIANT_SETTINGS, steps=4000, batch=64,
+            width=512, heads=8, depth=10, learning_rate=1e-3, curriculum=0.0,
+            train_shortest=1024, train_longest=1024, test_items=2**20,
+            autocast="bfloat16", compile=True,
         ),
     ),
     read=read,
     read_states=log_rank,
     frequencies=frequencies,
-    text=lambda: corpus()[1],
+    text=lambda settings: texts.corpus(settings.text)[1],
     splits={"": "test", "planted_": "planted"},
     trained_score=None,
     metrics=(
         Metric("bits", "Bits per byte", digits=2, lower_is_better=True),
         Metric("bits_last", "Bits per byte, last quarter", digits=2, lower_is_better=True),
+        Metric("top1", "Next byte right, %", 100, 1, optional=True),
+        Metric("top5", "Next byte among the five most probable, %", 100, 1, optional=True),
         Metric("planted_needle", "Needles found (all four digits right), %", 100, 1),
+        *(
+            Metric(
+                f"planted_depth_{i + 1}",
+                f"Needles found at {20 * i}–{20 * (i + 1)} % of the depth, %",
+                100, 1, optional=True,
+            )
+            for i in range(DEPTHS)
+        ),
         Metric("planted_digits", "Digits of needles right, %", 100, 1),
         Metric("log_rank", "Rank of log P over 1024 tokens", digits=0, optional=True),
     ),

@@ -38,15 +38,23 @@ from commandline.table import Table
 from commandline.variants import VariantCall, complete, names
 from evals.measures.arithmetic import lean_arithmetic
 from evals.measures.ranks import log_rank, rank
+from evals.results.statistics import estimate
 from evals.theory.output import show
 
 Sizes = tuple[int, int, int]
+Scales = tuple[float, float, float]
 TOKENS, WIDTH = 192, 16  # sizes of the attention matrices: N, d
 SIZES = (32, 1000, 2048)  # of the mixtures: hidden units H, vocabulary, contexts
 MIXED = (1, 2, 3, 4, 5)  # numbers K of softmaxes or contexts
 # What is mixed, with the published ranks for these K.
 PUBLISHED = {"softmaxes": (34, 629, 979, 995, 997), "contexts": (34, 34, 34, 34, 34)}
 KINDS = ("attentions", "queries")  # what is mixed within attention
+# Standard deviations of the entries of W_k, V and W in `latent_mixture`, times √H.
+LINEAR, UNIT = 3**-0.5, SIZES[0] ** 0.5  # as of nn.Linear, and of N(0, 1)
+SCALES = (
+    (LINEAR, LINEAR, LINEAR),
+    *product((LINEAR, 1.0), (1.0, UNIT, float(SIZES[0])), (UNIT,)),
+)
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 TOLERANCE = "σ_max · max(rows, columns) · ε"
 INITIALIZATIONS = {
@@ -97,19 +105,20 @@ def attention_table(
     variants: Sequence[VariantCall], tokens: int = TOKENS, width: int = WIDTH, seed: int = 0
 ) -> Table:
     """One row per variant: the ranks of A and of log A, in fp32 and fp64."""
-    rows = []
+    rows, unsupported = [], []
     for variant in variants:
         try:
             matrices = [attention_matrix(variant, tokens, width, x, seed) for x in DTYPES.values()]
         except (ValueError, TypeError) as error:
-            rows.append([f"{variant}: {error}", *["—"] * 2 * len(DTYPES)])
+            rows.append([str(variant), *["—"] * 2 * len(DTYPES)])
+            unsupported.append(f"\n{variant}: {error}.")
         else:
             ranks = [of(matrix) for of in (log_rank, rank) for matrix in matrices]
             rows.append([str(variant), *_texts(ranks)])
     note = (
         f"A is {tokens} × {tokens}, from Gaussian Q and K with d = {width}, not causal.\n"
         f"For softmax the rank of log A is at most d + 1 = {width + 1}. —: a weight is 0, or the\n"
-        f"variant does not support such a call. Tolerance: {TOLERANCE}."
+        f"variant does not support such a call. Tolerance: {TOLERANCE}.{''.join(unsupported)}"
     )
     header = ["variant", *(f"{what}, {dtype}" for what in ("log A", "A") for dtype in DTYPES)]
     return Table("Ranks of the attention matrix A and of log A", header, rows, note)
@@ -205,11 +214,73 @@ def mixture_table(sizes: Sizes = SIZES, seed: int = 0) -> Table:
     return _mixture_table(title, rows, note)
 
 
+def latent_mixture(
+    mixed: int,
+    scales: Scales,
+    seed: int = 0,
+    sizes: Sizes = SIZES,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """P (contexts, vocabulary) = Σ_k π_k softmax(W tanh(W_k h) + b) with π = softmax(V h).
+
+    This is the mixture of the paper on random hidden units h ~ N(0, 1), with b ~ N(0, 1).
+    ``scales`` are the standard deviations of the entries of W_k, V and W, times √H.
+    """
+    hidden, vocabulary, contexts = sizes
+    of_latent, of_prior, of_output = (scale * hidden**-0.5 for scale in scales)
+    _, normal = normals(seed)
+    h, w, b = normal(contexts, hidden), of_output * normal(vocabulary, hidden), normal(vocabulary)
+    latent = (h @ (of_latent * normal(mixed, hidden, hidden))).tanh()
+    prior = (h @ (of_prior * normal(hidden, mixed))).softmax(-1).T[..., None]
+    logits = latent.to(dtype) @ w.T.to(dtype) + b.to(dtype)
+    return (prior.to(dtype) * logits.softmax(-1)).sum(0)
+
+
+def scales_table(seeds: Sequence[int], sizes: Sizes = SIZES) -> Table:
+    """Ranks of log P in fp32 of `latent_mixture` by scales and K, means over seeds."""
+    rows = []
+    for scales in SCALES:
+        ranks = [
+            [log_rank(latent_mixture(k, scales, seed, sizes)) for seed in seeds] for k in MIXED
+        ]
+        rows.append([", ".join(f"{scale:.3g}" for scale in scales), *map(_mean, ranks)])
+    if sizes == SIZES:
+        rows.append(["published", *map(str, PUBLISHED["softmaxes"])])
+    note = (
+        "log P in fp32 of Σ_k π_k softmax(W tanh(W_k h) + b), π = softmax(V h), all normal. The\n"
+        "first column has the standard deviations of the entries of W_k, V and W, times √H:\n"
+        f"{LINEAR:.3g} is that of nn.Linear, {UNIT:.3g} that of N(0, 1). Means over {len(seeds)}\n"
+        "seeds ± half of the 95 % t interval."
+    )
+    title = "Rank of log P for a mixture of K softmaxes, by initialization"
+    return Table(title, ["W_k, V, W", *(f"K={k}" for k in MIXED)], rows, note)
+
+
+def _mean(ranks: Sequence[int | None]) -> str:
+    """The mean rank; "—" if a probability of some seed is 0."""
+    if None in ranks:
+        return "—"
+    mean = estimate([float(rank) for rank in ranks if rank is not None])
+    assert mean is not None
+    if mean.interval is None:
+        return f"{mean.mean:.0f}"
+    return f"{mean.mean:.0f} ±{mean.interval[1] - mean.mean:.0f}"
+
+
 # ----------------------------------------------------------------------------------- command
 
 
-def main(out: Path | None = None, seed: int = 0, tokens: int = TOKENS, sizes: Sizes = SIZES) -> int:
-    """Print the tables; with ``out``, write ranks.csv. Returns 0."""
+def main(
+    out: Path | None = None,
+    seed: int = 0,
+    tokens: int = TOKENS,
+    sizes: Sizes = SIZES,
+    initializations: int = 0,
+) -> int:
+    """Print the tables; with ``out``, write ranks.csv. Returns 0.
+
+    initializations: the number of seeds of `scales_table`, from ``seed``; 0 leaves the table out.
+    """
     if out is not None:
         check_writable("--out", out)
     variants = [complete(VariantCall(name), tokens) for name in names()]
@@ -219,5 +290,7 @@ def main(out: Path | None = None, seed: int = 0, tokens: int = TOKENS, sizes: Si
             attention_mixture_table(tokens, seed=seed),
             mixture_table(sizes, seed),
         ]
+        if initializations:
+            tables.append(scales_table(range(seed, seed + initializations), sizes))
     show("ranks", tables, out, note=NOTE)
     return 0

@@ -28,6 +28,7 @@ from commandline.arguments import integer, seed
 from commandline.files import check_writable
 from commandline.table import Table
 from evals.measures.arithmetic import rounded
+from evals.progress import Progress
 from evals.task import DTYPES
 from evals.tasks.families.retrieval import CLASSES
 from evals.tasks.max_retrieval import PUBLISHED, draw
@@ -78,7 +79,15 @@ def accuracies(length: int, sequences: int = SEQUENCES, seed: int = 0) -> dict[s
 
 def table(lengths: Sequence[int], sequences: int, seed: int) -> Table:
     """Expected accuracies in % by dtype and length, and the published rows."""
-    by_length = [accuracies(n, sequences, seed) for n in lengths]
+    by_length = []
+    progress = Progress(len(lengths))
+    try:
+        for n in lengths:
+            progress.update(name := f"n = {n}", 0.0, "drawing")
+            by_length.append(accuracies(n, sequences, seed))
+            progress.finish(name)
+    finally:
+        progress.close()
     rows = [
         [f"{dtype}, {name.replace('_', ' ')}",
          *(f"{100 * getattr(one[dtype], name):.1f}" for one in by_length)]

@@ -20,7 +20,9 @@ from scripts import variant_facts as facts
 from scripts.site import variant_plots
 
 FOLDER = "variants"
-TEMPLATE = Path(__file__).resolve().parents[2] / "docs" / "_templates" / "variant.jinja"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TEMPLATE = DOCS / "_templates" / "variant.jinja"
+EXPLORER = DOCS / "_static" / "explore-formulas.js"
 # Files in the repository root that are also pages of the site.
 INCLUDED = {
     "README.md": "index.md",
@@ -46,8 +48,28 @@ def page(name: str) -> str:
         required=required(name), parameters=parameters(variant), backends=backends(variant),
         row=variant_plots.ROW, lead=f"{variant_plots.LEAD:g}", heads=HEADS, keys=KEYS,
         head_dim=HEAD_DIM, file=Path(inspect.getfile(sys.modules[facts.module_of(variant)])).name,
-        prose=facts.prose, typeset=facts.typeset, linked=facts.linked,
+        prose=facts.prose, typeset=facts.typeset, linked=facts.linked, explorer=explorer(variant),
     )  # fmt: skip
+
+
+def in_explorer() -> list[str]:
+    """The names of the variants that the page "explore" shows."""
+    table = EXPLORER.read_text().split("\n  const VARIANTS = {\n")[1].split("\n  };\n")[0]
+    return re.findall(r"^    (\w+): \{", table, re.MULTILINE)
+
+
+def explorer(variant: attnzoo.Variant) -> str | None:
+    """The address part that shows the variant beside softmax, with the logits of the growth plot;
+    None if the explorer does not have it."""
+    if variant.name not in in_explorer():
+        return None
+    parts = [f"gap={variant_plots.LEAD:g}", "noise=1"]
+    parts.append("v=" + ",".join(dict.fromkeys([variant_plots.BASELINE, variant.name])))
+    values = {p.name: p.default for p in variant.params} | required(variant.name)
+    for name, value in values.items():
+        if value is not None:
+            parts.append(f"{variant.name}.{name}={str(value).lower()}")
+    return "&".join(parts)
 
 
 def required(name: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def test_results_of_a_changed_plugin_have_a_table_of_their_own(
         }
         for group in plugin_groups
     }
-    version = TASK.data_version()
+    version = TASK.data_version(None)
     assert means == {
         f"data {version}, plugin aaaa": {("softmax", 0.25, 3), ("ssmax", 0.25, 3)},
         f"data {version}, plugin bbbb": {("softmax", 0.75, 1), ("ssmax", 0.75, 1)},
@@ -64,7 +64,7 @@ def test_the_data_of_rows_without_a_plugin_are_those_of_the_task() -> None:
     study = Study(TASK, tuple(parse_specs(["softmax"])), ("rope",), 1, (16,), settings)
     # A plugin with a variant is in the version of that variant's rows only.
     for one in (study, replace(study, plugins={"ssmax": "aaaa"})):
-        assert {row["data"] for row in scored(one, 0.5)} == {TASK.data_version()}
+        assert {row["data"] for row in scored(one, 0.5)} == {TASK.data_version(None)}
 
 
 TASK_FILE = """

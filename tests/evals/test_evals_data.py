@@ -12,7 +12,7 @@ import torch
 from commandline.variants import VariantCall, parse_spec
 from evals import run as training
 from evals.measures.metrics import Tally, weight_metrics
-from evals.run import NotFinite, evaluate, fit, one_cycle, train
+from evals.run import NotFinite, Substitutes, evaluate, fit, one_cycle, train
 from evals.task import BatchResult, Task
 from evals.tasks import TASKS, max_retrieval, needle
 from evals.tasks.draws import lengths
@@ -142,7 +142,8 @@ def test_evaluation_does_not_depend_on_the_chunk_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = trained("softmax", 0)
-    tests = {"own": None, "substitute": parse_spec("softmax->log_n(train_length=16)").test}
+    log_n = parse_spec("softmax->log_n(train_length=16)").test
+    tests = {"own": Substitutes(), "substitute": Substitutes(log_n)}
     one_chunk = evaluate(TASK, model, tests, 0, 16, TINY, "cpu", silent)
     monkeypatch.setattr(training, "CHUNK_ITEMS", 16 * 7)
     many_chunks = evaluate(TASK, model, tests, 0, 16, TINY, "cpu", silent)

@@ -164,6 +164,7 @@ def test_command_writes_tables_and_a_figure(
         (["--steps", "-1"], "--steps must be an int >= 1, got -1"),
         (["--variants", "softmax->ssmax"], "--variants must be among adaptive_temperature, "),
         (["--variants", "linear"], "--variants must be among adaptive_temperature, "),
+        (["--variants", "softmx"], "got softmx; did you mean 'softmax'?"),
     ],
 )
 def test_wrong_options_are_errors(

@@ -52,7 +52,7 @@ def test_option_variants_selects_the_laws(
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("softmx", "--variants: unknown variant 'softmx'"),
+        ("softmx", "unknown variant 'softmx'; did you mean 'softmax'? --plugin FILE.py "),
         ("topk,topk", "--variants must not repeat an entry, got topk twice"),
     ],
 )

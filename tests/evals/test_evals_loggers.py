@@ -74,6 +74,11 @@ def test_each_training_run_is_a_wandb_run_with_its_own_axes(
     ]
     for run in runs:
         assert run.options["dir"] == str(tmp_path)
+        assert run.options["group"] == "max-retrieval"
+        config = run.options["config"]
+        assert config["variant"] in run.options["name"]
+        assert (config["task"], config["positions"], config["seed"]) == ("max-retrieval", "none", 0)
+        assert (config["settings"]["steps"], config["settings"]["test_sequences"]) == (30, 20)
         assert run.axes["test/*"] == "length"
         assert [row["step"] for row in run.rows if "train/loss" in row] == [25, 30]
         assert any(row.get("length") == 16 and "test/accuracy" in row for row in run.rows)

@@ -79,7 +79,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
         ("[settings]\nwidth = 0", "setting width must be >= 1"),
         ("[settings]\ncurriculum = 2", "curriculum must be in"),
         ("[settings]\ntrain_stride = 7", "train_stride must divide"),
-        ("preset = 'huge'", "preset must be 'smoke', 'quick' or 'paper', got 'huge'"),
+        ("preset = 'huge'", "preset must be 'smoke', 'quick', 'paper' or 'gpu', got 'huge'"),
         ("log = ['paper']", "log entries must be 'tensorboard' or 'wandb', got 'paper'"),
         ("lengths = [65]", "multiple of density = 4"),
         ("positions = ['up']", "--positions of mqar must be none, rope"),

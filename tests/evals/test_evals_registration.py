@@ -45,7 +45,7 @@ OF_PRESET = [
     ("lengths", (8, 8), "must not repeat an entry, got (8, 8)"),
     ("variants", (), "must be a non-empty tuple, got ()"),
     ("variants", "softmax", "must be a non-empty tuple, got 'softmax'"),
-    ("positions", ("up",), "must be among none, rope, p-rope, alibi, nape, t5, got 'up'"),
+    ("positions", ("up",), "must be among none, rope, p-rope, alibi, nape, t5, rope->linear, "),
     ("seeds", 0, "must be an int >= 1, got 0"),
     ("sweep", "best", "must be a dict or 'recorded', got 'best'"),
     ("sweep", {"width": (1, 2)}, "must tune learning_rate, weight_decay, warmup, curriculum"),

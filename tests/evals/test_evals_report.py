@@ -380,6 +380,11 @@ def test_sorting_links_and_phone_width_in_a_browser(
         "return [innerWidth, document.documentElement.scrollWidth]"
     ) == [360, 360]  # fmt: skip
 
+    # Figures are not shrunk to the width of the screen, where labels would be illegible.
+    shown, natural = browser.execute_script(
+        "const i = document.querySelector('#needle img'); return [i.width, i.naturalWidth]"
+    )
+    assert shown == min(natural, 56 * 16)
     browser.execute_script("document.querySelector('#needle img').scrollIntoView()")
     picture = browser.get_screenshot_as_png()
     (tmp_path / "report.png").write_bytes(picture)

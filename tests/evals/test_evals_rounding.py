@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,6 +45,17 @@ def test_backward_products_are_rounded_too() -> None:
         F.linear(a, b).backward(slope)
     torch.testing.assert_close(a.grad, low(slope) @ low(b.detach()))
     torch.testing.assert_close(b.grad, low(slope).T @ low(a.detach()))
+
+
+def test_products_in_the_forward_pass_of_an_exact_module_are_not_rounded() -> None:
+    exact, other, x = torch.nn.Linear(7, 3), torch.nn.Linear(7, 3), torch.randn(5, 7)
+    with torch.inference_mode():
+        expected = exact(x)
+        with rounded_products("bfloat16", [exact]):
+            results = exact(x), other(x)
+    assert torch.equal(results[0], expected)
+    torch.testing.assert_close(results[1], low(x) @ low(other.weight).T + other.bias)
+    assert "forward" not in vars(exact)
 
 
 def test_attention_multiplies_rounded_queries_keys_weights_and_values() -> None:
@@ -87,6 +100,7 @@ def test_ceilings_of_rounded_values() -> None:
 
 def test_the_command_prints_published_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ties", "--sequences", "2"]) == 0
-    text = capsys.readouterr().out
+    text, progress = capsys.readouterr()
+    assert re.match(r"\[1/\d+\] n = 16: done after 0:0\d\n\[2/", progress)
     assert "softmax, published" in text
     assert "2 test sequences per length (seed 0)" in text

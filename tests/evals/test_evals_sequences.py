@@ -15,12 +15,12 @@ from torch import Tensor
 
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, parse_spec
-from evals.measures.heads import learned, substituted
-from evals.run import evaluate, train
+from evals.measures.heads import learned, scaled_rope, substituted
+from evals.run import Substitutes, evaluate, train
 from evals.tasks import TASKS
-from evals.tasks.draws import different, words
 from evals.tasks.families.sequence import SequenceBatch, SequenceSettings, SequenceTask
-from evals.tasks.language_model import DIGITS, corpus
+from evals.tasks.language_model import DIGITS
+from evals.tasks.texts import corpus
 from helpers.random_numbers import choice, random_numbers, ranked, uniform
 
 SEQUENCES = {name: task for name, task in TASKS.items() if isinstance(task, SequenceTask)}
@@ -69,27 +69,6 @@ def transduced(
     return [*symbols, 32, *answer], [*[-1] * length, *answer, -1]
 
 
-def mqmtar(numbers: Numbers, split: str, length: int, index: int) -> Sequence:
-    pairs = 4 * length // 30  # 80 % of the tokens; a pair has 6
-    draws, room = 2 * pairs + 8, length // pairs
-    raw = iter(numbers(2 * draws + pairs + 4))
-
-    def drawn_words() -> list[list[int]]:
-        drawn = [choice(next(raw), 256) for _ in range(draws)]
-        different_words = list(dict.fromkeys(drawn))[:pairs]  # the first different ones
-        return [[4 + word // 16, 4 + word % 16] for word in different_words]
-
-    keys, values = drawn_words(), drawn_words()
-    tokens = [0] * length
-    for pair in range(pairs):
-        at = room * pair + choice(next(raw), room - 5)
-        tokens[at : at + 5] = [*keys[pair], 1, *values[pair]]
-    asked = [choice(next(raw), pairs) for _ in range(4)]
-    queries, replies = ([x for i in asked for x in (2, *side[i])] for side in (keys, values))
-    answers = [-1] * (length + 12) + [-1 if x == 2 else x for x in replies] + [-1]
-    return [*tokens, *queries, 3, *replies], answers
-
-
 def local_count(numbers: Numbers, split: str, length: int, index: int) -> Sequence:
     blocks = -(-length // 2)  # at most; each has a number for its length and one for its symbol
     raw = numbers(2 * blocks)
@@ -126,7 +105,6 @@ BY_HAND: dict[str, Callable[[Numbers, str, int, int], Sequence]] = {
     "copy": partial(transduced, lambda symbols: symbols),
     "reverse": partial(transduced, lambda symbols: symbols[::-1]),
     "sort": partial(transduced, sorted),
-    "mqmtar": mqmtar,
     "local-count": local_count,
     "2-back": two_back,
     "language-model": byte_sequence,
@@ -137,7 +115,7 @@ BY_HAND: dict[str, Callable[[Numbers, str, int, int], Sequence]] = {
 def test_data_by_hand(name: str, split: str) -> None:
     """Any part of the data equals what the task's function computes for each sequence."""
     task, settings = SEQUENCES[name], SMOKE[name]
-    short = {"mqar": 8, "flip-flop": 4, "mqmtar": 17, "language-model": 44}.get(name, 5)
+    short = {"mqar": 8, "flip-flop": 4, "language-model": 44}.get(name, 5)
     for length in (short, settings.train_longest):
         batch = task.batch(5, split, length, 3, 10, settings)
         assert batch.tokens.shape == (7, task.tokens(length))
@@ -160,19 +138,6 @@ def test_train_and_test_text_hardly_overlap() -> None:
     assert 0 < shared < 0.03
 
 
-def test_the_numbers_of_pairs_of_mqmtar_are_those_of_the_authors_code() -> None:
-    settings = replace(SMOKE["mqmtar"], letters=256)
-    assert [settings.pairs(length) for length in (8, 32, 64, 4096)] == [1, 4, 8, 546]
-
-
-def test_different_leaves_out_repeated_draws() -> None:
-    raw = words(0, "test", 12, 0, 40, 12)
-    for row, numbers in zip(different(raw, 10, 4).tolist(), raw.tolist(), strict=True):
-        assert row == list(dict.fromkeys(choice(number, 10) for number in numbers))[:4]
-    with pytest.raises(ValueError, match="12 draws gave fewer than 11 different ints"):
-        different(raw, 10, 11)
-
-
 @pytest.mark.parametrize(
     ("name", "length", "message"),
     [
@@ -180,8 +145,6 @@ def test_different_leaves_out_repeated_draws() -> None:
         ("mqar", 1024, "length / density <= vocabulary // 2 = 128"),
         ("flip-flop", 7, "an even int >= 4, got 7"),
         ("language-model", 20, ">= 44, got 20"),
-        ("mqmtar", 7, ">= 8, .* got 7"),
-        ("mqmtar", 488, "<= letters\\*\\*2 / 4 = 64, got 488"),
     ],
 )
 def test_invalid_lengths_raise(name: str, length: int, message: str) -> None:
@@ -199,7 +162,7 @@ def test_local_count_needs_two_repetitions() -> None:
 # The tokens of which each answer is one with equal probability.
 GUESSES = {
     "mqar": range(129, 256), "flip-flop": range(2), "language-model": range(ord("0"), ord("9") + 1),
-    "mqmtar": range(4, 20), "local-count": range(17, 25), "2-back": range(16),
+    "local-count": range(17, 25), "2-back": range(16),
 }  # fmt: skip
 
 
@@ -223,7 +186,7 @@ def test_scores_of_correct_answers_of_a_mistake_and_of_guesses(name: str, split:
     batch = drawn(name, split, 500)
     correct = batch.answers[batch.asked]
     scores = means(name, correct, batch)
-    hits = [metric for metric in scores if metric != "loss"]
+    hits = [name for name in scores if name != "loss" and not name.startswith("depth")]
     assert [scores[metric] for metric in hits] == [1.0] * len(hits)
 
     mistake = correct.clone()
@@ -260,7 +223,6 @@ def test_exact_match_needs_every_symbol() -> None:
     logits[-1] = math.nan
     assert task.read(logits, batch).metrics["exact"].isnan().any()
     assert task.chance(SMOKE["copy"]) == 32.0**-16
-    assert SEQUENCES["mqmtar"].chance(SMOKE["mqmtar"]) == 16.0**-8
 
 
 # ---- the model
@@ -302,7 +264,7 @@ def test_batch_sizes_and_lengths_of_training_steps() -> None:
 @pytest.mark.parametrize("positions", ["none", "rope", "p-rope", "alibi", "nape", "t5"])
 def test_all_splits_and_heads_are_measured(positions: str) -> None:
     model = trained("softmax", positions)
-    tests = {"own": None, "substitute": VariantCall("sparsemax")}
+    tests = {"own": Substitutes(), "substitute": Substitutes(VariantCall("sparsemax"))}
     outcomes = evaluate(FLIP, model, tests, 0, 8, TINY, "cpu", silent)
     for outcome in outcomes.values():
         assert outcome.status == "ok", outcome.message
@@ -329,3 +291,30 @@ def test_substituted_restores_the_model() -> None:
     with substituted(model, None):
         assert torch.equal(run(), before)
     assert torch.equal(run(), before)
+
+
+@pytest.mark.parametrize("positions", ["rope", "p-rope"])
+def test_scaled_rope_is_substituted_at_inference(positions: str) -> None:
+    """The results are those of a model with this scaling, also beside another variant."""
+    model, sparsemax = trained("softmax", positions), VariantCall("sparsemax")
+    scaling = {"rope_type": "ntk", "factor": 4.0}
+    tests = {
+        "own": Substitutes(),
+        "factor 1": Substitutes(None, {**scaling, "factor": 1.0}),
+        "scaled": Substitutes(None, scaling),
+        "both": Substitutes(sparsemax, scaling),
+    }
+    together = evaluate(FLIP, model, tests, 0, 32, TINY, "cpu", silent)
+    results = {name: (x.metrics, x.curves) for name, x in together.items()}
+    assert results["factor 1"] == results["own"]
+    assert len({str(x) for x in results.values()}) == 3
+    with scaled_rope(model, scaling):
+        others = {"scaled": Substitutes(), "both": Substitutes(sparsemax)}
+        alone = evaluate(FLIP, model, others, 0, 32, TINY, "cpu", silent)
+    assert {name: (x.metrics, x.curves) for name, x in alone.items()} == {
+        name: results[name] for name in alone
+    }
+    assert model.rope_scaling is None
+    message = "needs an attnzoo.nn.Transformer, got a model Linear"
+    with pytest.raises(TypeError, match=message), scaled_rope(torch.nn.Linear(2, 2), scaling):
+        pass

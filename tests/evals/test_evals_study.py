@@ -89,6 +89,10 @@ def test_malformed_specs_raise(text: str) -> None:
 
 WRONG = {
     "unknown variant": (["--variants", "nosuch"], "unknown variant 'nosuch'; known: .*softmax"),
+    "misspelled variant": (
+        ["--variants", "softmx"],
+        r"unknown variant 'softmx'; did you mean 'softmax'\? --plugin FILE.py loads",
+    ),
     "unknown substitute": (["--variants", "softmax->nosuch"], "unknown variant 'nosuch'"),
     "unknown parameter": (["--variants", "ssmax(t=1)"], "no parameter 't'; it has: s, b"),
     "bad value": (["--variants", "entmax(alpha=9)"], "alpha must be"),
@@ -116,7 +120,10 @@ WRONG = {
     "lengths twice": (["--lengths", "16,16"], "twice"),
     "device": (["--device", "abacus"], "--device must be cpu, cuda or cuda:N"),
     "no such GPU": (["--device", "cuda:99"], "got 'cuda:99'; torch finds"),
-    "preset": (["--preset", "smok"], "--preset must be 'smoke', 'quick' or 'paper', got 'smok'"),
+    "preset": (
+        ["--preset", "smok"],
+        "--preset must be 'smoke', 'quick', 'paper' or 'gpu', got 'smok'",
+    ),
     "lengths": (["--lengths", "many"], "--lengths entries must be an int, got 'many'"),
     "set": (["--set", "cube"], "--set must be NAME=VALUE, got 'cube'"),
     "no int": (["--seeds", "x"], "--seeds must be an int, got 'x'"),
@@ -216,10 +223,10 @@ def test_the_train_length_and_required_parameters_are_added() -> None:
 def test_every_preset_can_be_planned(name: str, preset: str) -> None:
     planned = plan_study(TASKS[name], Options(preset=preset), {})
     assert planned.settings.train_longest in planned.xs
-    assert planned.seeds == 1 if preset == "smoke" else planned.seeds >= 5
-    assert bool(planned.sweep.grid) == (preset == "quick")
-    reuses = preset == "paper" and "quick" in TASKS[name].presets
-    assert (planned.sweep.recorded is not None) == reuses
+    once = preset == "smoke" or name == "language-model"  # hours per training
+    assert planned.seeds == 1 if once else planned.seeds >= 5
+    assert bool(planned.sweep.grid) == (preset == "quick" and not once)
+    assert (planned.sweep.recorded is not None) == (preset == "paper")
     keys = [key for run in planned.runs({}) for key in run.keys]
     assert len(set(keys)) == len(keys)
     assert {reason for reason in planned.left_out.values() if "alibi" not in reason} == set()
@@ -233,6 +240,81 @@ def test_unsupported_position_encodings_are_left_out_or_raise() -> None:
     assert sum(len(run.keys) for run in planned.runs({})) == 3 * len(planned.xs)
     with pytest.raises(UsageError, match="cosformer.*alibi"):
         plan_study(TASKS["mqar"], options.model_copy(update={"positions": ["alibi"]}), {})
+
+
+def test_keys_do_not_change_between_versions() -> None:
+    """Otherwise published results would be computed again. These keys are those of version 0.1."""
+    options = Options(
+        preset="smoke",
+        variants=["softmax", "softmax->log_n(train_length=16)"],
+        positions=["rope", "alibi"],
+        lengths=[64],
+    )
+    assert [key for run in plan_study(TASKS["copy"], options, {}).runs({}) for key in run.keys] == [
+        "d144d37704699a45ab57", "34a2a7afcc2462ce03fc", "9d3996bc19bacc01c621",
+        "36eb3bd4d95ed7af146d", "08e331b85ca0276029bb", "ab4d888c1ed8ff68c016",
+        "3a06cefefd7a56030833", "ba528b55155033deab83",
+    ]  # fmt: skip
+    options = Options(preset="smoke", variants=["ssmax"], lengths=[64])
+    (run,) = plan_study(TASK, options, {}).runs({})
+    assert run.keys == ["c65308865fb36c69ea71", "a254557ddbf658ae8ec2"]
+
+
+def test_scaled_rope_has_rows_of_its_own_and_no_training() -> None:
+    encodings = ["rope->yarn", "rope", "rope->ntk", "alibi"]
+    variants = ["softmax", "softmax->adaptive_temperature"]
+    options = Options(preset="smoke", variants=variants, positions=encodings)
+    task, keys = TASKS["copy"], {}
+    for chosen in (encodings, ["rope", "alibi"], ["rope->yarn"]):
+        planned = plan_study(task, options.model_copy(update={"positions": chosen}), {})
+        runs = planned.runs({})
+        keys[len(chosen)] = {key for run in runs for key in run.keys}
+        assert {run.positions for run in runs} == {x.split("->")[0] for x in chosen}
+        assert len(runs) == len({run.training_key for run in runs}) == min(len(chosen), 2)
+        assert len(keys[len(chosen)]) == len(chosen) * len(variants) * len(planned.xs)
+    assert keys[2] | keys[1] < keys[4]
+    planned = plan_study(task, options, {})
+    rows = [
+        planned.row(run, key, x, Outcome("ok", "", {"accuracy": 0.5}), NOT_TRAINED)
+        for run in planned.runs({}) for x, tests in run.tests.items() for key in tests
+    ]  # fmt: skip
+    ordered = planned.rows({row["key"]: row for row in rows})
+    assert list(dict.fromkeys(row["series"]["positions"] for row in ordered)) == encodings
+    assert len({(row["variant"], row["series"]["positions"], row["x"]) for row in rows}) == len(
+        rows
+    )
+    assert len(groups(rows)) == 1
+
+
+def test_the_factor_of_scaled_rope_is_the_number_of_tokens_by_that_in_training() -> None:
+    planned = plan_study(TASKS["copy"], Options(preset="smoke", positions=["rope->yarn"]), {})
+    trained, tokens = (TASKS["copy"].tokens(n) for n in (planned.settings.train_longest, 64))
+    assert planned.rope_scaling("rope", 64) is None
+    assert planned.rope_scaling("rope->linear", 64) == {
+        "rope_type": "linear", "factor": tokens / trained
+    }  # fmt: skip
+    assert planned.rope_scaling("p-rope->yarn", 4) == {
+        "rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": trained
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "message"),
+    [
+        ("copy", "rope->dynamic", "--positions of copy must be none, .*, got rope->dynamic"),
+        ("copy", "alibi->yarn", "rope->yarn, p-rope->linear, .*, got alibi->yarn"),
+        ("needle", "rope->yarn", "--positions of needle must be none, got rope->yarn"),
+    ],
+)
+def test_encodings_without_scaled_rope_raise(name: str, positions: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_study(TASKS[name], Options(preset="smoke", positions=[positions]), {})
+
+
+def test_a_model_must_support_the_scaling() -> None:
+    options = Options(preset="smoke", positions=["rope", "rope->ntk"], settings={"qk_dim": 2})
+    with pytest.raises(UsageError, match="settings: .*'ntk' needs a head dimension above 2"):
+        plan_study(TASKS["copy"], options, {})
 
 
 def test_rows_of_older_files_are_in_the_table_of_new_ones() -> None:

@@ -289,6 +289,8 @@ def test_record_writes_the_choices_of_preset_quick(
         (["steps=1,2"], "--sweep must tune learning_rate, weight_decay, warmup, curriculum, got"),
         (["learning_rate=1"], "--sweep must give learning_rate two or more different numbers, got"),
         (["learning_rate=1,1"], "must give learning_rate two or more different numbers"),
+        (["learning_rate=abc"], "--sweep must have numbers as values of learning_rate, got 'abc'"),
+        (["learning_rate"], "--sweep must be NAME=V,V,…, none or recorded, got 'learning_rate'"),
         (["learning_rate=0,1"], "learning_rate must be finite and > 0"),
         (
             ["learning_rate=1,2", "learning_rate=3,4"],

@@ -281,10 +281,12 @@ def test_log_weights_of_softmax_have_rank_d_plus_one() -> None:
     assert table.rows[1][1:3] == ["—", "—"]
 
 
-def test_rank_table_has_a_line_for_an_unsupported_variant() -> None:
+def test_rank_table_has_a_line_for_an_unsupported_variant_and_the_reason_in_its_note() -> None:
     call = VariantCall("cosformer", (("max_length", 8),))
-    (line,) = ranks.attention_table([call], tokens=24, width=3).rows
-    assert "max_length=8" in line[0]
+    table = ranks.attention_table([call], tokens=24, width=3)
+    assert table.rows == [["cosformer(max_length=8)", "—", "—", "—", "—"]]
+    reason = table.note.splitlines()[-1]
+    assert reason == "cosformer(max_length=8): cosformer: max_length=8 is below the length 24."
 
 
 def test_log_of_a_softmax_has_rank_h_plus_two_and_without_bias_h_plus_one() -> None:
@@ -322,6 +324,21 @@ def test_only_a_mixture_of_attentions_exceeds_the_bound_of_one_attention() -> No
     assert all(int(rank) > 6 for rank in rows["attentions, fp64"][1:])
     mixed = ranks.attention_mixture(3, "attentions", torch.float64, 24, 3, 0)
     assert torch.allclose(mixed.sum(-1), torch.ones(24).double())
+
+
+def test_ranks_by_initialization_are_means_over_seeds() -> None:
+    scales, seeds, sizes = (1.0, 1.0, 3**0.5), range(2), (3, 20, 30)
+    p = ranks.latent_mixture(2, scales, 1, sizes, torch.float64)
+    assert torch.allclose(p.sum(-1), torch.ones(30, dtype=torch.float64))
+    assert not torch.equal(p, ranks.latent_mixture(2, scales, 0, sizes, torch.float64))
+    rows = [row[1:] for row in ranks.scales_table(seeds, sizes).rows]
+    assert len(rows) == len(ranks.SCALES)  # without the published ranks
+    for scales, (one, *others) in zip(ranks.SCALES, rows, strict=True):
+        assert float(one.split()[0]) <= 5
+        expected = [ranks.log_rank(ranks.latent_mixture(2, scales, s, sizes)) for s in seeds]
+        assert others[0].split()[0] == f"{sum(map(float, expected)) / 2:.0f}"
+    (single,) = {row[2] for row in ranks.scales_table([0], sizes).rows[-1:]}
+    assert single.isdigit()  # one seed has no interval
 
 
 def test_published_ranks_are_shown_for_the_published_sizes(

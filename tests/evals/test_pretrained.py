@@ -12,6 +12,7 @@ import transformers
 
 from commandline.errors import UsageError
 from evals.__main__ import main
+from evals.measures.arithmetic import rounded_products
 from evals.pretrained.contexts import Contexts
 from evals.pretrained.loading import Loaded, Source, load
 from helpers.hf_models import quiet
@@ -139,6 +140,35 @@ def test_some_layers_only(small_lm: Path, tmp_path: Path) -> None:
     assert every["metrics"]["loss"] != one["metrics"]["loss"]
     assert curves[1]["head_entropy"] != curves[0]["head_entropy"][4:]
     assert "ssmax(s=0.9) · layers 1" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_products_and_model_in_bfloat16_are_lines_of_the_same_table(
+    small_lm: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out, other = tmp_path / "1", tmp_path / "2"
+    loss_only = ("--measures", "loss")
+    assert measure(small_lm, out, *loss_only) == 0
+    capsys.readouterr()
+    assert measure(small_lm, out, *loss_only, "--bfloat16", "model,products") == 0
+    assert "2 contexts to read" in capsys.readouterr().out  # those in fp32 are there
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    loss = {row["series"].get("bfloat16", row["variant"]): row["metrics"]["loss"] for row in rows}
+    assert loss["softmax"] == pytest.approx(loss["as loaded"], abs=1e-5)
+    # The model of transformers with its own attention, in one piece.
+    model = load(Source(str(small_lm))).model
+    model.set_attn_implementation("eager")
+    context = Contexts(load(Source(str(small_lm))), TEXT.read_text(), False, 0).draw(LENGTH, 0)
+    with torch.inference_mode(), rounded_products("bfloat16", [model.model.rotary_emb]):
+        logits = model(context.tokens[None]).logits[0, :-1].double()
+    losses = torch.nn.functional.cross_entropy(logits, context.tokens[1:], reduction="none")
+    expected = float(losses[context.is_text[1:]].mean())
+    assert loss["products"] == pytest.approx(expected, abs=1e-4)
+    assert abs(loss["products"] - loss["softmax"]) > 1e-4
+    assert measure(small_lm, other, *loss_only, "--dtype", "bfloat16") == 0
+    assert loss["model"] == rows_in(other)["softmax", LENGTH, 0]["metrics"]["loss"]
+    page = (out / "report.html").read_text()
+    assert all(f"softmax · bfloat16 {what}" in page for what in ("products", "model"))
 
 
 def test_lengths_beyond_the_trained_context_are_measured_and_marked(

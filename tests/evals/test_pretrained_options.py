@@ -19,6 +19,8 @@ NO_FOLDER = f"must be a folder, got '{__file__}"
 NO_LAYERS = "--layers must be all, or numbers such as 0-9,20, got"
 WRONG = {
     "pretrained": {
+        "--bfloat16 sums": "--bfloat16 must be among products, model, got 'sums'",
+        "--bfloat16 model --dtype bfloat16": "--bfloat16 must be given with --dtype float32",
         "--variants softmaxx": KNOWN,
         "--variants softmax->ssmax": KNOWN,
         "--variants ssmax(x=1)": "'ssmax' has no parameter 'x'",

@@ -113,7 +113,8 @@ def left_padded(rank: int) -> list[list[float]]:
     tokens = data()[:, :24]
     mask = torch.arange(24) >= torch.tensor([[0], [9]])
     torch.manual_seed(0)
-    model = Transformer(TOKENS, 32, 4, 2, "elu").double()
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 12}
+    model = Transformer(TOKENS, 32, 4, 2, "elu", rope_scaling=yarn).double()
     with torch.no_grad():
         expected = shard(model(tokens, attn_mask=mask[:, None, None]), mesh)
         model = shard_sequence(model, mesh, "ring")

@@ -113,7 +113,7 @@ def test_caches_do_not_change_the_logits(variant: str, positions: str) -> None:
 
 
 def test_rope_scores_depend_on_distances_only() -> None:
-    from attnzoo.nn.decoder_layer import rotate
+    from attnzoo.nn.rope import rotate
 
     made = model(rope_base=100.0).double()
     q, k = torch.randn(2, 1, 1, 1, 8).double().unbind()

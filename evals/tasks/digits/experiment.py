@@ -154,7 +154,7 @@ class Experiment(Eval):
     }
     conditions: Mapping[str, str]
 
-    def data_version(self) -> str:
+    def data_version(self, settings: Any) -> str:
         return version()
 
     def chance(self, settings: Any) -> float:

@@ -198,7 +198,7 @@ class RetrievalTask(Task):
     metrics: tuple[Metric, ...] = METRICS
     splits: Mapping[str, str] = field(default_factory=lambda: {"": "test"})
 
-    def data_version(self) -> str:
+    def data_version(self, settings: Any) -> str:
         return self.version
 
     def chance(self, settings: Any) -> float:

@@ -118,7 +118,7 @@ def presets(
     which are of the class ``kind``."""
     made = {}
     for name, changed in changes.items():
-        values = {**COMMON[name], **changed}
+        values = {**COMMON.get(name, {}), **changed}
         about = {f.name: values.pop(f.name) for f in fields(Preset) if f.name in values}
         made[name] = Preset(settings=kind(**values), **about)
     return made
@@ -153,7 +153,8 @@ class SequenceTask(Task):
         read: computes the metrics from (logits, batch). It does not compute `outputs.METRICS`,
             which the task adds to ``metrics``.
         read_states: computes metrics from (model, states, batch), only where heads are measured.
-        text: returns a digest of the files that the data come from; None if there are none.
+        text: returns a digest of the files that the data come from, from the settings; None if
+            there are none.
         frequencies: returns how often each token occurs in the training data, (V,). None if the
             output layer cannot be adaptive.
     """
@@ -168,7 +169,7 @@ class SequenceTask(Task):
     size: Callable[[int], int] = lambda length: length
     read: ReadLogits = answers
     read_states: ReadStates | None = None
-    text: Callable[[], str] | None = None
+    text: Callable[[Any], str] | None = None
     frequencies: Callable[[Any], Tensor] | None = None
     metrics: tuple[Metric, ...] = (ACCURACY, LOSS)
     splits: Mapping[str, str] = field(default_factory=lambda: {"": "test"})
@@ -192,8 +193,8 @@ class SequenceTask(Task):
             f"(p + {outputs.EPSILON:g})/(1 + {outputs.EPSILON:g} V) replaces each probability p"
         ]
 
-    def data_version(self) -> str:
-        return f"{self.version}, {self.text()}" if self.text else self.version
+    def data_version(self, settings: Any) -> str:
+        return f"{self.version}, {self.text(settings)}" if self.text else self.version
 
     def chance(self, settings: Any) -> float:
         score = self.chance_score

@@ -1,0 +1,60 @@
+"""The training of a=>b: it starts with the variant a, and continues with b."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+import attnzoo
+from commandline.variants import VariantCall
+
+# A parameter with a smaller gradient does not move: AdamW adds 1e-8 to the root of its square.
+_LEAST_GRADIENT = 1e-20
+
+
+def convert(model: nn.Module, other: nn.Module) -> None:
+    """Replace the attention in a model by that of another model with the same other parameters.
+
+    Parameters of the attention that both have keep their values.
+    """
+    for path, attention in list(model.named_modules()):
+        if isinstance(attention, attnzoo.nn.Attention):
+            new = other.get_submodule(path)
+            shapes = {name: value.shape for name, value in new.state_dict().items()}
+            shared = {
+                name: value
+                for name, value in attention.state_dict().items()
+                if shapes.get(name) == value.shape
+            }
+            new.load_state_dict(shared, strict=False)
+            model.set_submodule(path, new)
+
+
+def check_switch(task: Any, variant: VariantCall, positions: str, settings: Any) -> None:
+    """Check that a variant can replace the one before it.
+
+    Raises:
+        ValueError: the models differ in more than the attention, or the training could not move a
+            parameter of the variant from its initial value.
+    """
+    model, other = (task.build(x, positions, settings) for x in (variant.before, variant))
+    convert(model, other)
+    sizes = [{name: x.shape for name, x in m.named_parameters()} for m in (model, other)]
+    if sizes[0] != sizes[1]:
+        names = ", ".join(sorted(name for name, _ in sizes[0].items() ^ sizes[1].items()))
+        raise ValueError(f"the models of a=>b must differ in the attention only, not in {names}")
+    batch = task.batch(0, "train", settings.train_shortest, 0, 1, settings)
+    task.loss(model, batch).backward()
+    for module in model.modules():
+        for name in module.learned if isinstance(module, attnzoo.nn.Attention) else ():
+            gradients = [
+                float(x.grad.abs().max())
+                for key, x in module.named_parameters()
+                if name in key.split(".") and x.grad is not None
+            ]
+            if max(gradients, default=0.0) < _LEAST_GRADIENT:
+                raise ValueError(
+                    f"{name} has no gradient at its initial value, so training cannot move it; "
+                    f"give another one, such as {variant.name}({name}=…)"
+                )
