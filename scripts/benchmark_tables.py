@@ -1,4 +1,4 @@
-"""The tables of times and of counted instructions, from the JSON files in benchmarks/results."""
+"""The tables of times, memory and counted instructions, from files in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attnzoo
+from benchmarks.harness.cases import SOFTMAX
 from commandline.table import markdown
+from scripts import variant_facts
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 LENGTH, HEAD_DIMS = 16384, (64, 128)
@@ -73,6 +76,42 @@ def speed(row: Record | None) -> str:
     ratios = (row["ratios"].get(name) for name in AGAINST)
     multiples = ", ".join(f"{r['median']:.2f}" if r else "–" for r in ratios)
     return f"{shown} ({multiples})"
+
+
+def cost_table(file: Path = RESULTS / "cpu" / "attention.json") -> str:
+    """A paragraph and a table, from a file of ``benchmarks attention --cpu-time --json``."""
+    if not file.exists():
+        return "No CPU has been measured yet.\n"
+    document = json.loads(file.read_text())
+    where, rows = document["environment"], document["rows"]
+    first, by_name = rows[0], {(row["case"], row["direction"]): row for row in rows}
+    mask = "causal" if first["causal"] else "full"
+    with_memory = any(row["peak_bytes"] is not None for row in rows)
+    memory = ("MB forward", "MB with backward") if with_memory else ()
+    table = [("variant", "work", "forward", "backward", *memory)]
+    for name in attnzoo.list_variants():
+        forms = variant_facts.forms_of(name)
+        work = " or ".join(map(variant_facts.cost, forms)) or "N²·D, by the definition"
+        lines = [by_name.get((name, direction)) for direction in ("forward", "backward")]
+        used = map(megabytes, lines) if with_memory else ()
+        table.append((f"`{name}`", work, *map(relative_time, lines), *used))
+    return (
+        f"{where['cpu']}, one thread, torch {where['torch']}, {where['date']}: {mask}, "
+        f"{first['dtype']}, B = {first['batch']}, H = {first['heads']}, N = {first['length']}, "
+        f"D = {first['head_dim']}. Median of the CPU time divided by that of `softmax` in the same "
+        f"rounds{', and peak memory without the inputs' if with_memory else ''}.\n\n"
+        f"{markdown(table)}"
+    )
+
+
+def relative_time(row: Record | None) -> str:
+    if row is None or row["seconds"] is None:
+        return "–"
+    return "1" if row["case"] == SOFTMAX.spec else f"{row['ratios'][SOFTMAX.spec]['median']:.1f}"
+
+
+def megabytes(row: Record | None) -> str:
+    return "–" if row is None or row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f}"
 
 
 def profile_table(folder: Path = RESULTS / "profile") -> str:

@@ -30,7 +30,7 @@ from evals.reporting.pages import (
     tasks_table,
 )
 from evals.tasks import EXPERIMENTS
-from scripts.benchmark_tables import kernels_table, profile_table
+from scripts.benchmark_tables import cost_table, kernels_table, profile_table
 from scripts.call_path import call_path
 from scripts.families_table import families_facts, families_table
 from scripts.headlines import headlines_table
@@ -132,6 +132,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
         name.replace(".", "-"): lambda page, name=name: documented(RESULTS, name)
         for name in ("pretrained", "pretrained.new-variants", "adapt")
     },
+    "cost": lambda page: cost_table(),
     "kernels": lambda page: kernels_table(),
     "profile": lambda page: profile_table(),
 }

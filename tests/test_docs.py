@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import io
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,15 @@ TEXTS = {path: text_of(path) for path in PAGES}
 CURRENT = [path for path in PAGES if path.name != "CHANGELOG.md"]
 ALL_TEXT = "\n".join(TEXTS[path] for path in CURRENT)
 MAKEFILE = (ROOT / "Makefile").read_text()
+RECIPES_PAGE = ROOT / "docs" / "recipes.md"
+# The texts of the recipes by their headings
+RECIPES = dict(
+    part.split("\n", 1) for part in re.split(r"^## ", TEXTS[RECIPES_PAGE], flags=re.MULTILINE)[1:]
+)
+
+
+# peft reads a name that transformers has deprecated.
+OF_PEFT = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 
 
 def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -61,29 +71,70 @@ def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.Compl
             code.append(f"exec(compile({text!r}, {page!r}, 'exec'))")
     # The pages show outputs without Triton's interpreter, which conftest.py turns on.
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(code)],
+        [sys.executable, "-W", "error", "-W", OF_PEFT, "-c", "\n".join(code)],
         cwd=folder, capture_output=True, text=True, env=without_interpreter(),
     )  # fmt: skip
 
 
 def with_code() -> list[object]:
-    """Return all pages with Python code. All but README are marked slow: each is a new process."""
+    """Return the pages whose code runs as one program: all with Python code but the recipes.
+
+    All but README are marked slow: each is a new process.
+    """
     return [
         pytest.param(path, id=name_of(path), marks=[] if path == README else [pytest.mark.slow])
         for path in PAGES
-        if python_blocks(TEXTS[path])
+        if path != RECIPES_PAGE and python_blocks(TEXTS[path])
     ]
 
 
 @pytest.mark.parametrize("path", with_code())
 def test_code_runs_in_order(path: Path, tmp_path: Path) -> None:
-    done = run_blocks(python_blocks(TEXTS[path]), name_of(path), tmp_path)
+    check_output(run_blocks(python_blocks(TEXTS[path]), name_of(path), tmp_path), TEXTS[path])
+
+
+def check_output(done: subprocess.CompletedProcess[str], text: str) -> None:
+    """Check that the code of the text ended well and printed what the text shows."""
     assert done.returncode == 0, done.stderr
-    for shown in outputs(TEXTS[path]):
+    for shown in outputs(text):
         assert shown in done.stdout
-    for block in python_blocks(TEXTS[path]):
+    for block in python_blocks(text):
         for shown in re.findall(r"^print\(.*\)  # (.+)$", block.text, re.MULTILINE):
             assert shown in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_recipe_runs_alone(name: str, tmp_path: Path) -> None:
+    """The commands of evals run in a test of their own."""
+    text = RECIPES[name]
+    check_output(run_blocks(python_blocks(text), f"recipe {name}", tmp_path), text)
+    for program, words in re.findall(r"^(python|torchrun) (?!-m)(.+)$", text, re.MULTILINE):
+        launcher = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+        done = subprocess.run(
+            [sys.executable, *launcher, *words.split()],
+            cwd=tmp_path, capture_output=True, text=True, timeout=300,
+            env={**without_interpreter(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        if program == "torchrun":
+            first, *_, last = (float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout))
+            assert last < 0.9 * first
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_at_most_a_screen(name: str) -> None:
+    blocks = python_blocks(RECIPES[name])
+    assert blocks
+    for block in blocks:
+        code = [x for x in block.text.splitlines() if x and not x.startswith(("import", "from"))]
+        assert len(code) <= 26
+
+
+def test_recipes_begin_with_a_table_that_links_to_each() -> None:
+    text = TEXTS[RECIPES_PAGE].split("\n## ")[0]
+    listed = {link.removeprefix("#") for link in links(text)}
+    assert listed == anchors("\n".join(f"## {name}" for name in RECIPES))
 
 
 def test_code_of_variant_pages_runs() -> None:
@@ -129,7 +180,7 @@ def test_evals_command_runs_with_the_plugin_file_on_the_same_page(
     variants = f"softmax,{name}" if of_variant else "softmax"
     few += [] if "--variants" in words else ["--variants", variants]
     done = subprocess.run(
-        [sys.executable, "-m", *words.replace(file, str(tmp_path / file)).split(), *few],
+        [sys.executable, "-m", *shlex.split(words.replace(file, str(tmp_path / file))), *few],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

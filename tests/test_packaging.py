@@ -12,8 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import attnzoo
+from attnzoo import __main__ as command
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -118,3 +120,29 @@ def test_import_without_transformers_or_with_an_old_version_raises() -> None:
     for line, version in zip(old, ("4.57.1", "5.16.1"), strict=True):
         assert f"transformers {oldest} or later, got {version}" in line, done.stderr
     assert "run pip install -e '.[hf]' in the clone of attnzoo" in without, done.stderr
+
+
+def test_the_command_prints_versions_backends_and_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"attnzoo {attnzoo.__version__}, torch {torch.__version__}, ")
+    assert lines[-1] == f"docs: {ROOT / 'docs'}"
+    listed = dict(line.strip().split(": ") for line in lines if line.startswith("  "))
+    names = [name for text in listed.values() for name in text.split(", ")]
+    assert sorted(names) == attnzoo.list_variants()
+    q = torch.empty(command.SHAPE, requires_grad=True)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    q = q.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    plan = attnzoo.explain(q, q, q, "entmax", is_causal=True)
+    assert "entmax" in listed[str(plan.chosen)].split(", ")
+
+
+def test_the_command_without_docs_and_optional_packages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "DOCS", tmp_path / "docs")
+    monkeypatch.setattr(command, "PACKAGES", ("no-such-package",))
+    command.main([])
+    shown = capsys.readouterr().out
+    assert "no no-such-package\n" in shown
+    assert shown.endswith("docs: in the folder docs of the repository\n")

@@ -215,7 +215,7 @@ def test_wide_tables_scroll_in_their_box(address: str, browser: webdriver.Chrome
     assert inner > outer
 
 
-# Texts of the open tables of results that are wider than the boxes around them.
+# Texts of the short tables that are open and wider than the boxes around them.
 TOO_WIDE = """
 return [...document.querySelectorAll('.short table')].filter(
   table => table.scrollWidth > table.closest('.pst-scrollable-table-container').clientWidth
@@ -223,10 +223,11 @@ return [...document.querySelectorAll('.short table')].filter(
 """
 
 
-@pytest.mark.parametrize("name", ["results", "pretrained", "output-layers-evals"])
-def test_tables_of_results_fit_into_the_page(
-    name: str, address: str, browser: webdriver.Chrome
-) -> None:
+@pytest.mark.parametrize(
+    "name",
+    "results pretrained output-layers-evals models choosing masks-and-positions".split(),
+)
+def test_short_tables_fit_into_the_page(name: str, address: str, browser: webdriver.Chrome) -> None:
     browser.get(f"{address}{name}.html")
     for width in (1400, WIDTHS["phone"]):
         resize(browser, width)

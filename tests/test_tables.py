@@ -16,7 +16,7 @@ from commandline.errors import UsageError
 from commandline.table import Table, tables_csv
 from helpers import evals_rows
 from scripts import headlines, publish, tables, variant_facts
-from scripts.benchmark_tables import kernels_table, profile_table
+from scripts.benchmark_tables import cost_table, kernels_table, profile_table
 from scripts.call_path import call_path
 from scripts.families_table import FIELDS, RESULTS, TOLERANCE, families_facts, families_table
 from scripts.variant_tables import support_table, variants_table
@@ -209,6 +209,32 @@ def test_kernels_table_is_made_from_the_newest_results(tmp_path: Path) -> None:
     assert header == f"|  {columns}"
     assert lines[0] == "| `ssmax` | 410 (0.90, –) | – | – | – |"
     assert lines[1] == "| sdpa flash | 410 | – | – | – |"
+
+
+def test_cost_table_has_ratios_to_softmax_and_a_row_for_every_variant(tmp_path: Path) -> None:
+    file = tmp_path / "attention.json"
+    assert cost_table(file) == "No CPU has been measured yet.\n"
+    row = {
+        "case": "softmax", "direction": "forward", "seconds": {"median": 0.1}, "ratios": {},
+        "peak_bytes": 3_000_000, "causal": True, "dtype": "float32", "batch": 1, "heads": 2,
+        "length": 1024, "head_dim": 64,
+    }  # fmt: skip
+    ratios = {"softmax": {"median": 1.26, "lower": 1.0, "upper": 1.5, "count": 7}}
+    other = {**row, "case": "entmax", "direction": "backward", "ratios": ratios, "peak_bytes": None}
+    wrong = {**other, "case": "taylor", "seconds": None, "ratios": {}}
+    where = {"cpu": "Test CPU", "torch": "2.11.0", "date": "2026-01-31"}
+    file.write_text(json.dumps({"environment": where, "rows": [row, other, wrong]}))
+    about, _, _, _, *lines = cost_table(file).splitlines()
+    assert about.startswith(
+        "Test CPU, one thread, torch 2.11.0, 2026-01-31: causal, float32, B = 1"
+    )
+    assert [line.split("`")[1] for line in lines] == attnzoo.list_variants()
+    assert "| `softmax` | N²·D | 1 | – | 3 | – |" in lines
+    assert "| `entmax` | N²·D, and a threshold solved per row | – | 1.3 | – | – |" in lines
+    (taylor,) = (line for line in lines if "`taylor`" in line)
+    assert taylor.endswith("| – | – | – | – |")
+    file.write_text(json.dumps({"environment": where, "rows": [{**row, "peak_bytes": None}]}))
+    assert "| `softmax` | N²·D | 1 | – |\n" in cost_table(file)
 
 
 def counted() -> dict[str, Any]:

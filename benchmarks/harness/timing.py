@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 Calls = Mapping[str, Callable[[], object]]
+Clock = Callable[[], float]
 # Quartiles need at least three numbers.
 MIN_ROUNDS = 3
 # Size of the buffer that is written before each timed call. An H200 needs about 0.3 ms for one
@@ -42,6 +43,7 @@ def interleave(
     min_seconds: float,
     warmup: int = 2,
     max_seconds: float = float("inf"),
+    clock: Clock = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each call in each round; a round runs every call once.
 
@@ -53,6 +55,7 @@ def interleave(
         min_seconds: rounds continue until their total time reaches this value.
         max_seconds: no round starts after this time, except the first `MIN_ROUNDS` rounds.
         warmup: the number of rounds before timing starts.
+        clock: the seconds now, such as `time.process_time` for the CPU time of this process.
     """
     for _ in range(warmup):
         for call in calls.values():
@@ -63,9 +66,9 @@ def interleave(
         rounds < MIN_ROUNDS or spent < max_seconds
     ):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             call()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
             spent += seconds[name][-1]
         rounds += 1
     return seconds
@@ -79,17 +82,17 @@ def ratio(samples: Sequence[float], baseline: Sequence[float]) -> Spread:
 class WallClock:
     """Timer for a CPU. It does not measure memory; `memory.measure` does, in fresh processes.
 
-    warmup: the number of rounds before timing starts.
+    warmup: the number of rounds before timing starts. clock: see `interleave`.
     """
 
-    def __init__(self, warmup: int = 2) -> None:
-        self.warmup = warmup
+    def __init__(self, warmup: int = 2, clock: Clock = time.perf_counter) -> None:
+        self.warmup, self.clock = warmup, clock
 
     def rounds(
         self, calls: Calls, repeats: int, min_seconds: float, max_seconds: float = float("inf")
     ) -> dict[str, list[float]]:
         """Seconds of each call, one number per round; see `interleave`."""
-        return interleave(calls, repeats, min_seconds, self.warmup, max_seconds)
+        return interleave(calls, repeats, min_seconds, self.warmup, max_seconds, self.clock)
 
     def peak_bytes(self, call: Callable[[], object]) -> int | None:
         """Peak bytes allocated during one call minus those allocated before; None if unknown."""

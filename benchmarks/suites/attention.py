@@ -14,6 +14,7 @@ Directions: forward, backward (gradients only) and both (output and gradients).
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,7 @@ from benchmarks.harness.options import (
 from benchmarks.harness.presets import PRESETS
 from benchmarks.harness.report import Report, Row
 from benchmarks.harness.sparsity import empty_blocks
+from benchmarks.harness.timing import WallClock
 from commandline.arguments import numbers
 from commandline.errors import UsageError
 
@@ -88,6 +90,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--baselines", type=subset_of(NAMES), metavar="NAME,…",
         help=f"Compare with some of {','.join(NAMES)}, or '' for none {default('baselines')}",
     )  # fmt: skip
+    add("--cpu-time", action="store_true",
+        help="Time with the CPU time of the process, which other programs change less than the "
+        "time of the clock on the wall; only with --device cpu")  # fmt: skip
     add("--check-only", action="store_true", help="Check results only")
     add("--time", action=yes_no, default=True, help="Measure time (default)")
     add("--memory", action=yes_no, default=True,
@@ -104,6 +109,8 @@ def prepare(args: argparse.Namespace) -> list[Case]:
         args.device = "cuda"
         defaults = {"cuda": {**DEFAULTS["cuda"], **PRESETS[args.preset].options}}
     args.device = args.device or "cpu"
+    if args.cpu_time and args.device == "cuda":
+        raise UsageError("--cpu-time requires --device cpu, got cuda")
     apply_defaults(args, defaults)
     if not (args.direction and args.mask and args.inputs):
         raise UsageError("--direction, --mask and --inputs must not be empty")
@@ -113,7 +120,8 @@ def prepare(args: argparse.Namespace) -> list[Case]:
 
 
 def measure(args: argparse.Namespace, cases: list[Case], report: Report) -> None:
-    timer, timed = timer_of(args), args.time and not args.check_only
+    timer = WallClock(clock=time.process_time) if args.cpu_time else timer_of(args)
+    timed = args.time and not args.check_only
     shares: Shares = {}
 
     def peak_bytes(e: Implementation, row: Row) -> int | None:

@@ -223,6 +223,7 @@ def test_the_command_prints_where_measured_tiles_are_looked_up(
     assert f"measured tiles: {folder}, not read without a GPU" in capsys.readouterr().out
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(command, "backends", lambda device, dtype: [])
     command.main([])
     file = measured.user_file(GPU)
     assert f"measured tiles of {GPU}: 0, from no file {file}\n" in capsys.readouterr().out

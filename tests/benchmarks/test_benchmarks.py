@@ -254,6 +254,13 @@ def test_interleave_alternates_the_calls() -> None:
     assert [len(s) for s in seconds.values()] == [3, 3]
 
 
+def test_interleave_takes_times_from_the_clock() -> None:
+    times = iter([0.0, 1.0, 1.0, 4.0, 9.0, 11.0, 20.0, 24.0])
+    calls = {"a": lambda: None, "b": lambda: None}
+    seconds = timing.interleave(calls, 2, 0.0, warmup=1, clock=lambda: next(times))
+    assert seconds == {"a": [1.0, 2.0], "b": [3.0, 4.0]}
+
+
 def test_spread_has_median_and_quartiles() -> None:
     spread = timing.Spread.of([4.0, 1.0, 3.0, 2.0, 5.0])
     assert (spread.median, spread.lower, spread.upper, spread.count) == (3.0, 2.0, 4.0, 5)
@@ -335,6 +342,7 @@ def test_unsupported_backend_is_noted_in_its_row(capsys: pytest.CaptureFixture[s
         (["--heads", str(2**64)], "must be an int from 1 to 2147483647"),
         (["--device", "tpu"], "invalid choice"),
         (["--plugin", "nowhere.py"], "nowhere.py"),
+        (["--cpu-time", "--device", "cuda"], "--cpu-time requires --device cpu, got cuda"),
     ],
 )
 def test_invalid_options_exit_with_status_2(
