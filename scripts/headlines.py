@@ -1,6 +1,6 @@
-"""The table of docs/headlines.md: the claims of headlines.toml beside figures of stored results.
+"""The sections of docs/headlines.md: the claims of headlines.toml beside figures of stored results.
 
-A cell has fields in braces, which are replaced by figures when the table is made:
+A text has fields in braces, which are replaced by figures when the page is made:
 
     {FILE; ROW; COLUMN}           the score of a row in docs/results/FILE.csv at a length or under a
                                   condition, with half the width of its 95 % interval; or a cell of
@@ -14,10 +14,12 @@ A cell has fields in braces, which are replaced by figures when the table is mad
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import tomllib
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +34,62 @@ from scripts.benchmark_tables import RESULTS as TIMES
 from scripts.variant_facts import linked
 
 CLAIMS = Path(__file__).with_suffix(".toml")
-HEADER = ("source", "claim", "ours", "command", "verdict")
+# A verdict is one of these, in the order of the overview.
+VERDICTS = ("reproduced", "partly", "not shown", "refuted", "small tasks only", "needs a GPU")
 FIELD = re.compile(r"\{([^{}]+)\}")
 MINUS = " − "
 
 
-def headlines_table(path: Path = CLAIMS) -> str:
-    """A Markdown table of the claims. Each verdict is a link to the evidence."""
-    rows: list[tuple[str, ...]] = [HEADER]
-    for claim in tomllib.loads(path.read_text())["claim"]:
-        source, about, ours = linked(claim["source"]), claim["claim"], filled(claim["ours"])
-        commands = "; ".join(f"`{filled(command)}`" for command in claim["commands"])
-        rows.append((source, about, ours, commands, f"[{claim['verdict']}]({claim['evidence']})"))
-    return markdown(rows)
+def headlines_sections(path: Path = CLAIMS) -> str:
+    """A table of the verdicts in Markdown, and a section for each source."""
+    claims = tomllib.loads(path.read_text())["claim"]
+    overview = [("verdict", "claims of")]
+    for name in VERDICTS:
+        titles = [title(claim["source"]) for claim in claims if claim["verdict"] == name]
+        if titles:
+            links = (f"[{one}](#{anchor(one)})" for one in dict.fromkeys(titles))
+            overview.append((f"{name} ({len(titles)})", ", ".join(links)))
+    sections = [markdown(overview), "## The claims\n"]
+    for source, of_source in itertools.groupby(claims, key=itemgetter("source")):
+        paper = source.partition(": ")[2]
+        sections.append(f"### {title(source)}\n\n{linked(paper)}\n")
+        sections.extend(map(claim_text, of_source))
+    return "\n".join(sections)
+
+
+def title(source: str) -> str:
+    return source.partition(": ")[0]
+
+
+def anchor(heading: str) -> str:
+    """The part of an address that leads to a heading, as on GitHub and on the site."""
+    return re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-"))
+
+
+def claim_text(claim: Mapping[str, Any]) -> str:
+    commands = "\n".join(wrapped(filled(command)) for command in claim["commands"])
+    return (
+        f"**Claim:** {claim['claim']}\n\n"
+        f"**Here:** {filled(claim['ours'])} → [{claim['verdict']}]({claim['evidence']})\n\n"
+        f"```\n{commands}\n```\n"
+    )
+
+
+def wrapped(command: str, width: int = 88) -> str:
+    r"""The command with line breaks before options, where it is too long.
+
+    >>> print(wrapped("python -m evals mqar --sweep none --lengths 64,256", width=40))
+    python -m evals mqar --sweep none \
+        --lengths 64,256
+    """
+    first, *options = re.split(r" (?=--)", command)
+    lines = [first]
+    for option in options:
+        if len(lines[-1]) + len(option) + 3 > width:  # with a space before and " \\" after it
+            lines.append(f"    {option}")
+        else:
+            lines[-1] += f" {option}"
+    return " \\\n".join(lines)
 
 
 def filled(text: str, results: Path = MEASURED, times: Path = TIMES) -> str:

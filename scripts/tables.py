@@ -33,7 +33,7 @@ from evals.tasks import EXPERIMENTS
 from scripts.benchmark_tables import cost_table, kernels_table, profile_table
 from scripts.call_path import call_path
 from scripts.families_table import families_facts, families_table
-from scripts.headlines import headlines_table
+from scripts.headlines import headlines_sections
 from scripts.variant_tables import forms_table, support_table, variants_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,7 +124,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "results": lambda page: overview(RESULTS),
     "legend": lambda page: legend(RESULTS),
     "rounding": lambda page: table_1(RESULTS),
-    "headlines": lambda page: headlines_table(),
+    "headlines": lambda page: headlines_sections(),
     "rounded-parts": lambda page: rounded_parts(RESULTS),
     "rounded-pretrained": lambda page: rounded_pretrained(RESULTS),
     **{name: lambda page, name=name: documented(RESULTS, name) for name in EXPERIMENTS},

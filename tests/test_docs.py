@@ -42,6 +42,7 @@ from helpers.pages import (
 from helpers.processes import without_interpreter
 from scripts import tables
 from scripts.site import pages as variant_pages
+from scripts.site.synonyms import SYNONYMS
 
 ROOT = tables.ROOT
 TEXTS = {path: text_of(path) for path in PAGES}
@@ -284,6 +285,14 @@ def test_generated_tables_are_up_to_date(path: Path) -> None:
 def test_every_generated_table_is_shown() -> None:
     shown = {match["name"] for text in TEXTS.values() for match in tables.BLOCK.finditer(text)}
     assert shown == set(tables.BLOCKS)
+
+
+@pytest.mark.parametrize("page", SYNONYMS)
+def test_headings_with_synonyms_exist(page: str) -> None:
+    """Otherwise the site cannot be built."""
+    lines = TEXTS[ROOT / "docs" / f"{page}.md"].splitlines()
+    headings = {line.lstrip("#").strip() for line in lines if line.startswith("#")}
+    assert not SYNONYMS[page].keys() - headings
 
 
 def test_every_page_is_in_the_contents() -> None:

@@ -281,7 +281,7 @@ def results(browser: webdriver.Chrome) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "page"),
     [
-        ("LoRA", "models"),
+        ("LoRA", "peft"),
         ("scalable softmax", "variants/ssmax"),
         ("flash", "backends"),
         ("gpt-oss", "variants/sink"),

@@ -276,16 +276,13 @@ def test_profile_table_compares_full_blocks_of_calls_without_gain(tmp_path: Path
     assert "| 9.9 |" in profile_table(tmp_path)
 
 
-VERDICTS = {"reproduced", "partly", "refuted", "not shown", "toys only", "needs a GPU"}
-
-
 def test_every_claim_has_all_cells_and_a_known_verdict() -> None:
     claims = tomllib.loads(headlines.CLAIMS.read_text())["claim"]
     for claim in claims:
         assert set(claim) == {"source", "claim", "ours", "commands", "verdict", "evidence"}
         assert all(claim.values())
         assert all(claim["commands"])
-        assert claim["verdict"] in VERDICTS
+        assert claim["verdict"] in headlines.VERDICTS
     page = (tables.ROOT / "docs" / "headlines.md").read_text()
     legend = {line.split("**")[1] for line in page.splitlines() if line.startswith("- **")}
     used = {claim["verdict"] for claim in claims}

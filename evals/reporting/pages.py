@@ -195,7 +195,7 @@ def legend(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     """The names of the numbered lines of a figure, in one paragraph."""
     summary = read_summary(folder / f"{task}.csv")
     ranked = summary.ranked(summary.task.score)
-    return " · ".join(f"{n} `{series.label}`" for n, series in enumerate(ranked, 1)) + "\n"
+    return " · ".join(f"{n}\u00a0`{series.label}`" for n, series in enumerate(ranked, 1)) + "\n"
 
 
 def documented(folder: Path, name: str) -> str:

@@ -37,14 +37,17 @@ SYNONYMS: dict[str, dict[str, tuple[str, ...]]] = {
         "Windows": ("sliding window", "local attention", "SWA"),
     },
     "models": {
-        "Bounded logits": ("QK-clip", "MuonClip"),
-        "Details of converted models": ("LoRA", "PEFT", "adapter", "tensor parallel"),
-        "FSDP": ("FSDP2", "sharding"),
         "Hugging Face models": ("transformers", "Trainer"),
         "Models that call torch's function": ("timm", "nanoGPT", "scaled_dot_product_attention"),
         "PyTorch's attention layers": ("torch.nn.MultiheadAttention",),
-        "Your own module": ("differential transformer", "gated attention", "LASER"),
+        "Wrappers": ("differential transformer", "gated attention", "LASER"),
     },
+    "peft": {
+        "FSDP": ("FSDP2", "sharding"),
+        "PEFT": ("LoRA", "adapter"),
+        "Tensor parallelism": ("tensor parallel",),
+    },
+    "recipes": {"QK-clip": ("MuonClip", "bounded logits")},
 }  # fmt: skip
 
 
