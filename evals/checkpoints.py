@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from commandline.errors import UsageError
 from commandline.files import write_whole
 from evals.measures.arithmetic import is_out_of_memory
 
@@ -78,21 +79,33 @@ class Checkpoint:
             return 0
         try:
             state = torch.load(self.path, map_location="cpu", weights_only=True)
+            step = int(state["step"])
         except UNREADABLE as error:
             if is_out_of_memory(error):
                 raise
             print(f"warning: cannot read {self.path}; the training starts again", file=sys.stderr)
             return 0
         self._state = state
-        return state["step"]
+        return step
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put the state that was read, if any, into a model and an optimizer."""
+        """Put the state that was read, if any, into a model and an optimizer.
+
+        Raises:
+            UsageError: the state is that of another model.
+        """
         if (saved := self._state) is None:
             return
         self._state = None
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        try:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        except UNREADABLE as error:
+            if is_out_of_memory(error):
+                raise
+            raise UsageError(
+                f"{self.path} does not fit the model; delete it to start the training again"
+            ) from error
         torch.set_rng_state(saved["generators"][0])
         if (device := _device(model)).type == "cuda":
             torch.cuda.set_rng_state(saved["generators"][1], device)

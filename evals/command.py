@@ -22,7 +22,7 @@ from evals.results.rows import Row, is_validation
 from evals.results.store import Folder
 from evals.run import Message, Run, RunContext, point_text
 from evals.sweeps import RECORD, record
-from evals.task import NOTES, Task
+from evals.task import NOTES, Task, trained_encoding
 from evals.tasks.digits.experiment import Experiment
 
 # Writes and prints results, given (rows, results folder, note, verbose).
@@ -128,9 +128,11 @@ class Studies:
         self, run: Run, place: str, variant: str, values: Mapping[str, float], step: int
     ) -> None:
         parts = [run.study, variant, place, run.candidate, f"seed{run.seed}"]
+        is_encoding = trained_encoding(place) == run.positions
         config = {
-            "task": run.study, "variant": variant, "positions": run.positions, "seed": run.seed,
-            "condition": None if place == run.positions else place,
+            "task": run.study, "variant": variant, "seed": run.seed,
+            "positions": place if is_encoding else run.positions,
+            "condition": None if is_encoding else place,
             "sweep": run.candidate or None, "settings": asdict(run.settings),
         } if self.loggers else {}  # fmt: skip
         for logger in self.loggers:

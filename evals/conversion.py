@@ -35,9 +35,14 @@ def check_switch(task: Any, variant: VariantCall, positions: str, settings: Any)
     """Check that a variant can replace the one before it.
 
     Raises:
-        ValueError: the models differ in more than the attention, or the training could not move a
-            parameter of the variant from its initial value.
+        ValueError: one of the two has no steps, the models differ in more than the attention, or
+            the training could not move a parameter of the variant from its initial value.
     """
+    if not 0 < settings.switch_step < settings.steps:
+        raise ValueError(
+            "switch must leave steps for both variants of a=>b, got "
+            f"{settings.switch:g} of {settings.steps} steps"
+        )
     model, other = (task.build(x, positions, settings) for x in (variant.before, variant))
     convert(model, other)
     sizes = [{name: x.shape for name, x in m.named_parameters()} for m in (model, other)]

@@ -157,8 +157,7 @@ def train(
     def replace_attention() -> None:
         convert(model, task.build(variant, positions, settings).to(device))
 
-    at = round(settings.switch * settings.steps)
-    switch = None if variant.before is None else (at, replace_attention)
+    switch = None if variant.before is None else (settings.switch_step, replace_attention)
     fit(model, loss, settings, report, checkpoint=checkpoint, switch=switch)
     return model.eval()
 

@@ -176,6 +176,11 @@ class Settings(Schedule):
         steps = round((multiple - 1) * self.train_longest / self.train_stride)
         return self.train_longest + max(1, steps) * self.train_stride
 
+    @property
+    def switch_step(self) -> int:
+        """The step before which b replaces a in the training of a=>b."""
+        return round(self.switch * self.steps)
+
     def batch_size(self, length: int) -> int:
         """The number of sequences in a training step of this length."""
         return self.batch * self.train_longest // length if self.fill else self.batch

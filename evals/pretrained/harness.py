@@ -92,7 +92,10 @@ def main(line: argparse.Namespace) -> int:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         if os.environ.get("RANK", "0") == "0":  # the other ranks of a run write no results
-            (file,) = set(folder.rglob("results_*.json")) - earlier
+            files = set(folder.rglob("results_*.json")) - earlier
+            if not files:
+                raise UsageError(f"lm_eval wrote no results for {name}; see its messages above")
+            (file,) = files
             scores[name] = json.loads(file.read_text())["results"]
     if scores:
         print(f"\n{table(scores).text()}")

@@ -21,7 +21,6 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,7 +80,7 @@ class LanguageSettings(SequenceSettings):
         """The text has its name here; its digest is in `SequenceTask.data_version`."""
         settings = super().identity()
         text = settings.pop("text")
-        return settings if text == texts.PYTHON else settings | {"text": Path(self.text).name}
+        return settings if text == texts.PYTHON else settings | {"text": texts.text_name(text)}
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> SequenceBatch:

@@ -16,6 +16,7 @@ They must be UTF-8, and are split by the SHA-256 of their paths in the folder.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sysconfig
 from collections.abc import Iterable
@@ -44,6 +45,11 @@ def corpus(text: str = PYTHON) -> tuple[dict[str, np.ndarray], str]:
     parts = _python() if text == PYTHON else _of_path(text)
     digest = hashlib.sha256(parts["train"] + b"\0" + parts["test"]).hexdigest()[:16]
     return {split: np.frombuffer(part, dtype=np.uint8) for split, part in parts.items()}, digest
+
+
+def text_name(text: str) -> str:
+    """The last part of the path of a text, also of one such as "." or "../texts/"."""
+    return os.path.basename(os.path.abspath(os.path.expanduser(text)))
 
 
 def _python() -> dict[str, bytes]:

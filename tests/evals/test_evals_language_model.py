@@ -86,6 +86,16 @@ def test_keys_depend_on_the_digest_and_not_on_the_folder_of_a_text(tmp_path: Pat
     assert keys[0] == keys[1] != keys[2]
 
 
+@pytest.mark.parametrize("path", ["texts", "texts/", ".", "../texts"])
+def test_results_have_the_last_part_of_the_path_of_a_text(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "texts").mkdir()
+    monkeypatch.chdir(tmp_path if path.startswith("texts") else tmp_path / "texts")
+    settings = replace(TASK.presets["smoke"].settings, text=path)
+    assert settings.identity()["text"] == "texts"
+
+
 # ---- metrics
 
 
@@ -187,17 +197,33 @@ def test_an_interrupted_training_continues_with_equal_results(
     assert after.curves["training_loss"] == saved["training"]["losses"]
 
 
+@pytest.mark.parametrize("content", [b"broken", [1], {"model": {}}])
 def test_an_unreadable_state_starts_the_training_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tiny_run("softmax")
     path = run.checkpoint(tmp_path)
     path.parent.mkdir(parents=True)
-    path.write_bytes(b"broken")
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
     messages = execute(run, tmp_path)
     assert "the training starts again" in capsys.readouterr().err
     assert [m[1] for m in messages if m[0] == "loss"] == [25, 30]
     assert not path.exists()
+
+
+def test_a_state_of_another_model_is_an_error_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evals.checkpoints.SAVE_EVERY", 0.0)
+    run, other = tiny_run("softmax"), tiny_run("softmax", width=12)
+    with pytest.raises(Interrupted):
+        execute(other, tmp_path, interrupted_at=25)
+    other.checkpoint(tmp_path).rename(path := run.checkpoint(tmp_path))
+    with pytest.raises(UsageError, match=f"^{re.escape(str(path))} does not fit the model"):
+        execute(run, tmp_path)
 
 
 # ---- trainings that change the variant
@@ -243,6 +269,12 @@ def test_impossible_switches_raise(variants: list[str], message: str) -> None:
     options = Options(preset="smoke", variants=variants, settings=TINY, lengths=[44])
     with pytest.raises(UsageError, match=message):
         plan_study(TASK, options, {})
+
+
+@pytest.mark.parametrize("switch", [0.0, 0.01, 0.99, 1.0])
+def test_a_switch_leaves_steps_for_both_variants(switch: float) -> None:
+    with pytest.raises(UsageError, match=f"both variants of a=>b, got {switch:g} of 30 steps"):
+        tiny_run("softmax=>ssmax", switch=switch)
 
 
 def test_other_commands_refuse_a_switch() -> None:

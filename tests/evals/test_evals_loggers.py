@@ -52,10 +52,9 @@ def test_tensorboard_has_a_folder_per_training_run(
     assert ("test/accuracy", 16) in calls
 
 
-@pytest.mark.slow
-def test_each_training_run_is_a_wandb_run_with_its_own_axes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The runs that are started of a stub of wandb."""
     runs: list[Any] = []
 
     def init(**options: Any) -> Any:
@@ -67,12 +66,19 @@ def test_each_training_run_is_a_wandb_run_with_its_own_axes(
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    return runs
+
+
+@pytest.mark.slow
+def test_each_training_run_is_a_wandb_run_with_its_own_axes(
+    tmp_path: Path, wandb_runs: list[Any]
+) -> None:
     assert main([*RUN, "--log", "wandb", "--out", str(tmp_path)]) == 0
-    assert [run.options["name"] for run in runs] == [
+    assert [run.options["name"] for run in wandb_runs] == [
         "max-retrieval/softmax/none/seed0",
         "max-retrieval/ssmax(s=0.5)/none/seed0",
     ]
-    for run in runs:
+    for run in wandb_runs:
         assert run.options["dir"] == str(tmp_path)
         assert run.options["group"] == "max-retrieval"
         config = run.options["config"]
@@ -83,6 +89,18 @@ def test_each_training_run_is_a_wandb_run_with_its_own_axes(
         assert [row["step"] for row in run.rows if "train/loss" in row] == [25, 30]
         assert any(row.get("length") == 16 and "test/accuracy" in row for row in run.rows)
         assert run.finished
+
+
+@pytest.mark.slow
+def test_the_config_of_a_wandb_run_has_its_scaling_of_rope(
+    tmp_path: Path, wandb_runs: list[Any]
+) -> None:
+    line = ["copy", "--preset", "smoke", "--variants", "softmax", "--positions", "rope,rope->yarn"]
+    line += ["--steps", "2", "--workers", "0", "--lengths", "16", "--set", "test_sequences=4"]
+    assert main([*line, "--log", "wandb", "--out", str(tmp_path)]) == 0
+    configs = [run.options["config"] for run in wandb_runs]
+    assert [config["positions"] for config in configs] == ["rope", "rope->yarn"]
+    assert [config["condition"] for config in configs] == [None, None]
 
 
 def test_a_missing_logger_package_is_an_error_before_training(
