@@ -155,7 +155,7 @@ def test_first_example_of_readme_has_at_most_five_lines() -> None:
 
 def evaluated() -> list[object]:
     """Return (page, command, file): evals commands with a plugin that the same page shows."""
-    cases = [
+    cases: list[object] = [
         pytest.param(path, words, file, id=f"{name_of(path)}-{file}")
         for path in CURRENT
         for words, file in re.findall(
