@@ -344,6 +344,8 @@ def notes(summary: Summary, metric: Metric | None = None) -> list[str]:
         lines.append("a->b: trained with variant a, evaluated with variant b")
     if any("=>" in one.variant for one in series):
         lines.append("a=>b: trained with variant a, and with b in the last part of the steps")
+    if any("->" in one.detail for one in series):
+        lines.append("rope->b: trained with rope, which b scales at lengths above the train length")
     if untrained:
         mark, count = ("1/1", "") if seeds == 1 else (f"k/{seeds}", f" in k of {seeds} seeds")
         lines.append(

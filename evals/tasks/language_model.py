@@ -80,7 +80,7 @@ class LanguageSettings(SequenceSettings):
         """The text has its name here; its digest is in `SequenceTask.data_version`."""
         settings = super().identity()
         text = settings.pop("text")
-        return settings if text == texts.PYTHON else settings | {"text": texts.text_name(text)}
+        return settings if text == texts.PYTHON else settings | {"text": texts.text_name(self.text)}
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> SequenceBatch:

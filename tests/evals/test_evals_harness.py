@@ -186,3 +186,13 @@ def test_the_table_has_one_column_per_variant() -> None:
     table = harness.table(scores)
     assert table.header == ["task", "metric,filter", "softmax", "topk"]
     assert table.rows == [["a", "acc,none", "0.5000 ±0.2500", "1.0000"]]
+
+
+def test_an_end_without_results_is_an_error(
+    small_lm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Some options of the harness only print something, such as --tasks list."""
+    monkeypatch.setattr(harness, "_command", lambda: lambda: None)
+    assert command(small_lm, tmp_path / "out", "--tasks", "list") == 2
+    assert "error: lm_eval wrote no results for" in capsys.readouterr().err

@@ -21,10 +21,12 @@ from evals.options import Options
 from evals.plan import plan_study
 from evals.progress import Progress, clock
 from evals.reporting.plots import length_axis, name_lines
+from evals.reporting.tables import notes
 from evals.results.old_rows import converted
 from evals.results.rows import Row
 from evals.results.store import Folder, RowFile, Shard
 from evals.results.summary import groups
+from evals.results.summary_csv import summary_of
 from evals.run import NOT_TRAINED
 from evals.study import Study
 from evals.tasks import TASKS
@@ -283,7 +285,11 @@ def test_scaled_rope_has_rows_of_its_own_and_no_training() -> None:
     assert len({(row["variant"], row["series"]["positions"], row["x"]) for row in rows}) == len(
         rows
     )
-    assert len(groups(rows)) == 1
+    (group,) = groups(rows)
+    text = "rope->b: trained with rope, which b scales at lengths above the train length"
+    assert text in notes(summary_of(group))
+    (unscaled,) = groups([row for row in rows if "->" not in row["series"]["positions"]])
+    assert text not in notes(summary_of(unscaled))
 
 
 def test_the_factor_of_scaled_rope_is_the_number_of_tokens_by_that_in_training() -> None:
