@@ -291,7 +291,7 @@ def test_register_task_checks_the_name_and_the_presets() -> None:
         register_task(task("a b"))
     with pytest.raises(ValueError, match="task 'mine' needs a preset"):
         register_task(task("mine"))
-    with pytest.raises(ValueError, match="must be among smoke, quick, paper, got fast"):
+    with pytest.raises(ValueError, match="must be among smoke, quick, paper, gpu, got fast"):
         register_task(task("mine", fast=None))
 
 
