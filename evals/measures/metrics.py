@@ -93,15 +93,12 @@ class Tally:
         self.failure = Outcome("oom", str(error).splitlines()[0] if str(error) else "out of memory")
 
     def outcome(self) -> Outcome:
-        """The means over all batches, or a failure if memory ran out or a mean is not finite.
-
-        Metrics without a value in any batch are left out.
-        """
+        """The means over all batches, or a failure if memory ran out or a mean is not finite."""
         if self.failure is not None or not self.metrics:
             failure = self.failure or Outcome("oom", "nothing was evaluated")
             return replace(failure, cpu_seconds=self.cpu_seconds)
         metrics, curves = (
-            {name: total / count for name, (total, count) in sums.items() if count}
+            {name: total / count for name, (total, count) in sums.items()}
             for sums in (self.metrics, self.curves)
         )
         means = [*metrics.items(), *curves.items()]

@@ -126,7 +126,9 @@ def read(logits: torch.Tensor, batch: SequenceBatch) -> BatchResult:
     if len(answers) == count * DIGITS:
         scores = whole_answers(logits, batch).metrics
         parts = depth_parts(batch)
-        by_depth = {f"depth_{i + 1}": scores["exact"][parts == i] for i in range(DEPTHS)}
+        by_depth = {
+            f"depth_{part + 1}": scores["exact"][parts == part] for part in parts.unique().tolist()
+        }
         return BatchResult({"needle": scores["exact"], "digits": scores["accuracy"], **by_depth})
     bits = F.cross_entropy(logits.double(), answers, reduction="none") / math.log(2)
     rows = bits.reshape(count, -1)
