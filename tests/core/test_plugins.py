@@ -186,7 +186,7 @@ def test_laws_and_ranks_accept_a_plugin(
     assert "cube" in capsys.readouterr().out
     seen = []
     monkeypatch.setattr(
-        "evals.theory.ranks.main", lambda *_: seen.append(attnzoo.list_variants()) or 0
+        "evals.theory.ranks.main", lambda *_, **__: seen.append(attnzoo.list_variants()) or 0
     )
     assert evals(["ranks", "--plugin", cube]) == 0
     assert "cube" in seen[0]
