@@ -59,7 +59,8 @@ def devices() -> Iterator[str]:
         ValueError: a file of measured tiles is wrong.
     """
     if not torch.cuda.is_available():
-        yield f"cpu: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+        capability = torch.backends.cpu.get_cpu_capability()
+        yield f"cpu: {capability}, number of threads: {torch.get_num_threads()}"
         yield from backends("cpu", torch.float32)
         yield f"measured tiles: {measured.user_folder()}, not read without a GPU and Triton"
         return
