@@ -85,7 +85,7 @@ def publish(
             raise UsageError("--against compares results of tasks only")
         if shared := _files(folder) & _files(against):
             raise UsageError(f"--against must have other results than DIR, both have {min(shared)}")
-        second = _second_run(groups(rows), groups(read_rows([against])))
+        second = _second_run(rows, read_rows([against]))
         made["arithmetic"] = {"environment": environment, **second}
     name = name or str(tasks[0])
     if not re.fullmatch(rf"{re.escape(tasks[0])}(\.[a-z0-9-]+)?", name):
@@ -144,12 +144,20 @@ def _scores(task_groups: Sequence[Group]) -> dict[str, dict[str, dict[str, float
     return scores
 
 
-def _second_run(ours: Sequence[Group], others: Sequence[Group]) -> dict[str, Any]:
-    """Whether each row of the table holds in other results, by its label; and their scores."""
-    task = ours[0].task.name
-    theirs = [group for group in others if group.task.name == task]
+def _second_run(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
+    """Whether each row of the table holds in other results, by its label; and their scores.
+
+    The other results may have fewer seeds. The rows are compared over these seeds.
+    """
+    task = rows[0]["task"]
+    theirs = groups([row for row in others if row["task"] == task])
     if not theirs:
         raise UsageError(f"--against must have results of {task}, got none")
+    seeds, every = ({row["seed"] for row in side if row["task"] == task and not is_validation(row)}
+                    for side in (others, rows))  # fmt: skip
+    if extra := sorted(seeds - every):
+        raise UsageError(f"--against must have seeds of DIR only, got also {extra[0]}")
+    ours = groups([row for row in rows if row["seed"] in seeds or is_validation(row)])
     changes = compare.changes(ours, theirs)  # raises if a side has several groups
     if difference := _difference(ours[0], theirs[0]):
         raise UsageError(f"--against must have {difference}")
@@ -157,7 +165,9 @@ def _second_run(ours: Sequence[Group], others: Sequence[Group]) -> dict[str, Any
     for change in changes:
         holds[change.label] = holds.get(change.label, True) and change.holds
     scores = _scores(theirs)
-    return {"holds": holds, "scores": {label: scores[label] for label in holds}}
+    return {
+        "seeds": sorted(seeds), "holds": holds, "scores": {label: scores[label] for label in holds}
+    }  # fmt: skip
 
 
 def _difference(group: Group, other: Group) -> str:

@@ -72,8 +72,7 @@ def _by_variant(rows: Sequence[Row]) -> dict[str, Any]:
 def sentence(made_by: Mapping[str, Any], file: str) -> str:
     """A line for below the table. ``file`` is the path of the JSON file, for the link."""
     seeds = made_by["seeds"]
-    several = len(seeds) > 1
-    seed_text = f"seeds {seeds[0]} to {seeds[-1]}" if several else f"seed {seeds[0]}"
+    seed_text = _seeds_text(seeds)
     if swept := made_by.get("sweep_seeds"):
         seed_text += f" (sweep: {' and '.join(map(str, swept))})"
     parts = [
@@ -87,7 +86,14 @@ def sentence(made_by: Mapping[str, Any], file: str) -> str:
         line += f" {note}"
     if second := made_by.get("arithmetic"):
         run = f"a second run with `{second['environment']}`"
+        # Older files do not have the seeds of the second run, which are the same.
+        if second.get("seeds", seeds) != seeds:
+            run += f", of {_seeds_text(second['seeds'])}"
         some = not all(second["holds"].values())
         line += f" {BROKEN}: the row does not hold" if some else " Every row holds"
         line += f" in {run}."
     return line
+
+
+def _seeds_text(seeds: Sequence[int]) -> str:
+    return f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"seed {seeds[0]}"

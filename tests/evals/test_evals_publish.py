@@ -86,6 +86,19 @@ def test_rows_that_do_not_hold_in_another_arithmetic_are_named(tmp_path: Path) -
     assert "`softmax` §" not in text
 
 
+def test_the_second_run_may_have_fewer_seeds(tmp_path: Path) -> None:
+    """They are compared with the same seeds of the first run, not with all of them."""
+    ours = [one | {"metrics": {"accuracy": 0.5 + one["seed"] / 4}} for one in rows()]
+    other = [one for one in ours if one["seed"] == 0]
+    against = str(written(tmp_path / "default", other))
+    assert published(tmp_path, ours, *SECOND, against) == 0
+    made_by = json.loads((tmp_path / "docs" / "max-retrieval.json").read_text())
+    assert made_by["arithmetic"]["seeds"] == [0]
+    assert made_by["arithmetic"]["holds"] == {"softmax": True, "ssmax": True}
+    text = sentence(made_by, "x.json")
+    assert "holds in a second run with `ATEN_CPU_CAPABILITY=default`, of seed 0." in text
+
+
 def test_a_row_that_failed_in_another_arithmetic_does_not_hold(tmp_path: Path) -> None:
     """The folder of the second run may have other tasks and lengths."""
     other = changed("ssmax", status="nan", metrics={})
