@@ -2,6 +2,8 @@
 
 Each sequence is aligned with the right end of its row, so that the last query of a sequence has the
 position of its last key, as causality requires. A key mask hides the padding.
+
+The same rows say where the keys of a paged cache are.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ class PaddedRows(NamedTuple):
     """Where the tokens of a packed tensor are in a batch of rows.
 
     Attributes:
-        tokens: Index of the token at each place of each row, (S, width); any token for padding.
+        index: Index of the token at each place of each row, (S, width), or of its page and of its
+            place there; any token for padding.
         valid: Whether a place holds a token, (S, width).
     """
 
-    tokens: Tensor
+    index: tuple[Tensor, ...]
     valid: Tensor
 
     @staticmethod
@@ -34,13 +37,51 @@ class PaddedRows(NamedTuple):
         index = last - width + torch.arange(width, device=ends.device)
         valid = index >= first
         # Padding repeats a token, so that parameters keep allowed values.
-        return PaddedRows(torch.maximum(index, first).clamp(0, tokens - 1), valid)
+        return PaddedRows((torch.maximum(index, first).clamp(0, tokens - 1),), valid)
+
+    @staticmethod
+    def of_keys(inputs: Packed, width: int) -> PaddedRows:
+        """The keys that take part. Only entries of the table that hold such keys are read."""
+        used, table, key, ends = inputs.used, inputs.table, inputs.key, inputs.ends[1]
+        if used is None:
+            assert ends is not None
+            return PaddedRows.of(ends, key.shape[0], width)
+        at = used[:, None].long() - width + torch.arange(width, device=key.device)
+        valid = at >= 0
+        at = at.clamp(min=0)
+        if table is None:
+            assert ends is not None
+            return PaddedRows(((ends[:-1, None] + at).clamp(max=key.shape[0] - 1),), valid)
+        size = key.shape[1]
+        # As padding the first key, and page 0 for a sequence without keys
+        page = table.long().gather(1, at // size).where(used[:, None] > 0, 0)
+        return PaddedRows((page, at % size), valid)
+
+    def take(self, x: Tensor) -> Tensor:
+        """Tokens x (T, …) as (S, width, …), or pages (num_pages, page_size, …)."""
+        return x[self.index]
+
+    def take_parameter(self, x: Tensor) -> Tensor:
+        """A parameter per token, (1, H, T) or (1, H, num_pages, page_size), as (S, H, width)."""
+        return x[0][(slice(None), *self.index)].transpose(0, 1)
 
 
 def sequences(ends: Tensor, tokens: int) -> Tensor:
     """The index of each token's sequence, (T,)."""
     at = torch.arange(tokens, device=ends.device, dtype=ends.dtype)
     return torch.searchsorted(ends[1:].contiguous(), at, right=True)
+
+
+def with_used_keys(inputs: Packed, token_params: TokenParams) -> tuple[Packed, TokenParams]:
+    """The inputs with the keys that take part only, packed. Their lengths must be known."""
+    assert inputs.lengths is not None
+    rows = PaddedRows.of_keys(inputs, max(inputs.lengths[1]))
+    index = tuple(x[rows.valid] for x in rows.index)
+    params = dict(token_params.values)
+    for name in token_params.of_keys:
+        params[name] = params[name][(slice(None), slice(None), *index)]
+    packed = inputs._replace(key=inputs.key[index], value=inputs.value[index], used=None)
+    return packed, token_params._replace(values=params)
 
 
 def padded_attention(
@@ -51,16 +92,17 @@ def padded_attention(
     token_params: TokenParams,
 ) -> Results:
     """The results of `varlen_attention`: the output (Tq, H, Dv), lse (H, Tq), the maxima (H,)."""
-    queries, keys = (
-        PaddedRows.of(ends, x.shape[0], width)
-        for ends, x, width in zip(inputs.ends, (inputs.query, inputs.key), inputs.longest)
-    )
-    q = inputs.query[queries.tokens].transpose(1, 2)  # [S, H, max_q, D]
-    k, v = (x[keys.tokens].transpose(1, 2) for x in (inputs.key, inputs.value))
+    width = inputs.longest[0]
+    queries = PaddedRows.of(inputs.ends[0], inputs.query.shape[0], width)
+    keys = PaddedRows.of_keys(inputs, inputs.longest[1])
+    q = queries.take(inputs.query).transpose(1, 2)  # [S, H, max_q, D]
+    k, v = (keys.take(x).transpose(1, 2) for x in (inputs.key, inputs.value))
+    if inputs.used is not None:  # keys that take no part may be NaN, and 0 · NaN is NaN
+        k, v = (x.masked_fill(~keys.valid[:, None, :, None], 0.0) for x in (k, v))
     params = dict(token_params.values)
     for rows, names in ((queries, token_params.of_queries), (keys, token_params.of_keys)):
         for name in names:
-            params[name] = params[name][0][:, rows.tokens].transpose(0, 1)  # [S, H, width]
+            params[name] = rows.take_parameter(params[name])  # [S, H, width]
     # A repeated gate would be summed over the padding, and cumulative sums lose digits.
     neutral = get_variant(variant).identity or {}
     for name in neutral.keys() & set(token_params.of_keys):
@@ -70,7 +112,7 @@ def padded_attention(
         # Padding repeats a query, which may see keys there that its token does not see.
         visible = {"segment_ids": ((~queries.valid).int(), 2 * (~keys.valid).int())}
     result = attention(q, k, v, variant, backend=backend, **visible, **arguments, **params)
-    tokens, width = inputs.query.shape[0], inputs.longest[0]
+    tokens = inputs.query.shape[0]
     row = sequences(inputs.ends[0], tokens)
     place = torch.arange(tokens, device=row.device) - inputs.ends[0][1:][row] + width
 
