@@ -8,14 +8,19 @@ The same rows say where the keys of a paged cache are.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnzoo.backends import BACKENDS
+from attnzoo.backends.selection import candidates
+from attnzoo.core.call import Pages, in_full_precision
 from attnzoo.core.registry import get_variant
 from attnzoo.core.varlen_arguments import Packed, TokenParams
 from attnzoo.functional.attention import attention
+from attnzoo.functional.prepare import autocast_dtype, check_supported, prepare
 from attnzoo.functional.results import Results
 
 
@@ -96,9 +101,6 @@ def padded_attention(
     queries = PaddedRows.of(inputs.ends[0], inputs.query.shape[0], width)
     keys = PaddedRows.of_keys(inputs, inputs.longest[1])
     q = queries.take(inputs.query).transpose(1, 2)  # [S, H, max_q, D]
-    k, v = (keys.take(x).transpose(1, 2) for x in (inputs.key, inputs.value))
-    if inputs.used is not None:  # keys that take no part may be NaN, and 0 · NaN is NaN
-        k, v = (x.masked_fill(~keys.valid[:, None, :, None], 0.0) for x in (k, v))
     params = dict(token_params.values)
     for rows, names in ((queries, token_params.of_queries), (keys, token_params.of_keys)):
         for name in names:
@@ -111,7 +113,13 @@ def padded_attention(
     if arguments["return_max_logits"]:
         # Padding repeats a query, which may see keys there that its token does not see.
         visible = {"segment_ids": ((~queries.valid).int(), 2 * (~keys.valid).int())}
-    result = attention(q, k, v, variant, backend=backend, **visible, **arguments, **params)
+    options = {**visible, **arguments, **params}
+    result = _read_pages(q, inputs, variant, backend, options)
+    if result is None:
+        k, v = (keys.take(x).transpose(1, 2) for x in (inputs.key, inputs.value))
+        if inputs.used is not None:  # keys that take no part may be NaN, and 0 · NaN is NaN
+            k, v = (x.masked_fill(~keys.valid[:, None, :, None], 0.0) for x in (k, v))
+        result = Results.of(attention(q, k, v, variant, backend=backend, **options), arguments)
     tokens = inputs.query.shape[0]
     row = sequences(inputs.ends[0], tokens)
     place = torch.arange(tokens, device=row.device) - inputs.ends[0][1:][row] + width
@@ -120,5 +128,33 @@ def padded_attention(
         """(S, H, max_q, …) as (Tq, H, …)."""
         return x.transpose(1, 2)[row, place]
 
-    out, lse, largest = Results.of(result, arguments)
+    out, lse, largest = result
     return Results(unpadded(out), None if lse is None else unpadded(lse).T, largest)
+
+
+def _read_pages(
+    q: Tensor, inputs: Packed, variant: str, backend: str | None, arguments: dict[str, Any]
+) -> Results | None:
+    """Run the rows on a backend that reads the pages itself; None if none does in this call.
+
+    On a CPU only a named backend does: Triton's interpreter is slow.
+    """
+    key, value, used, table = inputs.key, inputs.value, inputs.used, inputs.table
+    if used is None or table is None or arguments["return_max_logits"]:
+        return None
+    if (backend is None and not q.is_cuda) or autocast_dtype(key) != key.dtype:
+        return None
+    # Keys and values as far as a call is validated with them.
+    rows, width = q.shape[0], inputs.longest[1]
+    k, v = (x[:1, :1].transpose(1, 2).expand(rows, -1, width, -1) for x in (key, value))
+    ready = prepare(q, k, v, variant, arguments)
+    check_supported(ready)
+    call = replace(ready.call, pages=Pages(table.contiguous(), used.contiguous()))
+    with in_full_precision(call.device):
+        forms = (*ready._replace(call=call).forms, ready.definition)
+        able = (c for c in candidates(variant, forms, call, backend) if c.reason is None)
+        if (first := next(able, None)) is None:
+            return None
+        pools = (x.transpose(1, 2) for x in (key, value))
+        out, lse = BACKENDS[first.backend].run(ready.q, *pools, call, first.form)
+    return Results(out.to(call.input_dtype), lse, None)

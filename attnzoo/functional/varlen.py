@@ -302,7 +302,7 @@ def _attend(
             options[name] = token_params.values[name][..., :0].flatten(2)
         result = attention(q, k, v, variant, backend=backend, **options)
         out, lse, largest = Results.of(result, options)
-    elif inputs.lengths is not None and not is_recorded():
+    elif inputs.lengths is not None and not is_recorded() and not _reads_pages(inputs, backend):
         if inputs.used is not None:
             inputs, token_params = with_used_keys(inputs, token_params)
             options |= token_params.values
@@ -321,6 +321,11 @@ def _attend(
             return padded_attention(inputs, variant, backend, arguments, token_params)
         out, lse, largest = walked
     return Results(out[0].transpose(0, 1), None if lse is None else lse[0], largest)
+
+
+def _reads_pages(inputs: Packed, backend: str | None) -> bool:
+    """Whether the named backend may read the pages itself."""
+    return inputs.table is not None and backend is not None and BACKENDS[backend].reads_pages
 
 
 def _runs(queries: list[int], keys: list[int]) -> Runs:
