@@ -102,7 +102,7 @@ def packed(
     if cache != "none":
         where = cache_of(keys, cache if isinstance(cache, int) else None)
         inputs |= {name: where.put(leaves[name]) for name in ("key", "value")} | where.arguments
-        if "log_gates" in leaves:
+        if "log_gates" in leaves and leaves["log_gates"].dim() == 2:
             gates = where.put(leaves["log_gates"].T)
             inputs["log_gates"] = gates.T if cache == "gaps" else gates
     result = attnzoo.varlen_attention(
