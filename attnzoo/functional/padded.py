@@ -20,7 +20,7 @@ from attnzoo.core.call import Pages, in_full_precision
 from attnzoo.core.registry import get_variant
 from attnzoo.core.varlen_arguments import Packed, TokenParams
 from attnzoo.functional.attention import attention
-from attnzoo.functional.prepare import autocast_dtype, check_supported, prepare
+from attnzoo.functional.prepare import ValidatedCall, autocast_dtype, check_supported, prepare
 from attnzoo.functional.results import Results
 
 
@@ -89,6 +89,12 @@ def with_used_keys(inputs: Packed, token_params: TokenParams) -> tuple[Packed, T
     return packed, token_params._replace(values=params)
 
 
+def as_one_row(inputs: Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """query, key and value as (1, H, T, D)."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (inputs.query, inputs.key, inputs.value))
+    return q, k, v
+
+
 def padded_attention(
     inputs: Packed,
     variant: str,
@@ -132,29 +138,46 @@ def padded_attention(
     return Results(unpadded(out), None if lse is None else unpadded(lse).T, largest)
 
 
+def reads_pages(inputs: Packed, backend: str | None) -> bool:
+    """Whether a backend may read the pages of the inputs itself.
+
+    On a CPU only a named one does: Triton's interpreter is slow.
+    """
+    if inputs.table is None or not inputs.attends:
+        return False
+    if autocast_dtype(inputs.key) != inputs.key.dtype:
+        return False
+    return inputs.query.is_cuda if backend is None else BACKENDS[backend].reads_pages
+
+
+def paged_call(q: Tensor, inputs: Packed, variant: str, arguments: dict[str, Any]) -> ValidatedCall:
+    """The call of rows q (S, H, max_q, D), whose keys are in pages. Its k and v are not to be read.
+
+    ``arguments``: as for `prepare`, with a mask that hides the padding.
+    """
+    assert inputs.used is not None
+    assert inputs.table is not None
+    rows, width = q.shape[0], inputs.longest[1]
+    first = (x[:1, :1] if len(x) else x.new_empty(1, 1, *x.shape[2:]) for x in inputs[1:3])
+    k, v = (x.transpose(1, 2).expand(rows, -1, width, -1) for x in first)
+    ready = prepare(q, k, v, variant, arguments)
+    pages = Pages(inputs.table.contiguous(), inputs.used.contiguous())
+    return ready._replace(call=replace(ready.call, pages=pages))
+
+
 def _read_pages(
     q: Tensor, inputs: Packed, variant: str, backend: str | None, arguments: dict[str, Any]
 ) -> Results | None:
-    """Run the rows on a backend that reads the pages itself; None if none does in this call.
-
-    On a CPU only a named backend does: Triton's interpreter is slow.
-    """
-    key, value, used, table = inputs.key, inputs.value, inputs.used, inputs.table
-    if used is None or table is None or arguments["return_max_logits"]:
+    """Run the rows on a backend that reads the pages itself; None if none does in this call."""
+    if not reads_pages(inputs, backend) or arguments["return_max_logits"]:
         return None
-    if (backend is None and not q.is_cuda) or autocast_dtype(key) != key.dtype:
-        return None
-    # Keys and values as far as a call is validated with them.
-    rows, width = q.shape[0], inputs.longest[1]
-    k, v = (x[:1, :1].transpose(1, 2).expand(rows, -1, width, -1) for x in (key, value))
-    ready = prepare(q, k, v, variant, arguments)
+    ready = paged_call(q, inputs, variant, arguments)
     check_supported(ready)
-    call = replace(ready.call, pages=Pages(table.contiguous(), used.contiguous()))
+    call = ready.call
     with in_full_precision(call.device):
-        forms = (*ready._replace(call=call).forms, ready.definition)
-        able = (c for c in candidates(variant, forms, call, backend) if c.reason is None)
-        if (first := next(able, None)) is None:
+        able = candidates(variant, (*ready.forms, ready.definition), call, backend)
+        if (first := next((c for c in able if c.reason is None), None)) is None:
             return None
-        pools = (x.transpose(1, 2) for x in (key, value))
-        out, lse = BACKENDS[first.backend].run(ready.q, *pools, call, first.form)
+        k, v = (x.transpose(1, 2) for x in (inputs.key, inputs.value))
+        out, lse = BACKENDS[first.backend].run(ready.q, k, v, call, first.form)
     return Results(out.to(call.input_dtype), lse, None)

@@ -24,8 +24,14 @@ from attnzoo.core.varlen_arguments import (
 from attnzoo.functional import packed
 from attnzoo.functional.attention import attention
 from attnzoo.functional.max_logits import max_logits, max_logits_of_segments
-from attnzoo.functional.packed import Runs, Segment
-from attnzoo.functional.padded import padded_attention, sequences, with_used_keys
+from attnzoo.functional.packed import runs_of_sequences
+from attnzoo.functional.padded import (
+    as_one_row,
+    padded_attention,
+    reads_pages,
+    sequences,
+    with_used_keys,
+)
 from attnzoo.functional.prepare import prepare, why_unsupported
 from attnzoo.functional.results import Results
 from attnzoo.functional.use_backend import named_backend
@@ -302,13 +308,13 @@ def _attend(
             options[name] = token_params.values[name][..., :0].flatten(2)
         result = attention(q, k, v, variant, backend=backend, **options)
         out, lse, largest = Results.of(result, options)
-    elif inputs.lengths is not None and not is_recorded() and not _reads_pages(inputs, backend):
+    elif inputs.lengths is not None and not is_recorded() and not reads_pages(inputs, backend):
         if inputs.used is not None:
             inputs, token_params = with_used_keys(inputs, token_params)
             options |= token_params.values
-        q, k, v = _as_one_row(inputs)
+        q, k, v = as_one_row(inputs)
         ready = prepare(q, k, v, variant, options)
-        runs = _runs(*inputs.lengths)
+        runs = runs_of_sequences(*inputs.lengths)
         with in_full_precision(q.device):
             out, lse = packed.attend_segments(ready, runs, backend)
         of_runs = ready.call.return_max_logits
@@ -323,28 +329,11 @@ def _attend(
     return Results(out[0].transpose(0, 1), None if lse is None else lse[0], largest)
 
 
-def _reads_pages(inputs: Packed, backend: str | None) -> bool:
-    """Whether the named backend may read the pages itself."""
-    return inputs.table is not None and backend is not None and BACKENDS[backend].reads_pages
-
-
-def _runs(queries: list[int], keys: list[int]) -> Runs:
-    """The sequences as the segments of one row."""
-    pairs = enumerate(zip(queries, keys, strict=True))
-    segments = [Segment(0, i, i) for i, pair in pairs if min(pair) > 0]
-    return Runs([queries], [keys], segments=segments, restart=True)
-
-
-def _as_one_row(inputs: Packed) -> tuple[Tensor, ...]:
-    """query, key and value as (1, H, T, D)."""
-    return tuple(x.transpose(0, 1)[None] for x in (inputs.query, inputs.key, inputs.value))
-
-
 def _walked(
     inputs: Packed, variant: str, backend: str | None, arguments: dict[str, Any]
 ) -> Results | None:
     """Run the sequences as segments of one row; None if no backend walks them in this call."""
-    q, k, v = _as_one_row(inputs)
+    q, k, v = as_one_row(inputs)
     ids, longest = sequences(inputs.ends[0], q.shape[2])[None], min(inputs.longest)
     ready = prepare(q, k, v, variant, arguments | {"segment_ids": ids})
     # A variant may limit the length of a sequence, but not the number of packed tokens.

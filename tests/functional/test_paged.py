@@ -133,6 +133,31 @@ def test_a_graph_gathers_the_pages(variant: str) -> None:
     assert torch.allclose(have, attend(variant, inputs, 16, **options), atol=1e-5)
 
 
+def test_explain_shows_the_calls_on_gathered_keys() -> None:
+    arguments = {n: x for n, x in cache_of((17, 3, 17), 4).arguments.items() if n != "cu_seq_k"}
+    q, pages = torch.zeros(3, 4, 1, 8), torch.zeros(20, 4, 2, 8)
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, **arguments}
+    plan = attnzoo.explain(q, pages, pages, "ssmax", **options)
+    assert (plan.chosen, plan.parts, plan.gathers) == ("sdpa", 2, True)
+    assert str(plan).startswith("ssmax: sdpa, with keys gathered from their pages, split by")
+    unknown = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in options.items()}
+    on_meta = q.to("meta"), pages.to("meta"), pages.to("meta")
+    plan = attnzoo.explain(*on_meta, "entmax", **unknown)
+    assert (plan.chosen, plan.parts, plan.gathers) == ("eager", None, True)
+    assert attnzoo.explain(q, pages, pages, "cosformer", max_length=9, **options).chosen is None
+    nothing = {**options, "seqused_k": torch.zeros(3, dtype=torch.int32)}
+    for some in (pages, pages[:0]):
+        assert attnzoo.explain(q, some, some, "sparsemax", **nothing).chosen == "eager"
+    for changes, message in (
+        ({"block_table": None}, "seqused_k must be None without block_table, got a tensor"),
+        ({"attn_mask": q}, "attn_mask must be None with block_table, got a tensor"),
+        ({"seqused_k": None}, "seqused_k must be a tensor with block_table"),
+        ({"block_table": [1]}, "block_table must be a tensor, got list"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            attnzoo.explain(q, pages, pages, "softmax", **{**options, **changes})
+
+
 PAGES = torch.zeros(3, 4, 2, 8)
 USED = torch.tensor([5, 1], dtype=torch.int32)
 TABLE = torch.tensor([[2, 0], [1, WRONG_PAGES[0]]], dtype=torch.int32)
