@@ -143,9 +143,7 @@ def explain(
             "cu_seq_k"
         )
     ready = prepare(q, k, v, variant, arguments | params)
-    if ready.unsupported is not None:
-        return Plan(variant, None, (), ready.unsupported)
-    runs = packed.runs_of(ready, backend)
+    runs = None if ready.unsupported is not None else packed.runs_of(ready, backend)
     return _plan(ready, backend) if runs is None else _plan_of_parts(ready, runs, backend)
 
 
@@ -182,8 +180,6 @@ def _plan_of_pages(
     if reads or inputs.lengths is None or not inputs.attends:
         visible = PaddedRows.of_keys(inputs, inputs.longest[1]).valid[:, None, None]
         ready = paged_call(q, inputs, variant, options | {"attn_mask": visible})
-        if ready.unsupported is not None:
-            return Plan(variant, None, (), ready.unsupported)
         if reads and not options["return_max_logits"]:
             plan = _plan(ready, backend)
             if plan.chosen is not None:
@@ -199,6 +195,8 @@ def _plan_of_pages(
 
 def _plan(ready: ValidatedCall, backend: str | None) -> Plan:
     name, call = ready.variant.name, ready.call
+    if ready.unsupported is not None:
+        return Plan(name, None, (), ready.unsupported)
     considered = candidates(name, (*ready.forms, ready.definition), call)
     considered = tuple(_with_note(candidate, call) for candidate in considered)
     able = [c.backend for c in considered if c.reason is None and backend in (None, c.backend)]

@@ -162,7 +162,7 @@ def test_explain_shows_whether_pages_are_read() -> None:
     arguments = {n: x for n, x in cache_of(KEYS, 16).arguments.items() if n != "cu_seq_k"}
     options: dict[str, Any] = {"enable_gqa": True, "backend": "decode", **arguments}
     for dim, dtype, gathers in ((16, torch.bfloat16, False), (12, torch.bfloat16, True)):
-        q, pages = torch.zeros(4, 4, 1, dim, dtype=dtype), torch.zeros(9, 16, 2, dim, dtype=dtype)
+        q, pages = torch.zeros(4, 4, 1, dim, dtype=dtype), torch.zeros(12, 16, 2, dim, dtype=dtype)
         plan = attnzoo.explain(q, pages, pages, "sigmoid", **options)
         assert (plan.chosen, plan.gathers) == ("decode", gathers)
     reasons = {c.backend: c.reason for c in plan.candidates}
