@@ -28,12 +28,12 @@ class PaddedRows(NamedTuple):
     """Where the tokens of a packed tensor are in a batch of rows.
 
     Attributes:
-        index: Index of the token at each place of each row, (S, width), or of its page and of its
+        indices: Index of the token at each place of each row, (S, width), or of its page and of its
             place there; any token for padding.
         valid: Whether a place holds a token, (S, width).
     """
 
-    index: tuple[Tensor, ...]
+    indices: tuple[Tensor, ...]
     valid: Tensor
 
     @staticmethod
@@ -64,11 +64,11 @@ class PaddedRows(NamedTuple):
 
     def take(self, x: Tensor) -> Tensor:
         """Tokens x (T, …) as (S, width, …), or pages (num_pages, page_size, …)."""
-        return x[self.index]
+        return x[self.indices]
 
     def take_parameter(self, x: Tensor) -> Tensor:
         """A parameter per token, (1, H, T) or (1, H, num_pages, page_size), as (S, H, width)."""
-        return x[0][(slice(None), *self.index)].transpose(0, 1)
+        return x[0][(slice(None), *self.indices)].transpose(0, 1)
 
 
 def sequences(ends: Tensor, tokens: int) -> Tensor:
@@ -81,7 +81,7 @@ def with_used_keys(inputs: Packed, token_params: TokenParams) -> tuple[Packed, T
     """The inputs with the keys that take part only, packed. Their lengths must be known."""
     assert inputs.lengths is not None
     rows = PaddedRows.of_keys(inputs, max(inputs.lengths[1]))
-    index = tuple(x[rows.valid] for x in rows.index)
+    index = tuple(x[rows.valid] for x in rows.indices)
     params = dict(token_params.values)
     for name in token_params.of_keys:
         params[name] = params[name][(slice(None), slice(None), *index)]

@@ -252,8 +252,8 @@ def varlen_attention(
     Notes:
         Torch's ``num_splits`` must be None.
 
-        Pages have gradients too, unlike in torch. They are first gathered: on a CPU the keys that
-        take part, elsewhere ``max_k`` keys for each sequence.
+        The backend `decode` reads pages itself. For others, keys are first gathered: on a CPU those
+        that take part, elsewhere ``max_k`` for each sequence. Pages have gradients, unlike in torch.
 
         On a CPU, sequences of equal lengths run as one batch, and others in one call each. Where
         the values of ``cu_seq_q``, ``cu_seq_k``, ``seqused_k`` and ``block_table`` cannot be read
@@ -300,7 +300,7 @@ def _attend(
     token_params: TokenParams,
 ) -> Results:
     """The output (Tq, H, Dv), and lse (H, Tq) and the maxima (H,) if the call asks for them."""
-    options = arguments | token_params.values
+    options, lengths = arguments | token_params.values, inputs.lengths
     if not inputs.attends:
         q = inputs.query.transpose(0, 1)[None]
         k, v = (x[:0].flatten(0, -3).transpose(0, 1)[None] for x in (inputs.key, inputs.value))
@@ -308,13 +308,13 @@ def _attend(
             options[name] = token_params.values[name][..., :0].flatten(2)
         result = attention(q, k, v, variant, backend=backend, **options)
         out, lse, largest = Results.of(result, options)
-    elif inputs.lengths is not None and not is_recorded() and not reads_pages(inputs, backend):
+    elif lengths is not None and not is_recorded() and not reads_pages(inputs, backend):
         if inputs.used is not None:
             inputs, token_params = with_used_keys(inputs, token_params)
             options |= token_params.values
         q, k, v = as_one_row(inputs)
         ready = prepare(q, k, v, variant, options)
-        runs = runs_of_sequences(*inputs.lengths)
+        runs = runs_of_sequences(*lengths)
         with in_full_precision(q.device):
             out, lse = packed.attend_segments(ready, runs, backend)
         of_runs = ready.call.return_max_logits

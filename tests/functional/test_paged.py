@@ -212,5 +212,7 @@ def test_wrong_arguments_raise(
 
 
 def test_values_are_not_read_where_this_would_wait() -> None:
-    meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in GOOD.items()}
+    meta: dict[str, Any] = {
+        n: x.to("meta") if isinstance(x, Tensor) else x for n, x in GOOD.items()
+    }
     assert attnzoo.varlen_attention(**meta).is_meta

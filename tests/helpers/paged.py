@@ -15,19 +15,19 @@ class Cache(NamedTuple):
     """Where the keys of all sequences, packed in their order, are in a cache.
 
     Attributes:
-        index: For each key its index in the leading axes of the cache.
+        indices: For each key its index in the leading axes of the cache.
         shape: The leading axes of the cache.
         arguments: cu_seq_k, seqused_k and block_table of `varlen_attention`.
     """
 
-    index: tuple[Tensor, ...]
+    indices: tuple[Tensor, ...]
     shape: tuple[int, ...]
     arguments: dict[str, Any]
 
     def put(self, x: Tensor) -> Tensor:
         """Packed tokens x (T, …) in the cache. All other entries are NaN."""
         entries = x.new_full((*self.shape, *x.shape[1:]), float("nan"))
-        return entries.index_put(self.index, x)
+        return entries.index_put(self.indices, x)
 
 
 def cache_of(lengths: tuple[int, ...], page_size: int | None) -> Cache:
@@ -46,7 +46,7 @@ def cache_of(lengths: tuple[int, ...], page_size: int | None) -> Cache:
         return Cache((starts[row] + at,), (ends[-1],), arguments)
     numbers = [-(-n // page_size) for n in lengths]
     pages = sum(numbers) + 2
-    order = torch.randperm(pages, generator=torch.manual_seed(pages))
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(pages))
     table = torch.tensor(WRONG_PAGES).repeat(len(lengths), max(numbers, default=0) // 2 + 1)
     for entries, number, first in zip(table, numbers, accumulate([0, *numbers])):
         entries[:number] = order[first : first + number]
