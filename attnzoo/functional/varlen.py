@@ -253,7 +253,8 @@ def varlen_attention(
         Torch's ``num_splits`` must be None.
 
         The backend `decode` reads pages itself. For others, keys are first gathered: on a CPU those
-        that take part, elsewhere ``max_k`` for each sequence. Pages have gradients, unlike in torch.
+        that take part, elsewhere ``max_k`` for each sequence. Pages have gradients, which torch
+        refuses.
 
         On a CPU, sequences of equal lengths run as one batch, and others in one call each. Where
         the values of ``cu_seq_q``, ``cu_seq_k``, ``seqused_k`` and ``block_table`` cannot be read

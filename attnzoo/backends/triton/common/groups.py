@@ -167,7 +167,7 @@ class Tile(NamedTuple):
 # ---- in kernels ---------------------------------------------------------------------------------
 
 
-class Pages(NamedTuple):
+class MatrixPages(NamedTuple):
     """Where the rows of a `Matrix` are whose last rows are in pages."""
 
     table: Any  # pointer to the pages of the batch entry
@@ -185,7 +185,7 @@ class Matrix(NamedTuple):
     descriptor: Any  # TMA descriptor of the whole tensor, or None
     batch: Any
     head: Any
-    pages: Any = None  # `Pages`, or None if the rows follow one another
+    pages: Any = None  # `MatrixPages`, or None if the rows follow one another
 
 
 class Side(NamedTuple):

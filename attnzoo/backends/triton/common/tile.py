@@ -46,7 +46,7 @@ def load_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, EDGE: t
 
 @triton.jit
 def load_paged(matrix, first, local, columns, DIM: tl.constexpr):
-    """`load_block` of a matrix with `Pages`: 0 for the rows that are in no page."""
+    """`load_block` of a matrix with `MatrixPages`: 0 for the rows that are in no page."""
     pages, row = matrix.pages, first + local - matrix.pages.missing  # [BN]
     exists = (row >= 0) & (local < matrix.count - first)
     page = tl.load(pages.table + row // pages.size, mask=exists, other=0).to(tl.int64)

@@ -20,7 +20,7 @@ from attnzoo.backends.triton.common.groups import (
     KeySides,
     MaskStrides,
     Matrix,
-    Pages,
+    MatrixPages,
     Scoring,
     Side,
     Size,
@@ -70,9 +70,9 @@ def rows_of_program(heads, group, queries, splits, q_h, q_n, tile):
 
 @triton.jit
 def pages_of(batch, page_stride, keys, blocks, visible, tile):
-    """The `Pages` of k or v of a batch entry."""
+    """The `MatrixPages` of k or v of a batch entry."""
     missing = keys - tl.load(visible.used + batch)
-    return Pages(visible.table + batch * blocks, missing, page_stride * tile.ALIGN, tile.PAGE)
+    return MatrixPages(visible.table + batch * blocks, missing, page_stride * tile.ALIGN, tile.PAGE)
 
 
 @triton.jit
