@@ -100,6 +100,19 @@ def test_is_the_same_as_with_gathered_keys(
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("bias", ["alibi", "relative_bias"])
+def test_terms_by_position_are_those_of_gathered_keys(
+    bias: str, launched: list[str], gathered: Callable[..., Any]
+) -> None:
+    cache, tensors = cache_of(KEYS, 5), inputs_of(KEYS, QUERIES)
+    value = torch.linspace(0.1, 0.4, 4) if bias == "alibi" else rand(4, 7, seed=4).float()
+    options = {bias: value, "softcap": 2.0, "return_lse": True}
+    have = attend("ssmax", tensors, cache, QUERIES, **options)
+    assert launched == ["decode"]
+    for one, other in zip(have, gathered("ssmax", tensors, cache, QUERIES, **options), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("variant", ["softmax", "sigmoid", "entmax", "adaptive_temperature"])
 def test_splits_share_the_keys_that_take_part(
     variant: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
