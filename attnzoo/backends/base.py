@@ -58,6 +58,7 @@ class Backend:
     ``walks_segments``: whether the backend computes only the scores of keys near a query's own
     segment. A call with segments is not split for such a backend; see `functional.packed`.
     ``splits_segments``: whether it is split nevertheless, because calls on segments are faster.
+    ``reads_pages``: whether the backend runs calls with `Call.pages`.
     ``any_alignment``: whether the last query may have another position than the last key.
     """
 
@@ -69,4 +70,5 @@ class Backend:
     max_logits: MaxLogits | None = None
     walks_segments: bool = False
     splits_segments: bool = False
+    reads_pages: bool = False
     any_alignment: bool = False

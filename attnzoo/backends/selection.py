@@ -175,6 +175,8 @@ def with_absent(name: str, forms: tuple[Form, ...]) -> tuple[Form, ...]:
 
 
 def _unsupported(backend: Backend, form: Form, call: Call) -> str | None:
+    if call.pages is not None and not backend.reads_pages:
+        return "does not read pages"
     reason = backend.unsupported(form, call)
     if reason is None and not backend.any_alignment and not call.aligned:
         return "does not support a last query at another position than the last key (tiled does)"

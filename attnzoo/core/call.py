@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,17 @@ def in_full_precision(device: torch.device) -> Iterator[None]:
             yield
 
 
+class Pages(NamedTuple):
+    """Where the keys and values of a call are in a paged cache.
+
+    The last ``used`` keys of a row are in the pages ``table`` of the row, in their order. The mask
+    of the call hides the keys before them, which are nowhere.
+    """
+
+    table: Tensor  # int32 [B, blocks]
+    used: Tensor  # int32 [B]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call(Visibility):
     """One validated call, as the functions of a variant receive it.
@@ -75,6 +87,7 @@ class Call(Visibility):
         needs_grad: Whether a gradient may be needed.
         longest: If the segments are the sequences of `varlen_attention`, a bound of their lengths:
             tokens are then sorted by segment. None for others.
+        pages: Where keys and values are if they are (pages, Hkv, page size, D); else None.
 
     Example:
         >>> import torch, attnzoo
@@ -95,6 +108,7 @@ class Call(Visibility):
     return_max_logits: bool = False
     needs_grad: bool = False
     longest: int | None = None
+    pages: Pages | None = None
 
     # ---- for variants ---------------------------------------------------------------------
 

@@ -22,12 +22,6 @@ from attnzoo.core.checks import (
 from attnzoo.core.registry import get_variant
 
 NO_LIMIT = 2**30  # more than any distance between tokens
-# Arguments of torch's function that must be None, and what to do instead.
-NOT_SUPPORTED = {
-    "seqused_k": "; pass the keys that take part, and their ends as cu_seq_k",
-    "block_table": "; pass the keys in the order of their sequences",
-    "num_splits": "",
-}
 
 
 class Packed(NamedTuple):
@@ -35,28 +29,35 @@ class Packed(NamedTuple):
 
     Attributes:
         query, key, value: As for `varlen_attention`.
-        ends: cu_seq_q and cu_seq_k.
+        ends: cu_seq_q and cu_seq_k; with a block table cu_seq_k is None.
         longest: max_q and max_k.
         lengths: Numbers of queries and of keys of each sequence; None if they cannot be read.
+        used: seqused_k, or None if all keys take part.
+        table: block_table, or None if the keys of a sequence are adjacent.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    ends: tuple[Tensor, Tensor]
+    ends: tuple[Tensor, Tensor | None]
     longest: tuple[int, int]
     lengths: tuple[list[int], list[int]] | None
+    used: Tensor | None = None
+    table: Tensor | None = None
 
     @property
     def attends(self) -> bool:
         """Whether a query may see a key, as far as is known."""
-        if 0 in (self.query.shape[0], self.key.shape[0]):
+        key_axes = self.key.shape[:-2] + (() if self.table is None else self.table.shape)
+        if 0 in (self.query.shape[0], *key_axes):
             return False
         return self.lengths is None or any(map(min, *self.lengths))
 
 
 class TokenParams(NamedTuple):
     """The parameters of a variant, those per query or per key with shape (1, H, T).
+
+    With a block table those per key have shape (1, H, num_pages, page_size).
 
     Attributes:
         values: All parameters, by name.
@@ -71,41 +72,142 @@ class TokenParams(NamedTuple):
 
 def check_packed(
     tensors: tuple[Tensor, Tensor, Tensor],
-    ends: tuple[Tensor, Tensor],
+    ends: tuple[Tensor, Tensor | None],
     longest: tuple[Any, Any],
     enable_gqa: bool,
+    used: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Packed:
-    """Validate (query, key, value), (cu_seq_q, cu_seq_k) and (max_q, max_k)."""
+    """Validate the tensors of `varlen_attention` and the lengths of the sequences.
+
+    Args:
+        tensors: query, key and value.
+        ends: cu_seq_q and cu_seq_k.
+        longest: max_q and max_k.
+        enable_gqa: As for `varlen_attention`.
+        used: seqused_k.
+        table: block_table.
+    """
     query, key, value = tensors
-    check_tokens(query, key, value, enable_gqa)
-    tokens = query.shape[0], key.shape[0]
-    queries = check_ends("cu_seq_q", ends[0], "query", query, tokens[0])
-    keys = check_ends("cu_seq_k", ends[1], "key", key, tokens[1])
-    sizes = ends[0].shape[0], ends[1].shape[0]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            "cu_seq_k must have as many entries as cu_seq_q, one more than there are sequences, "
-            f"got {sizes[1]} and {sizes[0]}"
-        )
-    max_q = check_longest("max_q", longest[0], queries, sizes[0] - 1, tokens[0])
-    max_k = check_longest("max_k", longest[1], keys, sizes[1] - 1, tokens[1])
+    cu_seq_q, cu_seq_k = ends
+    check_tokens(query, key, value, enable_gqa, table is not None)
+    queries = check_ends("cu_seq_q", cu_seq_q, "query", query, query.shape[0])
+    sequences, keys = cu_seq_q.shape[0] - 1, None
+    if table is not None:
+        _check_table(table, used, cu_seq_k, key, sequences)
+    else:
+        if cu_seq_k is None:
+            raise TypeError("cu_seq_k must be a tensor without block_table, got None")
+        keys = check_ends("cu_seq_k", cu_seq_k, "key", key, key.shape[0])
+        if cu_seq_k.shape != cu_seq_q.shape:
+            raise ValueError(
+                "cu_seq_k must have as many entries as cu_seq_q, one more than there are "
+                f"sequences, got {cu_seq_k.shape[0]} and {cu_seq_q.shape[0]}"
+            )
+    max_q = check_longest("max_q", longest[0], queries, query.shape[0], sequences)
+    if used is None:
+        max_k = check_longest("max_k", longest[1], keys, key.shape[0], sequences)
+    else:
+        most = key.shape[0] if table is None else table.shape[1] * key.shape[1]
+        keys = _check_used(used, key, sequences, most if keys is None else keys)
+        max_k = check_longest("max_k", longest[1], keys, most)
+    if table is not None and keys is not None:
+        _check_pages(table, keys, key)
     lengths = None if queries is None or keys is None else (queries, keys)
-    return Packed(query, key, value, ends, (max_q, max_k), lengths)
+    return Packed(query, key, value, ends, (max_q, max_k), lengths, used, table)
 
 
-def check_tokens(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    """Raise unless query, key and value are (Tq, H, D), (Tk, Hkv, D) and (Tk, Hkv, Dv)."""
-    check_tensors("T, H, D", {"query": query, "key": key, "value": value})
-    if key.shape[2] != query.shape[2]:
+def check_tokens(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, paged: bool = False
+) -> None:
+    """Raise unless query, key and value are (Tq, H, D), (Tk, Hkv, D) and (Tk, Hkv, Dv).
+
+    ``paged``: key and value are (num_pages, page_size, Hkv, D) and (num_pages, page_size, Hkv, Dv).
+    """
+    tokens = {"query": query, "key": key, "value": value}
+    if paged:
+        for name, x in (("key", key), ("value", value)):
+            check_dense(name, x)
+            if x.dim() != 4 or x.shape[1] == 0:
+                raise ValueError(
+                    f"{name} must have shape (num_pages, page_size, Hkv, D) with block_table, "
+                    f"got {tuple(x.shape)}"
+                )
+            tokens[name] = x[:, 0]
+    check_tensors("T, H, D", tokens)
+    if key.shape[-1] != query.shape[2]:
         raise ValueError(
             f"key must have query's head dimension {query.shape[2]}, got {tuple(key.shape)}"
         )
-    if value.shape[:2] != key.shape[:2]:
+    if value.shape[:-1] != key.shape[:-1]:
+        what = "pages, tokens" if paged else "tokens"
         raise ValueError(
-            f"value must have as many tokens and heads as key, {tuple(key.shape[:2])}, got "
+            f"value must have as many {what} and heads as key, {tuple(key.shape[:-1])}, got "
             f"{tuple(value.shape)}"
         )
-    check_heads(("query", "key"), query.shape[1], key.shape[1], enable_gqa)
+    check_heads(("query", "key"), query.shape[1], key.shape[-2], enable_gqa)
+
+
+def _check_used(
+    used: Tensor, key: Tensor, sequences: int, most: int | list[int]
+) -> list[int] | None:
+    """Validate seqused_k. Return its values, or None if they cannot be read.
+
+    ``most``: the number of keys that any sequence could have, or that of each.
+    """
+    _check_int32("seqused_k", used, (sequences,), key)
+    if not (is_readable(used) and is_readable(key)):
+        return None
+    numbers = used.tolist()
+    limits = most if isinstance(most, list) else [most] * len(numbers)
+    for at, (number, limit) in enumerate(zip(numbers, limits, strict=True)):
+        if not 0 <= number <= limit:
+            raise ValueError(
+                f"seqused_k must be from 0 to the number of keys that a sequence can have, {limit} "
+                f"for sequence {at}, got {number}"
+            )
+    return numbers
+
+
+def _check_table(
+    table: Tensor, used: Tensor | None, cu_seq_k: Tensor | None, key: Tensor, sequences: int
+) -> None:
+    """Validate block_table, except its values."""
+    if used is None:
+        raise TypeError("seqused_k must be a tensor with block_table, got None")
+    if cu_seq_k is not None:
+        raise TypeError(
+            "cu_seq_k must be None with block_table, because seqused_k has the numbers of keys, "
+            f"got {shown(cu_seq_k)}"
+        )
+    _check_int32("block_table", table, (sequences, "max_blocks"), key)
+
+
+def _check_pages(table: Tensor, keys: list[int], key: Tensor) -> None:
+    """Raise unless the entries of block_table that hold keys are pages."""
+    if not is_readable(table):
+        return
+    pages, size = key.shape[:2]
+    for at, (entries, number) in enumerate(zip(table.tolist(), keys, strict=True)):
+        for page in entries[: -(-number // size)]:
+            if not 0 <= page < pages:
+                raise ValueError(
+                    f"block_table must have pages from 0 to {pages - 1} where keys are used, got "
+                    f"{page} for sequence {at}"
+                )
+
+
+def _check_int32(name: str, x: Any, shape: tuple[int | str, ...], like: Tensor) -> None:
+    """Raise unless x is int32 on the device of ``like``. A name in ``shape`` is any number."""
+    check_dense(name, x)
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {x.dtype}")
+    fits = x.dim() == len(shape)
+    if not fits or any(n != m for n, m in zip(shape, x.shape) if not isinstance(n, str)):
+        wanted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        raise ValueError(f"{name} must have shape ({wanted}), got {tuple(x.shape)}")
+    if x.device != like.device:
+        raise ValueError(f"{name} must be on key's device {like.device}, got {x.device}")
 
 
 def check_ends(name: str, ends: Tensor, of: str, like: Tensor, tokens: int) -> list[int] | None:
@@ -142,9 +244,17 @@ def check_ends(name: str, ends: Tensor, of: str, like: Tensor, tokens: int) -> l
 
 
 def check_longest(
-    name: str, value: Any, lengths: list[int] | None, sequences: int, tokens: int
+    name: str, value: Any, lengths: list[int] | None, tokens: int, sequences: int | None = None
 ) -> int:
-    """Validate max_q or max_k; ``lengths`` is None if they cannot be read."""
+    """Validate max_q or max_k.
+
+    Args:
+        name: The name of the argument.
+        value: Its value.
+        lengths: The lengths of the sequences; None if they cannot be read.
+        tokens: The length for a value that cannot be read: no sequence is longer.
+        sequences: The number of sequences, if they have all tokens together.
+    """
     value = plain(value)
     if (
         isinstance(value, Tensor)
@@ -156,7 +266,7 @@ def check_longest(
         raise TypeError(f"{name} must be an int or a tensor () of ints, got {shown(value)}")
     if is_known(value < 0):
         raise ValueError(f"{name} must be at least 0, got {shown(value)}")
-    if lengths is None and is_known(sequences * value < tokens):
+    if lengths is None and sequences is not None and is_known(sequences * value < tokens):
         raise ValueError(
             f"{name} must be at least the length of the longest sequence; {value} is too small for "
             f"{tokens} tokens in {sequences} sequences"
@@ -169,14 +279,13 @@ def check_longest(
     return value
 
 
-def check_torch_arguments(params: dict[str, Any]) -> None:
-    """Remove the arguments of torch's function that are None; raise if one has another value."""
-    for name, instead in NOT_SUPPORTED.items():
-        if (value := params.pop(name, None)) is not None:
-            raise TypeError(
-                f"{name} must be None, because varlen_attention does not support it, got "
-                f"{shown(value)}{instead}"
-            )
+def check_no_splits(params: dict[str, Any]) -> None:
+    """Remove torch's ``num_splits`` if it is None; raise if it has another value."""
+    if (value := params.pop("num_splits", None)) is not None:
+        raise TypeError(
+            "num_splits must be None, because varlen_attention does not support it, got "
+            f"{shown(value)}"
+        )
 
 
 def wants_lse(aux: Any) -> bool:
@@ -212,24 +321,30 @@ def with_window_size(
 
 
 def with_batch(variant: str, params: dict[str, Any], query: Tensor, key: Tensor) -> TokenParams:
-    """The parameters for a batch of one row: tensors (H, T) become (1, H, T)."""
+    """The parameters for a batch of one row: tensors (H, T) become (1, H, T).
+
+    Beside paged keys, tensors (num_pages, page_size, H) become (1, H, num_pages, page_size).
+    """
     batched, of_queries, of_keys = dict(params), set(), set()
     for param in get_variant(variant).params:
         value = params.get(param.name)
         if not isinstance(value, Tensor) or value.dim() < 2 or param.kind != "per_head":
             continue
         heads, shapes = query.shape[1], ["()", f"({query.shape[1]},)"]
-        for accepted, names, tokens in (
-            (param.per_token, of_queries, query.shape[0]),
-            (param.per_key, of_keys, key.shape[0]),
+        paged = key.dim() == 4
+        of_key = (*key.shape[:2], heads) if paged else (heads, key.shape[0])
+        for accepted, names, shape in (
+            (param.per_token, of_queries, (heads, query.shape[0])),
+            (param.per_key, of_keys, of_key),
         ):
-            shapes += [f"({heads}, {tokens})"] if accepted else []
-            if accepted and value.shape == (heads, tokens):
+            shapes += [str(tuple(shape))] if accepted else []
+            if accepted and value.shape == shape:
                 names.add(param.name)
         if param.name not in of_queries | of_keys:
             raise ValueError(
                 f"{variant}'s {param.name} must have shape {' or '.join(shapes)}, got "
                 f"{tuple(value.shape)}"
             )
-        batched[param.name] = value[None]
+        pages_last = paged and param.name in of_keys
+        batched[param.name] = (value.movedim(-1, 0) if pages_last else value)[None]
     return TokenParams(batched, of_queries, of_keys)

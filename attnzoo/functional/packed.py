@@ -95,6 +95,13 @@ def runs_of(ready: ValidatedCall, backend: str | None) -> Runs | None:
     return runs
 
 
+def runs_of_sequences(queries: list[int], keys: list[int]) -> Runs:
+    """The sequences of `varlen_attention`, of these lengths, as segments of one row."""
+    pairs = enumerate(zip(queries, keys, strict=True))
+    segments = [Segment(0, i, i) for i, pair in pairs if min(pair) > 0]
+    return Runs([queries], [keys], segments=segments, restart=True)
+
+
 def _runs(ids: np.ndarray) -> tuple[list[int], list[int]]:
     """The ids of the runs of equal ids, and the lengths of the runs."""
     ends = np.flatnonzero(np.append(ids[1:] != ids[:-1], True)[: len(ids)])

@@ -15,8 +15,8 @@ from attnzoo.core.checks import is_recorded
 from attnzoo.core.varlen_arguments import (
     Packed,
     TokenParams,
+    check_no_splits,
     check_packed,
-    check_torch_arguments,
     wants_lse,
     with_batch,
     with_window_size,
@@ -24,8 +24,14 @@ from attnzoo.core.varlen_arguments import (
 from attnzoo.functional import packed
 from attnzoo.functional.attention import attention
 from attnzoo.functional.max_logits import max_logits, max_logits_of_segments
-from attnzoo.functional.packed import Runs, Segment
-from attnzoo.functional.padded import padded_attention, sequences
+from attnzoo.functional.packed import runs_of_sequences
+from attnzoo.functional.padded import (
+    as_one_row,
+    padded_attention,
+    reads_pages,
+    sequences,
+    with_used_keys,
+)
 from attnzoo.functional.prepare import prepare, why_unsupported
 from attnzoo.functional.results import Results
 from attnzoo.functional.use_backend import named_backend
@@ -40,7 +46,7 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
+    cu_seq_k: Tensor | None,
     max_q: int | Tensor,
     max_k: int | Tensor,
     variant: str = "softmax",
@@ -54,6 +60,8 @@ def varlen_attention(
     alibi: Tensor | None = None,
     relative_bias: Tensor | None = None,
     dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     backend: str | None = None,
     return_lse: Literal[False] = False,
     return_aux: None = None,
@@ -66,7 +74,7 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
+    cu_seq_k: Tensor | None,
     max_q: int | Tensor,
     max_k: int | Tensor,
     variant: str = "softmax",
@@ -80,6 +88,8 @@ def varlen_attention(
     alibi: Tensor | None = None,
     relative_bias: Tensor | None = None,
     dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     backend: str | None = None,
     return_lse: Literal[True],
     return_aux: None = None,
@@ -92,7 +102,7 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
+    cu_seq_k: Tensor | None,
     max_q: int | Tensor,
     max_k: int | Tensor,
     variant: str = "softmax",
@@ -106,6 +116,8 @@ def varlen_attention(
     alibi: Tensor | None = None,
     relative_bias: Tensor | None = None,
     dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     backend: str | None = None,
     return_lse: bool = False,
     return_aux: AuxRequest | None = None,
@@ -118,7 +130,7 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
+    cu_seq_k: Tensor | None,
     max_q: int | Tensor,
     max_k: int | Tensor,
     variant: str = "softmax",
@@ -132,6 +144,8 @@ def varlen_attention(
     alibi: Tensor | None = None,
     relative_bias: Tensor | None = None,
     dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     backend: str | None = None,
     return_lse: bool = False,
     return_aux: AuxRequest | None = None,
@@ -143,7 +157,7 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
+    cu_seq_k: Tensor | None,
     max_q: int | Tensor,
     max_k: int | Tensor,
     variant: str = "softmax",
@@ -157,6 +171,8 @@ def varlen_attention(
     alibi: Tensor | None = None,
     relative_bias: Tensor | None = None,
     dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     backend: str | None = None,
     return_lse: bool = False,
     return_aux: AuxRequest | None = None,
@@ -166,20 +182,24 @@ def varlen_attention(
     """Attention within each of several packed sequences: out_i = Σ_j w_ij v_j.
 
     Sequence s has the queries ``cu_seq_q[s]`` … ``cu_seq_q[s + 1] − 1`` and the keys
-    ``cu_seq_k[s]`` … ``cu_seq_k[s + 1] − 1``. The results are those of `attention` on each
-    sequence: n_i counts its keys, and its positions start anew. The first seven arguments,
-    ``window_size``, ``scale``, ``enable_gqa`` and ``return_aux`` are those of
-    `torch.nn.attention.varlen.varlen_attn`.
+    ``cu_seq_k[s]`` … ``cu_seq_k[s + 1] − 1``, or the first ``seqused_k[s]`` of these. With a
+    ``block_table``, its keys are in the pages ``block_table[s]`` of a cache. The results are those
+    of `attention` on each sequence: n_i counts its keys, and its positions start anew. The first
+    seven arguments, ``window_size``, ``scale``, ``enable_gqa``, ``seqused_k``, ``block_table`` and
+    ``return_aux`` are those of `torch.nn.attention.varlen.varlen_attn`.
 
     Args:
         query: Queries (Tq, H, D) of all sequences, in fp16, bf16, fp32 or fp64.
-        key: Keys (Tk, Hkv, D), of the same dtype and on the same device.
-        value: Values (Tk, Hkv, Dv), likewise.
+        key: Keys (Tk, Hkv, D), of the same dtype and on the same device. With ``block_table``,
+            pages of keys (num_pages, page_size, Hkv, D).
+        value: Values (Tk, Hkv, Dv), likewise. With ``block_table``, pages of values
+            (num_pages, page_size, Hkv, Dv).
         cu_seq_q: Int32 or int64 (S + 1,): 0, then the sums of the lengths of the first 1, 2, …, S
             sequences, so that the last entry is Tq. A length may be 0.
-        cu_seq_k: The same for the keys; the last entry is Tk.
+        cu_seq_k: The same for the keys; the last entry is Tk. None with ``block_table``.
         max_q: The largest number of queries in a sequence, or more; an int or a tensor () of ints.
-        max_k: The largest number of keys in a sequence, or more; likewise.
+        max_k: The largest number of keys in a sequence, or more; likewise. With ``seqused_k``, of
+            the keys that take part.
         variant: A name from `list_variants`.
         is_causal: A query sees the keys up to its own position. The last query of a sequence has
             the position of its last key.
@@ -193,12 +213,18 @@ def varlen_attention(
         alibi: Slopes (H,), as for `attention`.
         relative_bias: A table (H, 2R + 1), as for `attention`.
         dropout_p: As for `attention`.
+        seqused_k: Int32 (S,): so many first keys of each sequence take part. Others are neither
+            visible nor counted, and may be NaN. None: all keys do.
+        block_table: Int32 (S, max_blocks): key t of sequence s is entry t % page_size of the page
+            ``block_table[s, t // page_size]``. Entries beyond the keys that take part may have any
+            value. Needs ``seqused_k``.
         backend: As for `attention`.
         return_lse: As for `attention`.
         return_aux: As in torch: ``AuxRequest(lse=True)`` is the same as ``return_lse``.
         return_max_logits: As for `attention`; the maximum is over all sequences.
         **params: Parameters of the variant, as for `attention`; a tensor with one value per query
-            or per key is (H, Tq) or (H, Tk).
+            or per key is (H, Tq) or (H, Tk). With ``block_table``, one value per key is
+            (num_pages, page_size, H).
 
     Returns:
         The output (Tq, H, Dv) in the dtype of ``query``. With ``return_lse`` a pair (output, lse),
@@ -224,22 +250,27 @@ def varlen_attention(
         True
 
     Notes:
-        Torch's ``seqused_k``, ``block_table`` and ``num_splits`` must be None: paged keys are not
-        supported.
+        Torch's ``num_splits`` must be None.
+
+        The backend `decode` reads pages itself. For others, keys are first gathered: on a CPU those
+        that take part, elsewhere ``max_k`` for each sequence. Pages have gradients, which torch
+        refuses.
 
         On a CPU, sequences of equal lengths run as one batch, and others in one call each. Where
-        the values of ``cu_seq_q`` and ``cu_seq_k`` cannot be read without waiting for a device (on
-        a GPU, and under `torch.compile`), they are not checked. Sequences are then padded to
-        ``max_q`` and ``max_k``, unless ``cu_seq_q`` and ``cu_seq_k`` are the same tensor and the
-        backend reads the bounds of the sequences itself. Tensors as ``max_q`` and ``max_k`` are
-        read; a graph of `torch.compile` cannot read them, and pads to the number of all tokens.
+        the values of ``cu_seq_q``, ``cu_seq_k``, ``seqused_k`` and ``block_table`` cannot be read
+        without waiting for a device (on a GPU, and under `torch.compile`), they are not checked.
+        Sequences are then padded to ``max_q`` and ``max_k``, unless ``cu_seq_q`` and ``cu_seq_k``
+        are the same tensor and the backend reads the bounds of the sequences itself. Tensors as
+        ``max_q`` and ``max_k`` are read; a graph of `torch.compile` cannot read them, and pads to
+        the number of all tokens.
     """
     return_lse = return_lse or wants_lse(return_aux)
     ends, longest = (cu_seq_q, cu_seq_k), (max_q, max_k)
-    inputs = check_packed((query, key, value), ends, longest, enable_gqa)
+    tensors = query, key, value
+    inputs = check_packed(tensors, ends, longest, enable_gqa, seqused_k, block_table)
     backend = named_backend(backend)
     check_backend(backend)
-    check_torch_arguments(params)
+    check_no_splits(params)
     is_causal, window = with_window_size(window_size, is_causal, window)
     for name in ARGUMENTS.intersection(params):
         raise TypeError(
@@ -270,46 +301,40 @@ def _attend(
     token_params: TokenParams,
 ) -> Results:
     """The output (Tq, H, Dv), and lse (H, Tq) and the maxima (H,) if the call asks for them."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (inputs.query, inputs.key, inputs.value))
-    options = arguments | token_params.values
+    options, lengths = arguments | token_params.values, inputs.lengths
     if not inputs.attends:
-        options |= {name: token_params.values[name][..., :0] for name in token_params.of_keys}
-        result = attention(q, k[:, :, :0], v[:, :, :0], variant, backend=backend, **options)
+        q = inputs.query.transpose(0, 1)[None]
+        k, v = (x[:0].flatten(0, -3).transpose(0, 1)[None] for x in (inputs.key, inputs.value))
+        for name in token_params.of_keys:
+            options[name] = token_params.values[name][..., :0].flatten(2)
+        result = attention(q, k, v, variant, backend=backend, **options)
         out, lse, largest = Results.of(result, options)
-    elif inputs.lengths is not None and not is_recorded():
+    elif lengths is not None and not is_recorded() and not reads_pages(inputs, backend):
+        if inputs.used is not None:
+            inputs, token_params = with_used_keys(inputs, token_params)
+            options |= token_params.values
+        q, k, v = as_one_row(inputs)
         ready = prepare(q, k, v, variant, options)
-        runs = _runs(*inputs.lengths)
+        runs = runs_of_sequences(*lengths)
         with in_full_precision(q.device):
             out, lse = packed.attend_segments(ready, runs, backend)
         of_runs = ready.call.return_max_logits
         largest = max_logits_of_segments(ready, runs, backend) if of_runs else None
     else:
         walked = None
-        if inputs.ends[0] is inputs.ends[1]:
-            walked = _walked(q, k, v, inputs, variant, backend, options)
+        if inputs.ends[0] is inputs.ends[1] and inputs.used is None:
+            walked = _walked(inputs, variant, backend, options)
         if walked is None:
             return padded_attention(inputs, variant, backend, arguments, token_params)
         out, lse, largest = walked
     return Results(out[0].transpose(0, 1), None if lse is None else lse[0], largest)
 
 
-def _runs(queries: list[int], keys: list[int]) -> Runs:
-    """The sequences as the segments of one row."""
-    pairs = enumerate(zip(queries, keys, strict=True))
-    segments = [Segment(0, i, i) for i, pair in pairs if min(pair) > 0]
-    return Runs([queries], [keys], segments=segments, restart=True)
-
-
 def _walked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    inputs: Packed,
-    variant: str,
-    backend: str | None,
-    arguments: dict[str, Any],
+    inputs: Packed, variant: str, backend: str | None, arguments: dict[str, Any]
 ) -> Results | None:
     """Run the sequences as segments of one row; None if no backend walks them in this call."""
+    q, k, v = as_one_row(inputs)
     ids, longest = sequences(inputs.ends[0], q.shape[2])[None], min(inputs.longest)
     ready = prepare(q, k, v, variant, arguments | {"segment_ids": ids})
     # A variant may limit the length of a sequence, but not the number of packed tokens.

@@ -237,6 +237,28 @@ def compiled(device: str) -> tuple[bool, Figures]:
     return all(error < 1e-2 for error in figures.values()), figures
 
 
+def pages(device: str, variant: str) -> tuple[bool, Figures]:
+    """Keys read from the pages of a cache equal packed keys; unused entries are NaN."""
+    draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    used = torch.tensor([300, 1, 77], dtype=torch.int32, device=device)
+    table = torch.randperm(64, device=device)[:63].view(3, 21).int()
+    cache = torch.full((2, 64, 16, 2, 64), float("nan"), device=device, dtype=torch.bfloat16)
+    q, k, v, ends = draw(3, 8, 64), [], [], [0]
+    for entries, number in zip(table.long(), used.tolist(), strict=True):
+        tokens, at = draw(2, number, 2, 64), torch.arange(number, device=device)
+        cache[:, entries[at // 16], at % 16] = tokens
+        k, v, ends = [*k, tokens[0]], [*v, tokens[1]], [*ends, ends[-1] + number]
+    of_queries, of_keys = (torch.tensor(x, device=device) for x in (range(4), ends))
+    attend = partial(attnzoo.varlen_attention, variant=variant, is_causal=True, enable_gqa=True)
+    exact = (x.double() for x in (q, torch.cat(k), torch.cat(v)))
+    want = attend(*exact, of_queries, of_keys, 1, 300)
+    have = attend(
+        q, *cache, of_queries, None, 1, 336, seqused_k=used, block_table=table, backend="decode"
+    )
+    error = relative_error(have, want)
+    return error < 2e-2, {"out": error}
+
+
 def long_offsets(device: str) -> tuple[bool, Figures]:
     """The last head of a tensor of 4.6 GiB, whose offsets exceed 2^31 elements."""
     k = torch.randn(2, 9, 2**20, 128, device=device, dtype=torch.bfloat16)
@@ -299,6 +321,7 @@ CHECKS: dict[str, Check] = {
         f"decode-{name}": agreement(name, "decode", shape=TOKEN, gradients=False, is_causal=True)
         for name in ("softmax", "ssmax", "sigmoid", "entmax", "sparsemax", "adaptive_temperature")
     },
+    **{f"pages-{name}": partial(pages, variant=name) for name in ("softmax", "entmax")},
     "linear-taylor": agreement(
         "taylor", "flash_linear", shape=(2, 4, 2, 1000, 1000, 16, 128), is_causal=True
     ),

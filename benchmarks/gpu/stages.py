@@ -110,7 +110,9 @@ KERNELS = {
     "flash_forward": "tma-forward", "flash_dq": "tma-backward", "flash_dkdv": "tma-backward",
     "threshold": "entmax", "decode": "decode-softmax",
 }  # fmt: skip
-SANITIZED = "tma-forward,tma-backward,unaligned,entmax,segments,decode-softmax,linear-elu"
+SANITIZED = (
+    "tma-forward,tma-backward,unaligned,entmax,segments,decode-softmax,pages-softmax,linear-elu"
+)
 
 
 def sanitizer(tool: str) -> Step:

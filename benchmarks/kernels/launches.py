@@ -20,6 +20,7 @@ DECODE_STAGES = {
     "statistics": "decode_stats", "solver": "decode_threshold",
 }  # fmt: skip
 COLUMNS = 32768  # entries of a row in row kernels
+PAGE = 16  # keys of a page, as in most engines
 RADIUS = 128  # of a table of a bias by relative position
 PROCESSORS = 132  # multiprocessors of an H200
 
@@ -75,7 +76,7 @@ def layout_of(spec: Specialization, q: Tensor, keys: int) -> Any:
         mask = q.new_empty(1, 1, queries, keys, dtype=dtype)
     elif "learned-keys" in extras:
         mask = q.new_empty(1, 1, 1, keys)
-    elif "keys" in extras or "heads" in extras:
+    elif any(name in extras for name in ("keys", "heads", "pages")):
         heads = q.shape[1] if "heads" in extras else 1
         mask = q.new_empty(1, heads, 1, keys, dtype=torch.uint8)
     left, right = keys // 4 if "window" in extras else None, None if "full" in extras else 0
@@ -229,22 +230,27 @@ def few_queries(spec: Specialization) -> int:
     The number depends on ``spec.extra`` and ``spec.dtype``, so that tiles of 16, 32 and 64 rows are
     compiled.
     """
-    queries = {"": 1, "keys": 1, "heads": 1, "distance": 1, "window": 4}
+    queries = {"": 1, "keys": 1, "heads": 1, "distance": 1, "pages": 1, "window": 4}
     return queries.get(spec.extra, 4 if spec.dtype == "fp32" else 8)
 
 
 def describe_decode(spec: Specialization) -> Any:
     """The launch of a decode call with eight query heads per key/value head."""
+    from attnzoo.backends.triton.common.kernel_operands import NOT_PAGED, Paged
     from attnzoo.backends.triton.decode import launch
 
     words = spec.kernel.split()
     keys, stage = SHORT if "short" in words else KEYS, DECODE_STAGES[words[-1]]
     q, k = empty(spec, 1, 8, few_queries(spec)), empty(spec, 1, 1, keys)
     layout, rule, vectors, terms, _, lse, _ = described(spec, q, keys)
+    paged = NOT_PAGED
+    if "pages" in extras_of(spec):
+        table = q.new_empty(1, keys // PAGE, dtype=torch.int32)
+        paged, k = Paged(table, table[:, 0], keys), empty(spec, keys // PAGE, 1, PAGE)
     machine = arch_of(spec), PROCESSORS
     if rule.normalize == "threshold" or stage in ("decode", "merge_splits"):
-        operands = q, k, k, None, layout, rule, vectors, terms, lse, *machine
+        operands = q, k, k, None, paged, layout, rule, vectors, terms, lse, *machine
         launches, _ = launch.describe_decode(*operands)
     else:
-        launches, _ = launch.describe_statistics(q, k, layout, *machine)
+        launches, _ = launch.describe_statistics(q, k, paged, layout, *machine)
     return next(each for each in launches if each.kernel.__name__ == stage)

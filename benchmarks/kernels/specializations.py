@@ -35,6 +35,7 @@ MODELS = ("full keys no gain", "full bool no gain")
 PADDED = ("window keys", "alibi keys")
 # Also with a causal mask, a per-query gain and a dense mask
 DROPOUT = "dropout"
+PAGES = "pages"  # of paged keys, in decoding
 # Packed sequences without causality, in kernels of linear forms
 PACKED = "full segments"
 # Few programs: parts of a group of heads in dK/dV, splits of the keys in the forward
@@ -50,10 +51,10 @@ class Specialization(NamedTuple):
     kernel: one of KERNELS. "forward", "linear", "decode", "shares" and "rows" may be followed by a
         space and the name of a launch or an algorithm. "decode short" has few keys, in one split.
         "rows" has no head dimension; "rows", "linear" and "shares" have no activation.
-    extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; PACKED; "heads" (a key mask per head);
-        "learned-keys" (a float mask of the keys with a gradient; "dbias" always has a dense one);
-        "fp32 mask" (as under autocast); SPLIT; DROPOUT; "peak" (of "stats", only the maximum); or
-        "all" (all of EXTRAS, a sink and dlse).
+    extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; PACKED; PAGES; "heads" (a key mask per
+        head); "learned-keys" (a float mask of the keys with a gradient; "dbias" always has a dense
+        one); "fp32 mask" (as under autocast); SPLIT; DROPOUT; "peak" (of "stats", only the
+        maximum); or "all" (all of EXTRAS, a sink and dlse).
     """
 
     kernel: str
@@ -150,6 +151,8 @@ GROUPS = (
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
     Group(("decode",), "online", "bf16", (128,), ("key-bias", "distance", "table")),
     Group(("decode",), "factor factor-masked shifted", "bf16", (128,)),
+    Group(("decode",), "online", "bf16 fp32", DECODE_DIMS, (PAGES,)),
+    Group(("decode products",), "threshold", "bf16 fp32", DECODE_DIMS, (PAGES,)),
     Group(("decode short",), "online", "bf16 fp32", POWERS, ("all",)),
     Group(("decode short",), "online", "bf16", (128,)),
     Group(("decode short",), "none threshold factor shifted", "bf16", (128,), archs=("sm_90",)),

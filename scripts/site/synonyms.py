@@ -21,7 +21,10 @@ SYNONYMS: dict[str, dict[str, tuple[str, ...]]] = {
         "With PyTorch's other features": ("torch.compile", "autocast", "CUDA graphs"),
     },
     "choosing": {"In short": ("recommendation", "comparison")},
-    "decoding": {"Two caches": ("KV cache", "key-value cache", "generation", "inference")},
+    "decoding": {
+        "Two caches": ("KV cache", "key-value cache", "generation", "inference"),
+        "A paged cache": ("paged attention", "block table", "pages"),
+    },
     "distributed": {
         "Choose a method": ("ring attention", "context parallel", "sequence parallel", "torchrun")
     },

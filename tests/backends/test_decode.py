@@ -17,6 +17,7 @@ from torch import Tensor
 import attnzoo
 from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import launch, prepared
+from attnzoo.backends.triton.common.kernel_operands import NOT_PAGED
 from attnzoo.backends.triton.common.launch import Launch
 from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.decode import operators as decode_ops
@@ -224,7 +225,7 @@ def test_splits_use_all_processors_and_are_not_too_small(
         k = q.new_empty(batch, 8, keys, 128)
         left = None if window is None else window - 1
         layout = Layout(1.0, left, 0, None, None, None, None)
-        return launch_decode._splits(q, k, layout, 64, 132)
+        return launch_decode._splits(q, k, NOT_PAGED, layout, 64, 132)
 
     assert splits(1, 2**18)["splits"] * 8 >= 264
     assert splits(32, 2**18)["splits"] * 256 >= 264
@@ -260,7 +261,8 @@ def test_statistics_of_one_split_need_one_launch(
     monkeypatch.undo()
     ran = launches_of(monkeypatch)
     q, k = (rand(1, 2, n, 16, seed=n).float() for n in (1, keys))
-    decode_ops.decode_statistics(q=q, k=k, layout=Layout(1.0, None, 0, None, None, None, None))
+    layout = Layout(1.0, None, 0, None, None, None, None)
+    decode_ops.decode_statistics(q=q, k=k, paged=NOT_PAGED, layout=layout)
     assert ran == ["decode_products", "decode_stats"][:launches]
 
 
@@ -296,8 +298,8 @@ def small() -> list[Tensor]:
 @pytest.mark.slow
 def test_opcheck() -> None:
     q, k, v = small()
-    opcheck(decode_ops.decode_statistics, q=q, k=k, layout=ALL)
-    products, *_ = decode_ops.decode_statistics(q=q, k=k, layout=ALL)
+    opcheck(decode_ops.decode_statistics, q=q, k=k, paged=NOT_PAGED, layout=ALL)
+    products, *_ = decode_ops.decode_statistics(q=q, k=k, paged=NOT_PAGED, layout=ALL)
     for stored, vectors, terms, rule, want_lse in (
         (None, Vectors(VECTOR, VECTOR, sink=VECTOR), TERMS, SOFTMAX, True),
         (None, Vectors(None, VECTOR), Terms(factor=VECTOR), Rule(activations.SIGMOID, "none"),
@@ -306,8 +308,8 @@ def test_opcheck() -> None:
         (None, Vectors(VECTOR), TERMS, Rule(activations.ENTMAX15, "threshold"), False),
     ):  # fmt: skip
         opcheck(
-            decode_ops.decode_forward, q=q, k=k, v=v, products=stored, vectors=vectors,
-            terms=terms, layout=ALL, rule=rule, want_lse=want_lse,
+            decode_ops.decode_forward, q=q, k=k, v=v, products=stored, paged=NOT_PAGED,
+            vectors=vectors, terms=terms, layout=ALL, rule=rule, want_lse=want_lse,
         )  # fmt: skip
 
 

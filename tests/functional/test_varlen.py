@@ -17,6 +17,7 @@ from attnzoo.functional import varlen
 from helpers.cases import ALL_VARIANTS, CASES, NO_LOGITS, learned, params_of, rand
 from helpers.coverage_table import levels_of
 from helpers.covering import covering
+from helpers.paged import cache_of
 
 # Numbers of queries, and of keys, of the sequences.
 LAYOUTS = {
@@ -36,6 +37,7 @@ FACTORS: dict[str, tuple] = {
     "lse": (False, True),
     "softcap": (None, 2.0),
     "path": ("split", "padded"),
+    "cache": ("none", "gaps", 1, 4, 256),  # the last ones are sizes of pages
 }
 SPANS = {
     "full": {},
@@ -91,12 +93,21 @@ def ends_of(lengths: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tenso
     return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
 
 
-def packed(leaves: dict[str, Tensor], variant: str, layout: str, **options: Any) -> list[Tensor]:
+def packed(
+    leaves: dict[str, Tensor], variant: str, layout: str, cache: str | int = "none", **options: Any
+) -> list[Tensor]:
     """Output and lse of one call."""
     queries, keys = LAYOUTS[layout]
+    inputs: dict[str, Any] = {**leaves, "cu_seq_k": ends_of(keys)}
+    if cache != "none":
+        where = cache_of(keys, cache if isinstance(cache, int) else None)
+        inputs |= {name: where.put(leaves[name]) for name in ("key", "value")} | where.arguments
+        if "log_gates" in leaves and leaves["log_gates"].dim() == 2:
+            gates = where.put(leaves["log_gates"].T)
+            inputs["log_gates"] = gates.T if cache == "gaps" else gates
     result = attnzoo.varlen_attention(
-        **leaves, cu_seq_q=ends_of(queries), cu_seq_k=ends_of(keys), max_q=max(queries),
-        max_k=max(keys), variant=variant, **options,
+        **inputs, cu_seq_q=ends_of(queries), max_q=max(queries), max_k=max(keys), variant=variant,
+        **options,
     )  # fmt: skip
     return list(result) if options.get("return_lse") else [result]
 
@@ -155,12 +166,13 @@ def test_agrees_with_calls_of_single_sequences(
     if row["path"] == "padded":
         # As where the lengths cannot be read
         monkeypatch.setattr(varlen, "is_recorded", lambda: True)
-    have = packed(leaves, variant, row["layout"], **options)
+    have = packed(leaves, variant, row["layout"], row["cache"], **options)
     assert_equal_with_gradients(have, want, leaves)
 
 
+@pytest.mark.parametrize("cache", ["none", "gaps", 4])
 @pytest.mark.parametrize("path", ["split", "padded"])
-def test_gates_per_key(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gates_per_key(path: str, cache: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"layout": "ragged", "heads": 2, "bias": "alibi", "params": "default"}
     leaves = leaves_of("forgetting", row)
     leaves["log_gates"] = (-rand(HEADS, 12, seed=5).abs()).requires_grad_()
@@ -168,7 +180,7 @@ def test_gates_per_key(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want = one_by_one(leaves, "forgetting", "ragged", **options)
     if path == "padded":
         monkeypatch.setattr(varlen, "is_recorded", lambda: True)
-    have = packed(leaves, "forgetting", "ragged", **options)
+    have = packed(leaves, "forgetting", "ragged", cache, **options)
     assert_equal_with_gradients(have, want, leaves)
 
 
@@ -331,8 +343,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"window_size": (-2, 0)}, ValueError, r"window_size must be a pair .*, got \(-2, 0\)"),
     ({"window_size": 3}, ValueError, "window_size must be a pair .*, got 3"),
     ({"window_size": (1, 0), "window": 2}, ValueError, r"window must be None with window_size="),
-    ({"seqused_k": ENDS[1:]}, TypeError, "seqused_k must be None.*pass the keys that take part"),
-    ({"block_table": ENDS[None]}, TypeError, "block_table must be None"),
     ({"num_splits": 1}, TypeError, "num_splits must be None"),
     (
         {"return_aux": True},

@@ -64,6 +64,8 @@ class Visible(NamedTuple):
     q_segments: Tensor | None  # int64 [B, Nq]
     k_segments: Tensor | None  # int64 [B, Nk]
     ranges: Tensor | None = None  # int32 [B, tiles, 2]; see `flash.segments`
+    table: Tensor | None = None  # int32 [B, blocks], of paged keys; see `Paged`
+    used: Tensor | None = None  # int32 [B]: so many last keys are in the pages
 
 
 class Maps(NamedTuple):
@@ -159,9 +161,19 @@ class Tile(NamedTuple):
     ALIGN: int | None = None  # the unit of strides, in elements
     MASK_ALIGN: int | None = None  # the unit of the mask's strides, in entries
     PRECISION: str | None = None  # of products of fp32 matrices
+    PAGE: int | None = None  # keys of a page
 
 
 # ---- in kernels ---------------------------------------------------------------------------------
+
+
+class MatrixPages(NamedTuple):
+    """Where the rows of a `Matrix` are whose last rows are in pages."""
+
+    table: Any  # pointer to the pages of the batch entry
+    missing: Any  # number of first rows that are in no page
+    stride: Any  # between pages
+    size: Any  # rows of a page
 
 
 class Matrix(NamedTuple):
@@ -173,6 +185,7 @@ class Matrix(NamedTuple):
     descriptor: Any  # TMA descriptor of the whole tensor, or None
     batch: Any
     head: Any
+    pages: Any = None  # `MatrixPages`, or None if the rows follow one another
 
 
 class Side(NamedTuple):

@@ -30,6 +30,25 @@ class Solved(NamedTuple):
 UNSOLVED = Solved()  # of a form without a threshold
 
 
+class Paged(NamedTuple):
+    """A paged cache of keys and values: k and v are (pages, Hkv, page size, D).
+
+    None for other calls. The entries of the table from row · blocks on are the pages of a row. They
+    hold the last ``used`` of its keys: key j of the call is entry j − (longest − used) there.
+    """
+
+    table: Tensor | None = None  # int32 [B, blocks]
+    used: Tensor | None = None  # int32 [B]
+    longest: int | None = None  # the number of keys of the call
+
+    def keys(self, k: Tensor) -> int:
+        """The number of keys of a call with keys k."""
+        return k.shape[2] if self.longest is None else self.longest
+
+
+NOT_PAGED = Paged()
+
+
 def operands_of(
     form: Pairwise, gain: PerQuery, call: Call, layout: Layout
 ) -> tuple[Layout, Vectors, Terms]:

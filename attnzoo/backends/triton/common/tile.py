@@ -45,12 +45,28 @@ def load_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, EDGE: t
 
 
 @triton.jit
+def load_paged(matrix, first, local, columns, DIM: tl.constexpr):
+    """`load_block` of a matrix with `MatrixPages`: 0 for the rows that are in no page."""
+    pages, row = matrix.pages, first + local - matrix.pages.missing  # [BN]
+    exists = (row >= 0) & (local < matrix.count - first)
+    page = tl.load(pages.table + row // pages.size, mask=exists, other=0).to(tl.int64)
+    offset = page * pages.stride + (row % pages.size).to(tl.int64) * matrix.stride
+    inside = exists[:, None]
+    if columns.shape[0] != DIM:
+        inside = inside & (columns < DIM)[None, :]
+    pointers = matrix.base + offset[:, None] + columns[None, :]  # [BN, DIM]
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
 def load_block(matrix, first, local, columns, DIM: tl.constexpr, EDGE: tl.constexpr):
     """Load the rows first + local of a `Matrix` with DIM columns, 0 outside the matrix.
 
     In a loop only the scalar ``first`` changes, so the offsets inside a block are computed once,
     before the loop.
     """
+    if matrix.pages is not None:
+        return load_paged(matrix, first, local, columns, DIM)
     if matrix.descriptor is not None:
         # TMA: a hardware unit computes the addresses, and writes 0 outside the tensor.
         # Its coordinates have 32 bits.

@@ -7,7 +7,13 @@ from torch import Tensor
 from attnzoo.backends.base import Backend
 from attnzoo.backends.shared_operands import rule_of
 from attnzoo.backends.transforms import reject_transforms, uses_transforms
-from attnzoo.backends.triton.common.kernel_operands import layout_of, operands_of, pad_columns
+from attnzoo.backends.triton.common.kernel_operands import (
+    NOT_PAGED,
+    Paged,
+    layout_of,
+    operands_of,
+    pad_columns,
+)
 from attnzoo.backends.triton.decode import operators as ops
 from attnzoo.backends.triton.flash import backend as flash
 from attnzoo.core.call import Call
@@ -26,6 +32,12 @@ def unsupported(form: Form, call: Call) -> str | None:
         return "does not support gradients (flash does)"
     if uses_transforms():
         return "does not support torch.func transforms (sdpa does for softmax, eager for all)"
+    unit = 16 // call.input_dtype.itemsize
+    if call.pages is not None and (call.head_dim % unit or call.value_dim % unit):
+        dims = f"{call.head_dim} and {call.value_dim}"
+        return (
+            f"does not read pages with head dimensions that are no multiples of {unit}, got {dims}"
+        )
     rows = call.queries * (call.heads // max(1, call.kv_heads))
     if rows > (most := MOST_ROWS[call.input_dtype.itemsize]):
         return (
@@ -41,18 +53,20 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     reject_transforms("decode", q, k, v, call.mask, call.relative_bias)
     q, k, v = pad_columns(q), pad_columns(k), pad_columns(v)
     layout, gain, products = layout_of(call), form.gain, None
+    paged = NOT_PAGED if call.pages is None else Paged(*call.pages, call.keys)
     if isinstance(gain, FromStatistics):
-        products, *statistics = ops.decode_statistics(q=q, k=k, layout=layout)
+        products, *statistics = ops.decode_statistics(q=q, k=k, paged=paged, layout=layout)
         gain = gain.of(Statistics(*statistics))
     layout, vectors, terms = operands_of(form, gain, call, layout)
     reject_transforms("decode", *vectors, *terms)
     attended = ops.decode_forward(
-        q=q, k=k, v=v, products=products, vectors=vectors, terms=terms, layout=layout,
-        rule=rule_of(form), want_lse=call.return_lse,
+        q=q, k=k, v=v, products=products, paged=paged, vectors=vectors, terms=terms,
+        layout=layout, rule=rule_of(form), want_lse=call.return_lse,
     )  # fmt: skip
     return flash.without_padding(attended.out, call), attended.lse
 
 
 BACKEND = Backend(
-    "decode", ("pairwise",), unsupported, run, max_logits=flash.max_logits, walks_segments=True
-)
+    "decode", ("pairwise",), unsupported, run, max_logits=flash.max_logits, walks_segments=True,
+    reads_pages=True,
+)  # fmt: skip

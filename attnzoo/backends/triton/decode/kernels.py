@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.fold import factored, finish, walk
-from attnzoo.backends.triton.common.groups import KeySides, MaskStrides, Matrix, Scoring, Side, Size
+from attnzoo.backends.triton.common.groups import (
+    KeySides,
+    MaskStrides,
+    Matrix,
+    MatrixPages,
+    Scoring,
+    Side,
+    Size,
+)
 from attnzoo.backends.triton.common.merge import load_peaks, splits_of_row, store_split
 from attnzoo.backends.triton.common.scores import capped, load_head, load_vectors, scores
 from attnzoo.backends.triton.common.tile import SMALLEST, load_block, store_tile, times
@@ -26,7 +34,7 @@ from attnzoo.backends.triton.flash.threshold import MAX_STEPS, newton, store_thr
 
 RUNTIME = (
     "q_b q_h q_n k_b k_h k_n v_b v_h v_n o_b o_h o_n mask_b mask_h mask_m mask_n "
-    "heads group queries keys left right first last span splits width"
+    "heads group queries keys blocks left right first last span splits width"
 ).split()
 
 
@@ -61,10 +69,24 @@ def rows_of_program(heads, group, queries, splits, q_h, q_n, tile):
 
 
 @triton.jit
-def blocks_of_split(batch, first, last, span, splits, ranges, tile):
-    """Return the blocks of keys [low, high). The splits share ``ranges``, see `flash.segments`."""
-    if ranges is not None:
-        first, last = narrowed(first, last, ranges, batch, tile.BLOCK_N)
+def pages_of(batch, page_stride, keys, blocks, visible, tile):
+    """The `MatrixPages` of k or v of a batch entry."""
+    missing = keys - tl.load(visible.used + batch)
+    return MatrixPages(visible.table + batch * blocks, missing, page_stride * tile.ALIGN, tile.PAGE)
+
+
+@triton.jit
+def blocks_of_split(batch, keys, first, last, span, splits, visible, tile):
+    """Return the blocks of keys [low, high).
+
+    The splits share the ``ranges``, see `flash.segments`, or the keys that are in pages.
+    """
+    if visible.ranges is not None:
+        first, last = narrowed(first, last, visible.ranges, batch, tile.BLOCK_N)
+        span = tl.cdiv(last - first, splits)
+    if visible.used is not None:
+        missing = keys - tl.load(visible.used + batch)
+        first = tl.minimum(tl.maximum(first, missing // tile.BLOCK_N), last)
         span = tl.cdiv(last - first, splits)
     low = first + tl.program_id(0) % splits * span
     return low, tl.minimum(low + span, last)
@@ -76,7 +98,7 @@ def decode_products(
     partials,  # m, and for statistics z and t
     lse, entropy,  # for statistics with one split, instead of the partials; else None
     vectors, terms, visible, q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
-    heads, group, queries, keys, left, right, first, last, span, splits, width, rule, tile,
+    heads, group, queries, keys, blocks, left, right, first, last, span, splits, width, rule, tile,
 ):  # fmt: skip
     """Write q kᵀ and the maximum m of each row; for statistics also Z and T, or lse and entropy."""
     size, strides = Size(queries, keys, left, right), MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
@@ -89,12 +111,17 @@ def decode_products(
     q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)  # rows of one entry
     q_tile = load_block(q_matrix, b * 0, rows.entry, d, tile.D, False)  # [BM, D]
     q_side = Side(q_tile, q_matrix, b * 0, rows.entry)
-    k_matrix = Matrix(k + (b * k_b + hk * k_h) * tile.ALIGN, k_n * tile.ALIGN, keys, None, b, hk)
+    if visible.table is None:
+        k += (b * k_b + hk * k_h) * tile.ALIGN
+        k_matrix = Matrix(k, k_n * tile.ALIGN, keys, None, b, hk)
+    else:
+        pages = pages_of(b, k_b, keys, blocks, visible, tile)
+        k_matrix = Matrix(k + hk * k_h * tile.ALIGN, k_n * tile.ALIGN, keys, None, b, hk, pages)
     # [BM, 1]. products + j points to the products with key j.
     products += (rows.at + rows.row) * width - first * tile.BLOCK_N
     m = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
     z, t = tl.zeros([tile.BLOCK_M], tl.float32), tl.zeros([tile.BLOCK_M], tl.float32)
-    low, high = blocks_of_split(b, first, last, span, splits, visible.ranges, tile)
+    low, high = blocks_of_split(b, keys, first, last, span, splits, visible, tile)
     for n in range(low, high):
         start = n * tile.BLOCK_N
         j = (start + local)[None, :]  # [1, BN]
@@ -124,7 +151,8 @@ def decode(
     o, saved, partials,  # o and saved for one split, else partials
     vectors, terms, visible,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, mask_b, mask_h, mask_m, mask_n,
-    eps, heads, group, queries, keys, left, right, first, last, span, splits, width, rule, tile,
+    eps, heads, group, queries, keys, blocks, left, right, first, last, span, splits, width, rule,
+    tile,
 ):  # fmt: skip
     """Write the partial result of this program's split, or the output of the only split."""
     size, strides = Size(queries, keys, left, right), MaskStrides(mask_b, mask_h, mask_m, mask_n, 1)
@@ -134,7 +162,12 @@ def decode(
     head = load_head(b, rows.head, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, vectors, terms, visible, strides, size)
     d, dv = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_DV)
-    v_matrix = Matrix(v + (b * v_b + hk * v_h) * tile.ALIGN, v_n * tile.ALIGN, keys, None, b, hk)
+    if visible.table is None:
+        v += (b * v_b + hk * v_h) * tile.ALIGN
+        v_matrix = Matrix(v, v_n * tile.ALIGN, keys, None, b, hk)
+    else:
+        pages = pages_of(b, v_b, keys, blocks, visible, tile)
+        v_matrix = Matrix(v + hk * v_h * tile.ALIGN, v_n * tile.ALIGN, keys, None, b, hk, pages)
     if k is None:
         # Pointers [BM, 1] to the products with key 0
         q_side = products + (rows.at + rows.row) * width - first * tile.BLOCK_N
@@ -143,12 +176,18 @@ def decode(
         q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)  # rows of one entry
         q_tile = load_block(q_matrix, b * 0, rows.entry, d, tile.D, False)  # [BM, D]
         q_side = Side(q_tile, q_matrix, b * 0, rows.entry)
-        k += (b * k_b + hk * k_h) * tile.ALIGN
-        sides = KeySides(Matrix(k, k_n * tile.ALIGN, keys, None, b, hk), v_matrix, d, dv)
+        if visible.table is None:
+            k += (b * k_b + hk * k_h) * tile.ALIGN
+            sides = KeySides(Matrix(k, k_n * tile.ALIGN, keys, None, b, hk), v_matrix, d, dv)
+        else:
+            pages = pages_of(b, k_b, keys, blocks, visible, tile)
+            k += hk * k_h * tile.ALIGN
+            k_matrix = Matrix(k, k_n * tile.ALIGN, keys, None, b, hk, pages)
+            sides = KeySides(k_matrix, v_matrix, d, dv)
     m = tl.full([tile.BLOCK_M], float("-inf") if rule.ONLINE else 0.0, tl.float32)
     z, peak = tl.zeros([tile.BLOCK_M], tl.float32), tl.full([tile.BLOCK_M], SMALLEST, tl.float32)
     acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_DV], tl.float32)
-    low, high = blocks_of_split(b, first, last, span, splits, visible.ranges, tile)
+    low, high = blocks_of_split(b, keys, first, last, span, splits, visible, tile)
     acc, m, z, peak = walk(
         acc, m, z, peak, low, high, q_side, None, i, sides, scoring, None, rule, tile, True
     )

@@ -12,13 +12,20 @@ from torch import Tensor
 from attnzoo.backends import flops
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
-from attnzoo.backends.triton.common.kernel_operands import aligned, like, new_vector
+from attnzoo.backends.triton.common.kernel_operands import Paged, aligned, like, new_vector
 
 
 def _launches() -> Any:
     from attnzoo.backends.triton.decode import launch
 
     return launch
+
+
+def _pairs(q: Tensor, k: Tensor, paged: Paged, layout: Layout) -> int:
+    """As `flops.pairs`. Of pages all keys count that a row could have, because none is read."""
+    if paged.longest is None:
+        return flops.pairs(q, k, layout)
+    return q.shape[0] * q.shape[1] * q.shape[2] * paged.longest
 
 
 class ProductStatistics(NamedTuple):
@@ -30,19 +37,21 @@ class ProductStatistics(NamedTuple):
 
 
 @operator
-def decode_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> ProductStatistics:
+def decode_statistics(*, q: Tensor, k: Tensor, paged: Paged, layout: Layout) -> ProductStatistics:
     launches = _launches()
-    return ProductStatistics(*launches.run(launches.describe_statistics, *aligned(q, k), layout))
+    operands = *aligned(q, k), paged, layout
+    return ProductStatistics(*launches.run(launches.describe_statistics, *operands))
 
 
 @decode_statistics.fake
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> ProductStatistics:
-    return ProductStatistics(_launches().new_products(q, k, layout), new_vector(q), new_vector(q))
+def _(*, q: Tensor, k: Tensor, paged: Paged, layout: Layout) -> ProductStatistics:
+    products = _launches().new_products(q, k, paged, layout)
+    return ProductStatistics(products, new_vector(q), new_vector(q))
 
 
 @decode_statistics.flops
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
-    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+def _(*, q: Tensor, k: Tensor, paged: Paged, layout: Layout) -> int:
+    return 2 * _pairs(q, k, paged, layout) * q.shape[3]
 
 
 class DecodeResult(NamedTuple):
@@ -52,8 +61,8 @@ class DecodeResult(NamedTuple):
 
 @operator
 def decode_forward(
-    *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, vectors: Vectors, terms: Terms,
-    layout: Layout, rule: Rule, want_lse: bool,
+    *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, paged: Paged, vectors: Vectors,
+    terms: Terms, layout: Layout, rule: Rule, want_lse: bool,
 ) -> DecodeResult:  # fmt: skip
     """Compute out and lse, and before them the threshold of a form that has one.
 
@@ -61,7 +70,7 @@ def decode_forward(
     for a threshold, which is solved from new products.
     """
     launches = _launches()
-    operands = products, layout, rule, vectors, terms, want_lse
+    operands = products, paged, layout, rule, vectors, terms, want_lse
     return DecodeResult(*launches.run(launches.describe_decode, *aligned(q, k, v), *operands))
 
 
@@ -71,6 +80,8 @@ def _(*, q: Tensor, v: Tensor, want_lse: bool) -> DecodeResult:
 
 
 @decode_forward.flops
-def _(*, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, layout: Layout) -> int:
+def _(
+    *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, paged: Paged, layout: Layout
+) -> int:
     size = v.shape[3] + (q.shape[3] if products is None else 0)
-    return 2 * flops.pairs(q, k, layout) * size
+    return 2 * _pairs(q, k, paged, layout) * size
