@@ -146,7 +146,8 @@ def rounded_pretrained(folder: Path = MEASURED) -> str:
     samples = samples_text(read_summary(folder / f"{name}.csv"))
     foot = (
         "Means over samples; the rise of the loss above the model as loaded in fp32, nats per "
-        f"token: {HALF_NOTE}. Samples: {samples}.\n"
+        f"token: {HALF_NOTE}; the share of right answers in the retrieval task, and the "
+        f"log-probability of the right answers. Samples: {samples}.\n"
     )
     return "\n".join([
         f"![{FIGURES[figure]}]({folder.name}/{file.name})\n",
