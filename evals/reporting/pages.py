@@ -123,7 +123,7 @@ def table_1(folder: Path = MEASURED) -> str:
     rows = ranked_rows(summary, summary.task.score, lambda series: series.label,
                        lambda s, x: shown(summary.mean(s, x, summary.task.score.name),
                                           summary.task.score))  # fmt: skip
-    header = ["", *(f"n = {x}" for x in summary.xs), "effective length"]
+    header = ["variant", *(f"n = {x}" for x in summary.xs), "effective length"]
     return "\n".join([
         f"<!-- curves: {rounding.NAME} -->\n",
         _short(short_table(summary), more=" with-curves"),
