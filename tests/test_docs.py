@@ -307,9 +307,9 @@ def test_search_keeps_the_words_of_pages_that_are_not_built_again(
     for word in ("earlier", "later"):
         (tmp_path / "second.rst").write_text(f"Second\n======\n\n{word}\n")
         with docutils_namespace():
-            folders = [tmp_path, None, tmp_path / "html", tmp_path / "trees"]
-            Sphinx(*folders, "html", settings, status=None, warningiserror=True).build()
-        index = (tmp_path / "html" / "searchindex.js").read_text()
+            site, trees = tmp_path / "html", tmp_path / "trees"
+            Sphinx(tmp_path, None, site, trees, "html", settings, None, warningiserror=True).build()
+        index = (site / "searchindex.js").read_text()
         assert f'"{word}":2' in index
         assert '"indexentries":{"synonym":[[0,"first",true]]}' in index
 
