@@ -165,7 +165,8 @@ def _run(args: argparse.Namespace) -> int:
         for name in Experiment.refused:
             if any(getattr(one, name) not in (None, False) for one in options.values()):
                 print(f"{flag(name)} applies to the tasks only, not to {', '.join(EXPERIMENTS)}")
-    status = run_tasks([EVALS[name] for name in names], options, out, artifacts.write_results)
+    tasks = [EVALS[name] for name in names]
+    status = run_tasks(tasks, options, out, artifacts.write_results, artifacts.scores_so_far)
     if model is not None and not shared.dry_run:
         line = [sharpness.NAME, "--model", model, "--text", str(text)]
         line += ["--out", str(out / sharpness.NAME)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,8 @@ from evals.tasks.digits.experiment import Experiment
 
 # Writes and prints results, given (rows, results folder, note, verbose).
 Write = Callable[[list[Row], Path, str, bool], None]
+# The text that shows rows while runs are in progress.
+SoFar = Callable[[list[Row]], str]
 # Shows results, given the rows of the command, the other rows in its folders, and whether no row of
 # the command is missing.
 Show = Callable[[list[Row], list[Row], bool], None]
@@ -45,7 +48,8 @@ class Studies:
 
     studies: each a `Study` or a `PretrainedStudy` (`evals.pretrained`). options: an `Options`, or
     the options of `pretrained` or `adapt`, which have the same names.
-    plugins: maps the names that a plugin registers to the hash of its file.
+    plugins: maps the names that a plugin registers to the hash of its file. so_far: shows the
+    scores of the seeds that all variants have, each time their number has doubled; None: nothing.
     """
 
     def __init__(
@@ -54,8 +58,9 @@ class Studies:
         options: Any,
         out: Path,
         plugins: Mapping[str, str],
+        so_far: SoFar | None = None,
     ) -> None:
-        self.options, self.out = options, out
+        self.options, self.out, self.so_far = options, out, so_far
         self.plugin_hash = next(iter(plugins.values()), None)
         self.studies = {study.name: study for study in studies}
         self.read_folders()
@@ -65,6 +70,12 @@ class Studies:
                 folder.by_key = {key: row for key, row in rows if row["status"] == "ok"}
         self.attempted: set[str] = set()  # keys of rows
         self.runs = self.missing_runs()
+        # For each study, the number of runs to do of each seed, and of seeds that were shown.
+        self.to_do = {
+            name: Counter(x.seed for x in self.runs if x.study == name and not x.candidate)
+            for name in self.studies
+        }
+        self.shown: Counter[str] = Counter()
         self.failures: list[Failure] = []
         self.loggers: list[Logger] = []
 
@@ -103,11 +114,25 @@ class Studies:
                     self._store(run, key, point, outcome, training)
             case ("failed", reason, text):
                 self.failures.append(Failure(run.name, reason, text))
-                self.progress.finish(run.name, "failed")
+                self._finish(run, "failed")
             case ("done", status):
-                self.progress.finish(run.name, status)
+                self._finish(run, status)
             case ("stopped", text):
                 raise OSError(text)
+
+    def _finish(self, run: Run, status: str) -> None:
+        """Show that a run is finished and, if more seeds follow, the scores of those so far."""
+        self.progress.finish(run.name, status)
+        to_do = self.to_do[run.study]
+        if run.candidate or self.so_far is None:
+            return
+        to_do[run.seed] -= 1
+        seeds = min((+to_do).keys(), default=0)  # + leaves out counts of 0
+        if seeds >= max(1, 2 * self.shown[run.study]):
+            self.shown[run.study] = seeds
+            rows = [row for row in self.rows(run.study) if row["seed"] < seeds]
+            if text := self.so_far(rows):
+                self.progress.show(f"\nso far: {text}\n")
 
     def _store(
         self, run: Run, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
@@ -273,7 +298,11 @@ def _check_record(studies: Studies, options: Options) -> None:
 
 
 def run_tasks(
-    tasks: Sequence[Task | Experiment], options: Mapping[str, Options], out: Path, write: Write
+    tasks: Sequence[Task | Experiment],
+    options: Mapping[str, Options],
+    out: Path,
+    write: Write,
+    so_far: SoFar,
 ) -> int:
     """Run tasks or experiments, show their rows, and return the exit status."""
     shared = next(iter(options.values()))
@@ -281,7 +310,9 @@ def run_tasks(
     plugins = load_plugins(shared.plugin)
     several = len(tasks) > 1
     planned = [plan_study(task, options[task.name], plugins, several) for task in tasks]
-    studies = Studies(planned, shared, out, plugins)
+    # A shard has only some of the variants of a seed.
+    one_shard = shared.shard.count == 1
+    studies = Studies(planned, shared, out, plugins, so_far if one_shard else None)
     if not any(map(studies.total, studies.studies)):
         raise UsageError(f"nothing to run: {', '.join(studies.studies)} has no variant")
     if shared.record:

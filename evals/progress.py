@@ -92,6 +92,13 @@ class Progress:
             self._bars.remove_task(self._tasks.pop(name))
         self._show_total()
 
+    def show(self, text: str) -> None:
+        """Print a text, in a terminal above the bars."""
+        if self._bars.disable:
+            self._print(text)
+        else:
+            self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def close(self) -> None:
         """Remove the bars."""
         self._bars.stop()

@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from sphinx.application import Sphinx
+from sphinx.util.docutils import docutils_namespace
 
 import attnzoo
 import evals
@@ -293,6 +295,23 @@ def test_headings_with_synonyms_exist(page: str) -> None:
     lines = TEXTS[ROOT / "docs" / f"{page}.md"].splitlines()
     headings = {line.lstrip("#").strip() for line in lines if line.startswith("#")}
     assert not SYNONYMS[page].keys() - headings
+
+
+def test_search_keeps_the_words_of_pages_that_are_not_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SYNONYMS, "first", {"First": ("synonym",)})
+    (tmp_path / "index.rst").write_text("Index\n=====\n\n.. toctree::\n\n   first\n   second\n")
+    (tmp_path / "first.rst").write_text("First\n=====\n")
+    settings = {"extensions": ["scripts.site.synonyms"], "html_theme": "basic"}
+    for word in ("earlier", "later"):
+        (tmp_path / "second.rst").write_text(f"Second\n======\n\n{word}\n")
+        with docutils_namespace():
+            site, trees = tmp_path / "html", tmp_path / "trees"
+            Sphinx(tmp_path, None, site, trees, "html", settings, None, warningiserror=True).build()
+        index = (site / "searchindex.js").read_text()
+        assert f'"{word}":2' in index
+        assert '"indexentries":{"synonym":[[0,"first",true]]}' in index
 
 
 def test_every_page_is_in_the_contents() -> None:

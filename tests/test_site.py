@@ -225,7 +225,7 @@ return [...document.querySelectorAll('.short table')].filter(
 
 @pytest.mark.parametrize(
     "name",
-    "results pretrained output-layers-evals models choosing masks-and-positions".split(),
+    "results pretrained output-layers-evals models choosing masks-and-positions rounding".split(),
 )
 def test_short_tables_fit_into_the_page(name: str, address: str, browser: webdriver.Chrome) -> None:
     browser.get(f"{address}{name}.html")

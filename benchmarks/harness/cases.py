@@ -14,7 +14,7 @@ from torch import Tensor
 import attnzoo
 from benchmarks.harness.block_sparse import block_sparse
 from commandline.errors import UsageError
-from commandline.variants import complete, parse_spec
+from commandline.variants import complete, parse_spec, unknown
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -46,6 +46,8 @@ class Case:
                 f"--variants must be name or name(x=1), got {spec!r}; "
                 "only evals support substitutions (a->b)"
             )
+        if (reason := unknown(parsed.test.name)) is not None:
+            raise UsageError(reason)
         case = Case(str(parsed), parsed.test.name, complete(parsed.test, longest).params)
         try:
             case.plan()

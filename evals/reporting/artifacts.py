@@ -38,7 +38,16 @@ def write_results(rows: Sequence[Row], out: Path, note: str, verbose: bool = Fal
             print(f"\nrows, models, summary.csv and figures: {out / name}")
     if names:
         page = (out / names[0] if len(names) == 1 else out) / "report.html"
-        print(f"\n{note}\nReport: {write_page(page, shown, note, stored([out]))}")
+        print(f"\n{note}")
+        if len(names) == 1 and shown[0].pictures:
+            print(f"Figure: {out / names[0] / shown[0].pictures[0].name}.png")
+        print(f"Report: {write_page(page, shown, note, stored([out]))}")
+
+
+def scores_so_far(rows: Sequence[Row]) -> str:
+    """The tables of scores of tasks; "" if the rows have none."""
+    summaries = [ShownGroup(group).summary for group in groups(rows) if group.is_task]
+    return "\n\n".join(score_table(summary, errors=False).text() for summary in summaries)
 
 
 def write_pretrained(

@@ -123,7 +123,7 @@ def table_1(folder: Path = MEASURED) -> str:
     rows = ranked_rows(summary, summary.task.score, lambda series: series.label,
                        lambda s, x: shown(summary.mean(s, x, summary.task.score.name),
                                           summary.task.score))  # fmt: skip
-    header = ["", *(f"n = {x}" for x in summary.xs), "effective length"]
+    header = ["variant", *(f"n = {x}" for x in summary.xs), "effective length"]
     return "\n".join([
         f"<!-- curves: {rounding.NAME} -->\n",
         _short(short_table(summary), more=" with-curves"),
@@ -146,7 +146,8 @@ def rounded_pretrained(folder: Path = MEASURED) -> str:
     samples = samples_text(read_summary(folder / f"{name}.csv"))
     foot = (
         "Means over samples; the rise of the loss above the model as loaded in fp32, nats per "
-        f"token: {HALF_NOTE}. Samples: {samples}.\n"
+        f"token: {HALF_NOTE}; the share of right answers in the retrieval task, and the "
+        f"log-probability of the right answers. Samples: {samples}.\n"
     )
     return "\n".join([
         f"![{FIGURES[figure]}]({folder.name}/{file.name})\n",

@@ -29,8 +29,8 @@ PRETRAINED = "pretrained.rounding"
 # Series of that summary that have a name of their own in its table.
 _NAMES = {"bfloat16_logits": "`softmax`, logits in bfloat16"}
 _COLUMNS = {  # metrics and titles
-    "retrieval": "retrieval, %",
-    "retrieval_logprob": "log-probability of the answers",
+    "retrieval": "right, %",
+    "retrieval_logprob": "log p",
     "max_weight": "largest weight",
     "entropy": "H/log n",
     "needle_weight_max": "weight on the needle",
@@ -63,7 +63,7 @@ def pretrained(folder: Path) -> Table:
                 label = _NAMES.get(series.label, f"`{series.variant}`")
                 label += f", {series.detail}" if series.detail else ""
                 rows.append([str(x), label, *cells])
-    return Table("", ["n", "", "rise of the loss", *_COLUMNS.values()], rows)
+    return Table("", ["n", "variant", "rise of the loss", *_COLUMNS.values()], rows)
 
 
 def rounding(folder: Path) -> Summary:

@@ -311,7 +311,7 @@ def _curve_table(summary: Summary, curve_of: str) -> Table | None:
         for (series, x), pairs in curves.items()
     ]
     title = f"{summary.task.curve} ({curve_of})" if curve_of else summary.task.curve
-    return Table(title, ["", *(x for x, _ in next(iter(curves.values())))], rows)
+    return Table(title, [summary.task.axis, *(x for x, _ in next(iter(curves.values())))], rows)
 
 
 # ---- notes

@@ -79,14 +79,14 @@ def required(name: str) -> dict[str, Any]:
 
 def parameters(variant: attnzoo.Variant) -> str:
     shapes = {"per_head": "number, `()` or `(H,)`", "tensor": "tensor `(H, …)`"}
-    rows = [("name", "type", "default", "initial value", "meaning")]
+    rows = [("name", "meaning", "default", "initial value", "type")]
     for p in variant.params:
         initial = "–" if p.init is None else "the default"
         if isinstance(p.init, float | int):
             initial = f"{p.init:.3g}"
         shape = shapes.get(p.kind, p.kind) + (", `(B, H, Nq)`" if p.per_token else "")
         allowed = "" if p.allowed == "finite" else f". Allowed: {facts.prose(p.allowed)}"
-        rows.append((f"`{p.name}`", shape, facts.default(p), initial, facts.prose(p.doc) + allowed))
+        rows.append((f"`{p.name}`", facts.prose(p.doc) + allowed, facts.default(p), initial, shape))
     return markdown(rows)
 
 

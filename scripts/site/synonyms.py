@@ -70,17 +70,27 @@ class Synonyms(SphinxTransform):
 
     def apply(self, **options: Any) -> None:
         missing = dict(words_of(self.env.docname))
+        of_page: list[tuple[str, str, str]] = []
         for section in self.document.findall(nodes.section):
             words = missing.pop(section[0].astext(), ())
             # The search lists main entries first.
             entries = [("single", word, section["ids"][0], "main", None) for word in words]
             if entries:
                 section.insert(1, addnodes.index(entries=entries))
+            of_page += [(word, target, main) for _, word, target, main, _ in entries]
+        self.env.metadata[self.env.docname]["synonyms"] = of_page
         if missing:
             headings = ", ".join(map(repr, missing))
             raise ExtensionError(f"SYNONYMS: {self.env.docname} has no heading {headings}")
 
 
-def setup(app: Any) -> dict[str, bool]:
+def restore(app: Any, env: Any) -> None:
+    """Give the search the words of all pages. Sphinx adds only those of the pages it writes."""
+    for name, metadata in env.metadata.items():
+        env._search_index_index_entries[name] = metadata.get("synonyms", [])
+
+
+def setup(app: Any) -> dict[str, Any]:
     app.add_transform(Synonyms)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+    app.connect("env-check-consistency", restore)
+    return {"parallel_read_safe": True, "parallel_write_safe": True, "env_version": 1}

@@ -327,7 +327,11 @@ def test_unsupported_backend_is_noted_in_its_row(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--variants", "nothing"], "unknown variant"),
+        (["--variants", "nothing"], "unknown variant 'nothing'; known: softmax, "),
+        (
+            ["--variants", "softmx"],
+            "did you mean 'softmax'? --plugin FILE.py loads your own variant",
+        ),
         (["--backend", "nothing"], "backend must be"),
         (["--variants", "softmax,softmax"], "must not list a variant twice"),
         (["--learned"], "--learned requires --direction backward or both"),

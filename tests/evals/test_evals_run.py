@@ -186,12 +186,15 @@ def test_output_has_a_plan_a_line_per_run_a_score_table_and_the_report(
     options = ["--workers", "0", "--out", str(tmp_path), "--steps", "2"]
     assert main([*SMALL, *options]) == 0
     shown = capsys.readouterr()
-    assert [line.split(":")[0] for line in shown.err.splitlines()] == [
+    first, so_far, second = shown.err.split("\n\n")
+    assert [line.split(":")[0] for line in [*first.splitlines(), *second.splitlines()]] == [
         "[1/4] max-retrieval softmax seed 0", "[2/4] max-retrieval ssmax seed 0",
         "[3/4] max-retrieval softmax seed 1", "[4/4] max-retrieval ssmax seed 1",
     ]  # fmt: skip
+    assert so_far.startswith("so far: max-retrieval: Accuracy, %")
+    assert so_far.count(" † 1/1 ") == 3
     plan, _, title, header, *body = shown.out.splitlines()
-    *table, effective, legend, note, _, preset, report = body
+    *table, effective, legend, note, _, preset, figure, report = body
     assert plan == (
         "max-retrieval: 3 variants, 2 seeds, train length 16, eval lengths up to 64: 4 runs to do"
     )
@@ -206,7 +209,18 @@ def test_output_has_a_plan_a_line_per_run_a_score_table_and_the_report(
     assert effective.startswith("effective length: the longest n")
     assert (legend[:5], note[:5]) == ("a->b:", "† k/2")
     assert preset == "The smoke preset checks that everything runs. Its scores mean nothing."
+    assert figure == f"Figure: {tmp_path / TASK / 'accuracy.png'}"
     assert report == f"Report: {tmp_path / TASK / 'report.html'}"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_tables_so_far_come_when_the_number_of_seeds_has_doubled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = [*SMALL, "--variants", "softmax", "--lengths", "16", "--steps", "1", "--workers", "0"]
+    assert main([*few, "--seeds", "5", "--out", str(tmp_path)]) == 0
+    shown = re.findall(r"so far: .*\n.*\nsoftmax † (\d)/", capsys.readouterr().err)
+    assert shown == ["1", "2", "4"]
 
 
 @pytest.mark.slow

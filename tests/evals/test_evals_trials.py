@@ -106,7 +106,7 @@ def test_the_gain_over_another_condition_and_the_curve() -> None:
     assert trimmed["mean_accuracy_gain"] == "0.15"
     assert trimmed["curve"] == "20:0.4 40:0.6"
     curve = ShownGroup(groups(rows)[0]).tables[-1]
-    assert curve.header == ["", "20", "40"]
+    assert curve.header == ["condition", "20", "40"]
     assert curve.rows == [["margin", "30.0", "40.0"], ["margin-trimmed", "40.0", "60.0"]]
 
 
