@@ -160,6 +160,23 @@ def map_tile(head_dim: int, bits: int) -> MapTile:
     return MapTile(config.block_m, config.block_n)
 
 
+# Kernels of calls with a selection of keys, see `flash.selection`: by bits, a tile per class for all
+# of them, so that all of them compute the same scores. dK/dV is transposed: it computes q kᵀ too.
+SELECTION: dict[int, Row] = {
+    16: {128: full(128, 32, 8, 2), 256: full(128, 32, 8, 1)},
+    32: {256: SMALL},
+}
+
+
+def selection_tile(kernel: str, arch: int, bits: int, head_dim: int) -> Config:
+    limit = limit_of(head_dim)
+    config = of_class(SELECTION[bits], limit)
+    if arch == 0:
+        config = TALL._replace(part=64 if bits == 32 and limit > 128 else None)
+    assert config is not None
+    return config._replace(transposed=kernel == "dkdv")
+
+
 # Kernels of linear forms, by bits of a feature. block_m: tokens per chunk, equal for all kernels of
 # a call. block_n: features per block. The longer the chunks, the fewer states are written and read,
 # which is most of the memory traffic. Chunks of fp32 are shorter: the weights of a longer chunk do
