@@ -16,7 +16,7 @@ HEAD_DIMS = (48, 64, 96, 128, 192, 256)
 QUICK_DIMS = (64, 128)
 KERNELS = (
     "forward", "dq", "dkdv", "dbias", "stats", "threshold", "segments", "linear", "decode",
-    "shares", "rows",
+    "shares", "rows", "selection",
 )  # fmt: skip
 ROW_KERNELS = ("three-pass", "online", "two-pass")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -91,6 +91,7 @@ class Group(NamedTuple):
 
 PASSES = ("forward", "dq", "dkdv")
 FLASH = (*PASSES, "stats", "threshold")
+SELECTION = (*PASSES, "selection")
 SHARES_KERNELS = tuple(dict.fromkeys(f"shares {kernel}" for kernel, _ in SHARES))
 LINEAR = tuple(f"linear {name}" for name in LINEAR_KERNELS)
 POWERS = (64, 128, 256)  # other head dimensions are padded to a power of two
@@ -164,6 +165,9 @@ GROUPS = (
     Group(("decode solver",), "threshold", "fp32", (64,)),
     Group(("decode solver",), "family", "fp32", (64,), ("all",)),
     Group(("decode merge",), "online", "fp32", DECODE_DIMS, ("", "all")),
+    Group(SELECTION, "select", "bf16", POWERS, ("", "full no gain", "mask", "all")),
+    Group((*SELECTION, "dbias"), "select", "fp32", (128, 256)),
+    Group((*SELECTION, "dbias"), "select", "bf16", (128,), ("", *TERMS[:2], "table", DROPOUT, SPLIT)),
     Group(SHARES_KERNELS, "shares", "bf16", POWERS, ("", "bool", "all")),
     Group(SHARES_KERNELS, "shares", "fp32", POWERS),
     Group(LINEAR, "linear", "bf16 fp32", (64,), ("", "segments")),
@@ -195,6 +199,7 @@ def of_groups(
             group.kinds.split(), group.kernels, group.dtypes.split(), group.extras
         ):
             wrong = {"stats": kind != "online", "threshold": kind not in ("threshold", "family")}
+            wrong["selection"] = kind != "select" or extra in (SPLIT, DROPOUT)
             spec = Specialization(kernel, arch, dtype, dim, names[kind], extra)
             if not wrong.get(kernel) and spec not in seen:
                 seen.add(spec)

@@ -64,23 +64,27 @@ def select_keys(
     while tl.max(beyond - lowest, 0) > 1:
         width = beyond - lowest
         # The first pass ends the search of queries with fewer than ``keep`` keys.
-        a = tl.where(step == 0, lowest + 1, lowest + (width + 3) // 4)
-        b, c = lowest + (2 * width + 3) // 4, lowest + (3 * width + 3) // 4
-        at_a, at_b, at_c = as_number(a), as_number(b), as_number(c)
-        of_a = tl.zeros([tile.BLOCK_M], tl.int32)
-        of_b, of_c = of_a, of_a
+        lower = tl.where(step == 0, lowest + 1, lowest + (width + 3) // 4)
+        middle, upper = lowest + (2 * width + 3) // 4, lowest + (3 * width + 3) // 4
+        pivots = as_number(lower), as_number(middle), as_number(upper)
+        counts = tl.zeros([tile.BLOCK_M], tl.int32)
+        counts = counts, counts, counts
         if tile.SPLIT:
-            of_a, of_b, of_c = count_scores(
-                of_a, of_b, of_c, low, full, at_a, at_b, at_c, q_side, i, k_matrix, scoring, rule,
-                tile, False,
-            )  # fmt: skip
-        of_a, of_b, of_c = count_scores(
-            of_a, of_b, of_c, full, high, at_a, at_b, at_c, q_side, i, k_matrix, scoring, rule,
-            tile, True,
-        )  # fmt: skip
-        lowest, beyond, reached, above = narrow(lowest, beyond, reached, above, a, of_a, keep)
-        lowest, beyond, reached, above = narrow(lowest, beyond, reached, above, b, of_b, keep)
-        lowest, beyond, reached, above = narrow(lowest, beyond, reached, above, c, of_c, keep)
+            counts = count_scores(
+                counts, low, full, pivots, q_side, i, k_matrix, scoring, rule, tile, False
+            )
+        counts = count_scores(
+            counts, full, high, pivots, q_side, i, k_matrix, scoring, rule, tile, True
+        )
+        lowest, beyond, reached, above = narrow(
+            lowest, beyond, reached, above, lower, counts[0], keep
+        )
+        lowest, beyond, reached, above = narrow(
+            lowest, beyond, reached, above, middle, counts[1], keep
+        )
+        lowest, beyond, reached, above = narrow(
+            lowest, beyond, reached, above, upper, counts[2], keep
+        )
         beyond = tl.where(reached == keep, lowest + 1, beyond)
         step += 1
     cut, last = as_number(lowest), tl.full([tile.BLOCK_M], ALL_KEYS, tl.int32)
@@ -125,16 +129,16 @@ def narrow(lowest, beyond, reached, above, pivot, count, keep):
 
 @triton.jit
 def count_scores(
-    of_a, of_b, of_c, low, high, a, b, c, q_side, i, k_matrix, scoring, rule, tile,
-    EDGE: tl.constexpr,
-):  # fmt: skip
-    """Add how many scores of the blocks [low, high) reach the pivots a, b and c [BM]."""
+    counts, low, high, pivots, q_side, i, k_matrix, scoring, rule, tile, EDGE: tl.constexpr
+):
+    """Add how many scores of the blocks [low, high) reach each of the three pivots [BM]."""
+    lower, middle, upper = counts
     for block in range(low, high):
         s = block_scores(block, q_side, i, k_matrix, scoring, rule, tile, EDGE)  # [BM, BN]
-        of_a += tl.sum((s >= a[:, None]).to(tl.int32), 1)
-        of_b += tl.sum((s >= b[:, None]).to(tl.int32), 1)
-        of_c += tl.sum((s >= c[:, None]).to(tl.int32), 1)
-    return of_a, of_b, of_c
+        lower += tl.sum((s >= pivots[0][:, None]).to(tl.int32), 1)
+        middle += tl.sum((s >= pivots[1][:, None]).to(tl.int32), 1)
+        upper += tl.sum((s >= pivots[2][:, None]).to(tl.int32), 1)
+    return lower, middle, upper
 
 
 @triton.jit
