@@ -165,9 +165,12 @@ GROUPS = (
     Group(("decode solver",), "threshold", "fp32", (64,)),
     Group(("decode solver",), "family", "fp32", (64,), ("all",)),
     Group(("decode merge",), "online", "fp32", DECODE_DIMS, ("", "all")),
-    Group(SELECTION, "select", "bf16", POWERS, ("", "full no gain", "mask", "all")),
+    Group(SELECTION, "select", "bf16", POWERS, ("", "mask", "all")),
     Group((*SELECTION, "dbias"), "select", "fp32", (128, 256)),
-    Group((*SELECTION, "dbias"), "select", "bf16", (128,), ("", *TERMS[:2], "table", DROPOUT, SPLIT)),
+    Group(SELECTION, "select", "bf16", (128,), ("key-bias", "softcap", "table")),
+    Group(PASSES, "select", "bf16", (128,), (DROPOUT,)),
+    Group(("forward", "dkdv"), "select", "bf16", (128,), (SPLIT,)),
+    Group(("dbias",), "select", "bf16", (128,)),
     Group(SHARES_KERNELS, "shares", "bf16", POWERS, ("", "bool", "all")),
     Group(SHARES_KERNELS, "shares", "fp32", POWERS),
     Group(LINEAR, "linear", "bf16 fp32", (64,), ("", "segments")),
@@ -199,7 +202,6 @@ def of_groups(
             group.kinds.split(), group.kernels, group.dtypes.split(), group.extras
         ):
             wrong = {"stats": kind != "online", "threshold": kind not in ("threshold", "family")}
-            wrong["selection"] = kind != "select" or extra in (SPLIT, DROPOUT)
             spec = Specialization(kernel, arch, dtype, dim, names[kind], extra)
             if not wrong.get(kernel) and spec not in seen:
                 seen.add(spec)

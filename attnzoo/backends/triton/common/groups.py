@@ -52,8 +52,8 @@ class ScoreTerms(NamedTuple):
     factor: Tensor | None = None  # [B, H, Nq], of the weights
     tau: Tensor | None = None  # [B, H, Nq], in the unit: a solved τ, or a softmax's saved stat
     peak: Tensor | None = None  # [B, H, Nq]: what a solved τ is relative to
-    cut: Tensor | None = None  # [B, H, Nq]: the smallest selected score, in SCORE_UNIT
-    last: Tensor | None = None  # int32 [B, H, Nq]: the last key of those with the score ``cut``
+    cut: Tensor | None = None  # [B, H, Nq]: no selected score is below, in SCORE_UNIT
+    last: Tensor | None = None  # int32 [B, H, Nq]: the last key with the score ``cut``
     seed: Tensor | None = None  # int64 (), of dropout; see `common.dropout`
     dropout_p: float | None = None
     keep_scale: float | None = None  # 1 / (1 − p)

@@ -26,7 +26,7 @@ class Solved(NamedTuple):
     blocks: Tensor | None = None  # int32 [B·H, tiles of queries, tiles of keys]: lists of key tiles
     counts: Tensor | None = None  # int32 [B·H, tiles of queries]: lengths of the lists
     live: Tensor | None = None  # uint8, shaped as blocks: 1 where a tile has nonzero weights
-    cut: Tensor | None = None  # fp32 [B, H, Nq]: the smallest selected score
+    cut: Tensor | None = None  # fp32 [B, H, Nq]: no selected score is below it
     last: Tensor | None = None  # int32 [B, H, Nq]: the last selected key with this score
 
 

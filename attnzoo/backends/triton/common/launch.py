@@ -208,7 +208,8 @@ def constants_of(rule: Rule, values: Tensor, **others: Any) -> RuleConstants:
     phi = rule.activation
     return constants(
         RuleConstants, ACT=function("Activation.triton", phi.triton), UNIT=phi.unit,
-        SCORE_UNIT=1.0 if rule.normalize == "select" else None, VANISHES=phi.vanishes, NORMALIZER=phi.normalizer is not None, SHIFTED=phi.shifted,
+        SCORE_UNIT=1.0 if rule.normalize == "select" else None, VANISHES=phi.vanishes,
+        NORMALIZER=phi.normalizer is not None, SHIFTED=phi.shifted,
         PEAKED=is_peaked(rule, values), ONLINE=rule.online,
         SUM=rule.normalize in ("sum", "threshold") and not rule.online,
         DISTANCE=distance_of(rule), **others,

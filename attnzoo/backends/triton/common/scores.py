@@ -28,7 +28,8 @@ def load_vectors(i, at, count, vectors, terms, rule, EDGE: tl.constexpr = True):
     """
     gain = tl.full(i.shape, 1.0, tl.float32)
     factor, tau = gain * (terms.scale * rule.SCORE_UNIT), tl.zeros(i.shape, tl.float32)
-    shape, slope, offset, peak, threshold, of_dropout, cut, last = tau, tau, tau, tau, tau, tau, tau, tau
+    shape, slope, offset, peak, threshold = tau, tau, tau, tau, tau
+    of_dropout, cut, last = tau, tau, tau
     if vectors.gain is not None:
         gain = load_vector(vectors.gain, at, i, count, 0.0, EDGE)
         factor *= gain

@@ -99,7 +99,7 @@ def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
 def flash_selection(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, terms: Terms, layout: Layout, rule: Rule
 ) -> Solved:
-    """Find the smallest selected score of each query. The tile depends on v's head dimension."""
+    """Find what the selected scores reach. The tile depends on v's head dimension."""
     launch, prepared, flash_launch, _ = _modules()
     call = aligned_layout(layout), rule, vectors, terms
     operands = *aligned(q, k), v, *call, launch.architecture(q.device)

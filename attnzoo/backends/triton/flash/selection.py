@@ -1,14 +1,15 @@
-"""Finds the ``keep`` largest scores of each query: the smallest of them, and where ties end.
+"""Finds the ``keep`` largest scores of each query: a number that cuts them off, and where ties end.
 
 Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q and,
 in each pass, the keys that causality and window allow. It writes its block of ``cut`` and ``last``:
 a key j is selected if its score is above the cut, or equal to it and j ≤ last.
 
-Numbers of fp32, read as integers, have the order of the numbers (`as_ordinal`). The cut is searched
+Numbers of fp32, read as integers, have the order of the numbers (`as_number`). The cut is searched
 among these integers. Each pass counts the scores that reach three pivots and leaves a quarter of
-the integers, so all 2^32 of them take 16 passes. A query ends before, as soon as a pivot is reached
-by ``keep`` scores. Scores are compared as numbers, so that −0 equals 0. If more scores are equal to
-the cut than fit, one more pass counts them from the first key on.
+the integers, the first pass half of them, so any scores take at most 17 passes. A query ends
+before, as soon as a pivot is reached by exactly ``keep`` scores. Scores are compared as numbers, so
+that −0 equals 0. If more scores are equal to the cut than fit, one more pass counts them from the
+first key on.
 
 The forward and the backward compute the scores again, and compare them with the cut. A score that
 is rounded in another way there may be on the other side of the cut, and with it all keys that tie
