@@ -222,6 +222,8 @@ def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
             continue
         if spec.extra in (SPLIT, DROPOUT, "table") and spec.activation != kinds()["online"]:
             continue
+        if spec.extra in TERMS and spec.activation == kinds()["select"]:
+            continue
         special = spec.extra in (SPLIT, DROPOUT, *TERMS) or "short" in spec.kernel
         if special or spec.activation in rare_activations:
             once = (spec.arch, spec.head_dim) == ("sm_90", 128)

@@ -43,8 +43,8 @@ def selected(
 def chosen(s: Tensor, keep: int) -> Tensor:
     """The keys that the definition keeps, of those with a finite score."""
     order = s.sort(stable=True, dim=-1, descending=True).indices
-    kept = torch.zeros_like(s, dtype=torch.bool)
-    return kept.scatter(-1, order[:, :keep], True) & (s > float("-inf"))
+    mask = torch.zeros_like(s, dtype=torch.bool)
+    return mask.scatter(-1, order[:, :keep], True) & (s > float("-inf"))
 
 
 def by_cut(s: Tensor, cut: Tensor, last: Tensor) -> Tensor:
@@ -107,23 +107,22 @@ def weights(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [16, 136])
+@pytest.mark.parametrize("dim", [16, pytest.param(136, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "softcap": 3.0}])
 def test_forward_and_backward_select_the_same_keys_among_ties(
     dtype: torch.dtype, dim: int, options: dict[str, Any]
 ) -> None:
     """Seven different keys, ten times each, so that scores are rounded and yet tie."""
-    q = rand(1, 2, 70, dim).to(dtype)
-    k = rand(1, 2, 7, dim, seed=1).to(dtype).repeat(1, 1, 10, 1)
+    q = rand(1, 1, 70, dim).to(dtype)
+    k = rand(1, 1, 7, dim, seed=1).to(dtype).repeat(1, 1, 10, 1)
     forward, backward = weights(q, k, top_k=23, **options)
     # Not all products with k, which may round equal ones differently
     s = (q.double() @ k[..., :7, :].double().mT).repeat(1, 1, 1, 10)
     if options:
         s = s.masked_fill(torch.ones(70, 70, dtype=torch.bool).triu(1), float("-inf"))
-    for h in range(2):
-        want = chosen(s[0, h], 23)
-        assert torch.equal(forward[h] > 0, want)
-        assert torch.equal(backward[h] > 0, want)
+    want = chosen(s[0], 23)
+    assert torch.equal(forward > 0, want)
+    assert torch.equal(backward > 0, want)
 
 
 @pytest.mark.parametrize("bias", ["alibi", "table", "mask"])
