@@ -169,7 +169,7 @@ SELECTION: dict[int, Row] = {
 }
 SELECTION_OVERRIDES: dict[tuple[int, int], Row] = {
     (80, 16): {64: full(64, 32, 4, 2), 256: full(64, 16, 8, 1)},
-    (100, 16): {256: full(64, 32, 8, 1)},
+    (100, 16): {128: full(64, 32, 8, 1), 256: full(64, 32, 8, 1)},
 }
 
 
