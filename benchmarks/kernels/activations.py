@@ -26,7 +26,9 @@ class VariantForm(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.form.activation.name
+        """The name of the activation. exp with a selection has other kernels, and another name."""
+        name = self.form.activation.name
+        return f"{name}-select" if self.form.normalize == "select" else name
 
     @property
     def kind(self) -> str:
@@ -73,9 +75,7 @@ def variant_forms(variants: Iterable[str]) -> list[VariantForm]:
             except (TypeError, ValueError) as error:
                 raise UsageError(f"cannot compile a form of {name}: {error}") from error
             for form in (candidate.form for candidate in plan.candidates):
-                if not isinstance(form, attnzoo.Pairwise) or form.normalize == "select":
-                    continue
-                if form.activation.triton is not None:
+                if isinstance(form, attnzoo.Pairwise) and form.activation.triton is not None:
                     forms.append(VariantForm(name, params, form))
     return forms
 

@@ -111,7 +111,7 @@ def problem(spec: Specialization, row: Compiled) -> str | None:
 
     tensor_core = None
     if spec.dtype != "fp32" and spec.family != "rows":
-        strict = is_common(spec) and spec.kernel in (*FLASH, "dbias", *SHARES_KERNELS)
+        strict = is_common(spec) and spec.kernel in (*FLASH, "dbias", "selection", *SHARES_KERNELS)
         tensor_core = sass.TENSOR_CORE[spec.arch] if strict else ""
     return row.violation(SHARED[arch_of(spec)], most_spilled(spec), tensor_core)
 

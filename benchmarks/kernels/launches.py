@@ -92,7 +92,7 @@ def layout_of(spec: Specialization, q: Tensor, keys: int) -> Any:
 def described(spec: Specialization, q: Tensor, keys: int) -> Described:
     from attnzoo.backends.shared_operands import NO_DROPOUT, Dropout, Terms, Vectors, rule_of
     from attnzoo.backends.triton.common.kernel_operands import Solved, new_vector
-    from attnzoo.backends.triton.flash.launch import new_solved
+    from attnzoo.backends.triton.flash.launch import new_selection, new_solved
 
     use, extras = activations()[spec.activation], extras_of(spec)
     kind, vector, layout = use.kind, new_vector(q), layout_of(spec, q, keys)
@@ -113,6 +113,8 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
     rule, solved = rule_of(use.form), Solved()
     if rule.normalize == "threshold":
         solved = new_solved(q, q.new_empty(*q.shape[:2], keys, q.shape[3]), q)
+    if rule.normalize == "select":
+        solved = new_selection(q)
     if "distance" in extras:
         rule = rule._replace(distance=distance())
     dropout = NO_DROPOUT
@@ -159,6 +161,8 @@ def describe_flash(spec: Specialization) -> Any:
         return next(each for each in launches if each.kernel.__name__ == name)
     if spec.kernel == "stats":
         return launch.describe_stats(q, q, layout, "peak" in extras_of(spec), arch)[0][-1]
+    if spec.kernel == "selection":
+        return launch.describe_selection(q, q, q, layout, rule, vectors, terms, arch)[0][-1]
     if spec.kernel == "threshold":
         return launch.describe_threshold(q, q, q, layout, rule, vectors, terms, arch)[0][-1]
     stat = None if rule.normalize == "none" else new_vector(q)

@@ -16,7 +16,7 @@ HEAD_DIMS = (48, 64, 96, 128, 192, 256)
 QUICK_DIMS = (64, 128)
 KERNELS = (
     "forward", "dq", "dkdv", "dbias", "stats", "threshold", "segments", "linear", "decode",
-    "shares", "rows",
+    "shares", "rows", "selection",
 )  # fmt: skip
 ROW_KERNELS = ("three-pass", "online", "two-pass")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -92,6 +92,7 @@ class Group(NamedTuple):
 
 PASSES = ("forward", "dq", "dkdv")
 FLASH = (*PASSES, "stats", "threshold")
+SELECTION = (*PASSES, "selection")
 SHARES_KERNELS = tuple(dict.fromkeys(f"shares {kernel}" for kernel, _ in SHARES))
 LINEAR = tuple(f"linear {name}" for name in LINEAR_KERNELS)
 POWERS = (64, 128, 256)  # other head dimensions are padded to a power of two
@@ -167,6 +168,12 @@ GROUPS = (
     Group(("decode solver",), "threshold", "fp32", (64,)),
     Group(("decode solver",), "family", "fp32", (64,), ("all",)),
     Group(("decode merge",), "online", "fp32", DECODE_DIMS, ("", "all")),
+    Group(SELECTION, "select", "bf16", POWERS, ("", "mask", "all")),
+    Group((*SELECTION, "dbias"), "select", "fp32", (128, 256)),
+    Group(SELECTION, "select", "bf16", (128,), ("key-bias", "softcap", "table")),
+    Group(PASSES, "select", "bf16", (128,), (DROPOUT,)),
+    Group(("forward", "dkdv"), "select", "bf16", (128,), (SPLIT,)),
+    Group(("dbias",), "select", "bf16", (128,)),
     Group(SHARES_KERNELS, "shares", "bf16", POWERS, ("", "bool", "all")),
     Group(SHARES_KERNELS, "shares", "fp32", POWERS),
     Group(LINEAR, "linear", "bf16 fp32", (64,), ("", "segments")),
@@ -217,6 +224,8 @@ def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
         if not common or spec.activation in (kinds()["family"], kinds()["factor-family"]):
             continue
         if spec.extra in (SPLIT, DROPOUT, "table") and spec.activation != kinds()["online"]:
+            continue
+        if spec.extra in TERMS and spec.activation == kinds()["select"]:
             continue
         special = spec.extra in (SPLIT, DROPOUT, *TERMS) or "short" in spec.kernel
         if special or spec.activation in rare_activations:

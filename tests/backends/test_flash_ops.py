@@ -41,6 +41,7 @@ KEY_BIAS = Terms(key_bias=VECTOR)
 BIASED = NOTHING._replace(mask=rand(1, 1, 9, 9, seed=7).float())
 BIASED_KEYS = NOTHING._replace(mask=rand(1, 2, 1, 9, seed=7).float())
 ENTMAX = Rule(activations.ENTMAX15, "threshold")
+SELECT = Rule(activations.EXP, "select", keep=2)
 FORMS: dict[str, tuple[Vectors, Terms, Layout, Rule]] = {
     "online": (
         Vectors(VECTOR, OFFSET, sink=VECTOR), KEY_BIAS, ALL, Rule(activations.EXP, "sum"),
@@ -50,6 +51,7 @@ FORMS: dict[str, tuple[Vectors, Terms, Layout, Rule]] = {
     ),
     "sum": (Vectors(), Terms(), NOTHING, Rule(activations.TAYLOR[2], "sum")),
     "threshold": (Vectors(VECTOR, OFFSET), KEY_BIAS, ALL, ENTMAX),
+    "select": (Vectors(VECTOR, OFFSET), KEY_BIAS, ALL, SELECT),
     "bias": (Vectors(), Terms(), BIASED, Rule(activations.EXP, "sum")),
     "bias per key": (Vectors(), Terms(), BIASED_KEYS, Rule(activations.SIGMOID, "none")),
 }  # fmt: skip
@@ -62,8 +64,9 @@ def operands(form: str, gradient: bool) -> dict[str, Any]:
     vectors, terms, layout, rule = FORMS[form]
     q, k, v = qkv(gradient=gradient)
     solved = Solved()
-    if form == "threshold":
-        solved = flash_ops.flash_threshold(
+    solvers = {"threshold": flash_ops.flash_threshold, "select": flash_ops.flash_selection}
+    if form in solvers:
+        solved = solvers[form](
             q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, terms=terms, layout=layout,
             rule=rule,
         )  # fmt: skip
@@ -77,7 +80,8 @@ def operands(form: str, gradient: bool) -> dict[str, Any]:
     dropout = Dropout(torch.tensor(7), 0.5) if form == "threshold" else NO_DROPOUT
     return {
         "q": q, "k": k, "v": v, "vectors": vectors, "terms": terms, "solved": solved,
-        "layout": layout, "rule": rule, "dropout": dropout, "want_lse": form == "online",
+        "layout": layout, "rule": rule, "dropout": dropout,
+        "want_lse": form in ("online", "select"),
     }  # fmt: skip
 
 
@@ -94,6 +98,14 @@ def test_opcheck_threshold(shape: Tensor | None) -> None:
     opcheck(
         flash_ops.flash_threshold, q=q, k=k, v=v, vectors=Vectors(VECTOR, OFFSET, shape),
         terms=KEY_BIAS, layout=ALL, rule=rule,
+    )  # fmt: skip
+
+
+def test_opcheck_selection() -> None:
+    q, k, v = qkv()
+    opcheck(
+        flash_ops.flash_selection, q=q, k=k, v=v, vectors=Vectors(VECTOR, OFFSET), terms=KEY_BIAS,
+        layout=ALL, rule=SELECT,
     )  # fmt: skip
 
 

@@ -102,6 +102,9 @@ class TestChoice:
         for variant in (*PAIRWISE, "adaptive_temperature"):
             assert chosen(variant, qkv(n=16)) == "flash"
 
+    def test_a_selection_of_the_largest_scores_runs_on_flash(self) -> None:
+        assert chosen("topk", is_causal=True) == "flash"
+
     def test_variant_with_a_gain_computed_from_score_statistics_runs_on_flash(self) -> None:
         assert chosen("adaptive_temperature") == "flash"
         exact = plan("adaptive_temperature", differentiable=True)
@@ -110,7 +113,6 @@ class TestChoice:
 
     def test_calls_that_flash_does_not_support_run_on_tiled(self) -> None:
         for variant, tensors, options, reason in (
-            ("topk", None, {}, "does not support top-k selection"),
             ("sink", qkv(dtype=torch.float64), {}, "does not support torch.float64"),
             ("sink", qkv(d=264), {}, "does not support head dimensions above 256"),
             ("taylor", None, {"order": 6}, "taylor6, which has no Triton implementation"),
@@ -155,7 +157,7 @@ class TestChoice:
             assert chosen(variant, step(17, kv_heads=2), **grouped) == backend
             assert chosen(variant, step(1, gradient=True)) == backend
             assert chosen(variant, step(9, kv_heads=2, dtype=torch.float32), **grouped) == "flash"
-        assert chosen("topk", step(1)) == "tiled"
+        assert chosen("topk", step(1)) == "flash"
 
     def test_few_queries_in_a_transform_run_on_sdpa(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Torch's operator supports vmap, the operators of kernels do not. vmap needs a device."""

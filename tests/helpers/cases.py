@@ -47,7 +47,8 @@ class Case:
     """The hand-computed example and sample parameters of a variant, and the backends it runs on.
 
     rejects: for each backend that rejects a plain call, a text that its error contains. eager and
-    tiled run every variant. decode supports what flash does, flash_linear what linear does.
+    tiled run every variant. decode supports what flash does if it is not named, flash_linear what
+    linear does.
     shares: whether there is a form `Shares`, the only one that flash_shares supports.
     params: values that replace the example parameters of the variant; see `params_of`. learned: the
     range of each learnable parameter. Tests draw tensors (H,) from this range, and gradcheck must
@@ -327,7 +328,7 @@ CASES = {
             {"top_k": 2},
             "two keys have score 0; the first is kept",
         ),
-        PAIRWISE | {"flash": "does not support top-k selection"},
+        PAIRWISE | {"decode": "does not support a selection of keys"},
         params={"top_k": 5},  # many tests have fewer keys than the example's top_k
         settings=({"top_k": 1}, {"top_k": 100}),
         smooth=False,

@@ -25,7 +25,7 @@ VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
         "linear": case.rejects.get("linear"),
         "flash_linear": case.rejects.get("linear"),
         "flash_shares": RUNS if case.shares else "no shares form",
-        "decode": case.rejects.get("flash"),
+        "decode": case.rejects.get("decode", case.rejects.get("flash")),
     }
     for name, case in CASES.items()
 }

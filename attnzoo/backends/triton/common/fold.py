@@ -20,7 +20,14 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.dropout import drop
 from attnzoo.backends.triton.common.groups import Side
-from attnzoo.backends.triton.common.scores import activate, capped, hide, out_of_unit, scores
+from attnzoo.backends.triton.common.scores import (
+    activate,
+    capped,
+    hide,
+    out_of_unit,
+    scores,
+    select,
+)
 from attnzoo.backends.triton.common.tile import SMALLEST, dot, load_block, relative, times
 
 
@@ -51,11 +58,12 @@ def factored(product, factor, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl
     """
     if factor is None:
         s, _ = scores(product, i, j, scoring, rule, EDGE, HIDES)
+        s = select(s, j, scoring.loaded, scoring.terms, rule)
         factor = tl.full([product.shape[0]], 1.0, tl.float32)
     else:
         s = product
         if HIDES:
-            s, _ = hide(product, i, j, scoring, rule.UNIT, EDGE)
+            s, _ = hide(product, i, j, scoring, rule, EDGE)
             # Where keys are hidden, not 0: 0 · (−∞) would be NaN. |s| · SMALLEST < 1e-8 if
             # |s| < 1e30.
             factor = tl.where(factor == 0.0, SMALLEST, factor)

@@ -52,6 +52,8 @@ class ScoreTerms(NamedTuple):
     factor: Tensor | None = None  # [B, H, Nq], of the weights
     tau: Tensor | None = None  # [B, H, Nq], in the unit: a solved τ, or a softmax's saved stat
     peak: Tensor | None = None  # [B, H, Nq]: what a solved τ is relative to
+    cut: Tensor | None = None  # [B, H, Nq]: no selected score is below, in SCORE_UNIT
+    last: Tensor | None = None  # int32 [B, H, Nq]: the last key with the score ``cut``
     seed: Tensor | None = None  # int64 (), of dropout; see `common.dropout`
     dropout_p: float | None = None
     keep_scale: float | None = None  # 1 / (1 − p)
@@ -126,6 +128,7 @@ class RuleConstants(NamedTuple):
     """How weights follow from scores, see `Rule`. Constants, of which a kernel reads some."""
 
     UNIT: float  # factor of the scores that the activation expects
+    SCORE_UNIT: float | None = None  # factor of the scores that are selected from, else UNIT
     ACT: Any = None  # function (x, shape) -> φ, φ', and with NORMALIZER also μ, μ'
     VANISHES: bool | None = None  # φ(−∞) = 0
     NORMALIZER: bool | None = None  # the weights are divided by a sum of μ ≠ φ
@@ -238,6 +241,8 @@ class QueryVectors(NamedTuple):
     peak: Any
     threshold: Any  # τ relative to the peak
     hash: Any  # of the query, for dropout
+    cut: Any
+    last: Any
 
 
 class Head(NamedTuple):

@@ -17,7 +17,8 @@ from attnzoo.core.relative_bias import is_alibi
 class Solved(NamedTuple):
     """A threshold, and the tiles with nonzero weights, as `flash.threshold` writes them.
 
-    None for forms without a threshold, which read all tiles.
+    None for forms without a threshold, which read all tiles. ``cut`` and ``last`` are of a
+    selection of the largest scores, as `flash.selection` writes them.
     """
 
     peak: Tensor | None = None  # fp32 [B, H, Nq]: the largest score
@@ -25,9 +26,11 @@ class Solved(NamedTuple):
     blocks: Tensor | None = None  # int32 [B·H, tiles of queries, tiles of keys]: lists of key tiles
     counts: Tensor | None = None  # int32 [B·H, tiles of queries]: lengths of the lists
     live: Tensor | None = None  # uint8, shaped as blocks: 1 where a tile has nonzero weights
+    cut: Tensor | None = None  # fp32 [B, H, Nq]: no selected score is below it
+    last: Tensor | None = None  # int32 [B, H, Nq]: the last selected key with this score
 
 
-UNSOLVED = Solved()  # of a form without a threshold
+UNSOLVED = Solved()  # of a form without a threshold or selection
 
 
 class Paged(NamedTuple):

@@ -173,14 +173,14 @@ def arguments_of(
         b, h, m = (s // unit if size > 1 else 0 for s, size in zip((b, h, m), mask.shape))
         m, n = None if mask.shape[2] == 1 else m, None if n == 1 else n
     plain = not adds_terms(layout, vectors, terms)
-    hides = any(x is not None for x in (mask, layout.k_segments, terms.key_bias))
+    hides = any(x is not None for x in (mask, layout.k_segments, terms.key_bias, solved.cut))
     inner = None if layout.softcap is None else layout.scale / layout.softcap
     slopes, table, radius = layout.relative_bias, None, None
     if slopes is not None and slopes.dim() == 2:
         slopes, table, radius = None, slopes, constexpr(slopes.shape[1] // 2)
     score_terms = ScoreTerms(
         outer_scale(layout), inner, slopes, table, radius, tau=solved.tau, peak=solved.peak,
-        **terms._asdict(),
+        cut=solved.cut, last=solved.last, **terms._asdict(),
     )  # fmt: skip
     if dropout.seed is not None:
         score_terms = score_terms._replace(
@@ -193,7 +193,9 @@ def arguments_of(
         "visible": Visible(mask, layout.q_segments, layout.k_segments, ranges),
         "mask_b": b, "mask_h": h, "mask_m": m, "mask_n": n,
         "terms": score_terms, "vectors": vectors,
-        "rule": rule._replace(**constants(dict, PLAIN=plain, HIDES=hides)),
+        "rule": rule._replace(
+            SCORE_UNIT=rule.SCORE_UNIT or rule.UNIT, **constants(dict, PLAIN=plain, HIDES=hides)
+        ),
     }  # fmt: skip
 
 
@@ -206,7 +208,8 @@ def constants_of(rule: Rule, values: Tensor, **others: Any) -> RuleConstants:
     phi = rule.activation
     return constants(
         RuleConstants, ACT=function("Activation.triton", phi.triton), UNIT=phi.unit,
-        VANISHES=phi.vanishes, NORMALIZER=phi.normalizer is not None, SHIFTED=phi.shifted,
+        SCORE_UNIT=1.0 if rule.normalize == "select" else None, VANISHES=phi.vanishes,
+        NORMALIZER=phi.normalizer is not None, SHIFTED=phi.shifted,
         PEAKED=is_peaked(rule, values), ONLINE=rule.online,
         SUM=rule.normalize in ("sum", "threshold") and not rule.online,
         DISTANCE=distance_of(rule), **others,

@@ -100,7 +100,7 @@ def split_keys(launch: Launch, q: Tensor, v: Tensor, splits: int, groups: int) -
         **args, "o": None, "saved": Saved(), "partials": partials, "eps": None,
         "vectors": vectors._replace(sink=None), "terms": terms._replace(factor=None),
     }  # fmt: skip
-    names = "ACT UNIT ONLINE SUM NORMALIZER SHIFTED".split()
+    names = "ACT UNIT SCORE_UNIT ONLINE SUM NORMALIZER SHIFTED".split()
     merge = {
         **args, **strides(1, o=args["o"]), "partials": partials,
         "group": q.shape[1] // max(1, groups), "vectors": vectors._replace(gain=None, offset=None),

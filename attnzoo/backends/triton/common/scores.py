@@ -27,8 +27,9 @@ def load_vectors(i, at, count, vectors, terms, rule, EDGE: tl.constexpr = True):
     The compiler removes what the kernel does not use.
     """
     gain = tl.full(i.shape, 1.0, tl.float32)
-    factor, tau = gain * (terms.scale * rule.UNIT), tl.zeros(i.shape, tl.float32)
-    shape, slope, offset, peak, threshold, of_dropout = tau, tau, tau, tau, tau, tau
+    factor, tau = gain * (terms.scale * rule.SCORE_UNIT), tl.zeros(i.shape, tl.float32)
+    shape, slope, offset, peak, threshold = tau, tau, tau, tau, tau
+    of_dropout, cut, last = tau, tau, tau
     if vectors.gain is not None:
         gain = load_vector(vectors.gain, at, i, count, 0.0, EDGE)
         factor *= gain
@@ -40,7 +41,7 @@ def load_vectors(i, at, count, vectors, terms, rule, EDGE: tl.constexpr = True):
         # With 1.5, every φ is finite for the queries that do not exist.
         shape = load_vector(vectors.shape, at, i, count, 1.5, EDGE)
     if terms.slopes is not None:
-        slope = load_vector(terms.slopes, at, i, count, 0.0, EDGE) * rule.UNIT
+        slope = load_vector(terms.slopes, at, i, count, 0.0, EDGE) * rule.SCORE_UNIT
     if terms.tau is not None:
         tau = load_vector(terms.tau, at, i, count, 0.0, EDGE)
     if terms.peak is not None:
@@ -48,7 +49,12 @@ def load_vectors(i, at, count, vectors, terms, rule, EDGE: tl.constexpr = True):
         threshold, tau = tau, threshold
     if terms.seed is not None:
         of_dropout = hashed_rows(at + i, terms.seed)
-    return QueryVectors(gain, factor, tau, shape, slope, offset, peak, threshold, of_dropout)
+    if terms.cut is not None:
+        cut = load_vector(terms.cut, at, i, count, 0.0, EDGE)
+        last = load_vector(terms.last, at, i, count, 0, EDGE)
+    return QueryVectors(
+        gain, factor, tau, shape, slope, offset, peak, threshold, of_dropout, cut, last
+    )
 
 
 @triton.jit
@@ -123,44 +129,58 @@ def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr
     then give exactly 0 for the largest score.
     """
     loaded, vectors, terms, size = scoring.loaded, scoring.vectors, scoring.terms, scoring.size
+    # Whether a selection compares the scores, see `flash.selection`
+    COMPARED: tl.constexpr = rule.SCORE_UNIT != rule.UNIT
     s, seen = product * loaded.factor, j < size.keys  # [BM, BN], [1, BN]
     if terms.peak is not None and rule.PLAIN:
         s = (product - loaded.peak) * loaded.factor - loaded.threshold
-    elif terms.peak is not None:
+    elif terms.peak is not None or (COMPARED and not rule.PLAIN):
         # Rounded here, as the peak was. Fused with the subtraction of the peak, it would not give 0
-        # for the largest score.
+        # for the largest score. Scores that are compared are rounded alike in all kernels.
         s = tl.fma(product, loaded.factor, 0.0)
     if rule.DISTANCE is not None:
         a, m = by_distance(rule.DISTANCE, i, j, size, scoring.head.decay)
-        s = s * a + m * rule.UNIT
+        s = s * a + m * rule.SCORE_UNIT
     if terms.slopes is not None:
         s -= loaded.slope * tl.abs(i + (size.keys - size.queries) - j)
     if terms.table is not None:
         entry = relative_entry(i, j, size, terms.radius)
-        s += in_unit(tl.load(terms.table + scoring.head.table + entry), rule.UNIT)
+        s += in_unit(tl.load(terms.table + scoring.head.table + entry), rule)
     if terms.key_bias is not None:
         # Both may be much larger than their difference, which is therefore formed first.
         added = tl.load(terms.key_bias + scoring.head.key_bias + j, mask=seen, other=0.0)
         if vectors.offset is not None:
             added = added - loaded.offset
-        s += added * rule.UNIT
+        s += added * rule.SCORE_UNIT
     elif vectors.offset is not None:
-        s -= loaded.offset * rule.UNIT
+        s -= loaded.offset * rule.SCORE_UNIT
     if HIDES:
-        s, seen = hide(s, i, j, scoring, rule.UNIT, EDGE)
+        s, seen = hide(s, i, j, scoring, rule, EDGE)
     if terms.peak is not None and not rule.PLAIN:
         s = (s - loaded.peak) - loaded.threshold
     return s, seen
 
 
 @triton.jit
-def in_unit(x, UNIT: tl.constexpr):
+def select(s, j, loaded, terms, rule):
+    """Return the scores in UNIT, −∞ for the keys j that `flash.selection` has not selected."""
+    if terms.cut is not None:
+        # Not "s > cut", so that NaN stays.
+        dropped = (s < loaded.cut) | ((s == loaded.cut) & (j > loaded.last))
+        s = tl.where(dropped, float("-inf"), s * rule.UNIT)
+    return s
+
+
+@triton.jit
+def in_unit(x, rule):
     """x times the unit, clamped: the lowest fp32 number, a common mask value, would overflow.
 
-    NaN stays NaN.
+    NaN stays NaN. `select` multiplies by the other unit later.
     """
     ALL: tl.constexpr = tl.PropagateNan.ALL
-    return tl.minimum(tl.maximum(x * UNIT, -3e38, propagate_nan=ALL), 3e38, propagate_nan=ALL)
+    MOST: tl.constexpr = 3e38 if rule.SCORE_UNIT == rule.UNIT else 2.08e38
+    x *= rule.SCORE_UNIT
+    return tl.minimum(tl.maximum(x, -MOST, propagate_nan=ALL), MOST, propagate_nan=ALL)
 
 
 @triton.jit
@@ -171,7 +191,7 @@ def out_of_unit(x, UNIT: tl.constexpr):
 
 
 @triton.jit
-def hide(s, i, j, scoring, UNIT: tl.constexpr, EDGE: tl.constexpr):
+def hide(s, i, j, scoring, rule, EDGE: tl.constexpr):
     """Return s with −∞ for hidden keys, and a mask of the visible keys."""
     head, visible, strides, size = scoring.head, scoring.visible, scoring.strides, scoring.size
     exists = j < size.keys if EDGE else tl.full(j.shape, True, tl.int1)
@@ -198,7 +218,7 @@ def hide(s, i, j, scoring, UNIT: tl.constexpr, EDGE: tl.constexpr):
         else:
             added = tl.load(entries, mask=inside, other=float("-inf")).to(tl.float32)
             seen = seen & (added != float("-inf"))
-            s = s + in_unit(added, UNIT)
+            s = s + in_unit(added, rule)
     if visible.k_segments is not None:
         ids = tl.load(visible.k_segments + head.k_segments + j, mask=exists, other=0)
         seen = seen & (head.segment == ids)

@@ -26,6 +26,8 @@ MOST_ROWS = {2: 64, 4: 32}
 def unsupported(form: Form, call: Call) -> str | None:
     if (reason := flash.unsupported(form, call)) is not None:
         return reason
+    if isinstance(form, Pairwise) and form.normalize == "select":
+        return "does not support a selection of keys (flash does)"
     if call.dropout_p:
         return "does not support dropout (flash does)"
     if call.needs_grad:

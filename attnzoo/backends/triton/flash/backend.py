@@ -52,7 +52,10 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
     if (reason := unsupported_extras(form, call, *SUPPORTED)) is not None:
         return reason
     if form.normalize == "select":
-        return "does not support top-k selection (tiled does)"
+        if not activation.exponential:
+            return f"does not support a selection with {activation.name} (tiled does)"
+        if distance is not None:
+            return "does not support a selection with a distance (tiled does)"
     for function in (activation, distance):
         if function is not None and function.triton is None:
             name = function.name
@@ -60,7 +63,7 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
     if form.normalize == "threshold" and activation.alpha is None:
         name = activation.name
         return f"does not support a threshold for {name}, which has no alpha (tiled does)"
-    if call.return_lse and not form.softmax:
+    if call.return_lse and not form.has_lse:
         return "does not support return_lse except for a softmax (tiled does)"
     if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
         return "does not support a gradient through the statistics of the logits (tiled does)"
@@ -127,6 +130,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     if form.normalize == "threshold":
         with torch.no_grad():
             solved = ops.flash_threshold(q=q.detach(), k=k.detach(), v=v.detach(), **operands)
+    elif form.normalize == "select":
+        with torch.no_grad():
+            solved = ops.flash_selection(q=q.detach(), k=k.detach(), v=v.detach(), **operands)
     dropout = Dropout(new_seed(call), call.dropout_p) if call.dropout_p else NO_DROPOUT
     attended = ops.flash_forward(
         q=q, k=k, v=v, solved=solved, dropout=dropout, want_lse=call.return_lse, **operands

@@ -33,6 +33,7 @@ from attnzoo.backends.triton.common.scores import (
     load_vectors,
     score_gradients,
     scores,
+    select,
 )
 from attnzoo.backends.triton.common.tile import (
     SMALLEST,
@@ -273,6 +274,7 @@ def _weights(
     product = times(q_side, Side(k_tile, sides.k, first, local), tile.D, tile)
     product = capped(product, scoring.terms.inner, tile.PRECISION)
     s, seen = scores(product, i, j, scoring, rule, EDGE, HIDES)
+    s = select(s, j, scoring.loaded, scoring.terms, rule)
     x = s - scoring.loaded.tau
     phi, slope, _, mu_slope = activate(x, scoring.loaded.shape, seen, rule, HIDES)
     dp = times(do_side, Side(v_tile, sides.v, first, local), tile.DV, tile)
@@ -361,7 +363,7 @@ def _sum_over_keys(
             after_sum += after
         if rule.DISTANCE_SLOPE is not None:
             da, dm = by_distance(rule.DISTANCE_SLOPE, i, j, size, decay)
-            logit = product * (scoring.loaded.factor * (1.0 / rule.UNIT))
+            logit = product * (scoring.loaded.factor * (1.0 / rule.SCORE_UNIT))
             decay_sum += tl.sum(ds * (da * logit + dm), 1)
         if rule.DISTANCE is not None:
             a, _ = by_distance(rule.DISTANCE, i, j, size, decay)

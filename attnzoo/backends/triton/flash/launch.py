@@ -24,6 +24,7 @@ from attnzoo.backends.triton.common.merge import split_keys
 from attnzoo.backends.triton.flash.forward import flash_forward
 from attnzoo.backends.triton.flash.parts import programs_of, splits_of_keys
 from attnzoo.backends.triton.flash.segments import ranges_of
+from attnzoo.backends.triton.flash.selection import ALL_KEYS, select_keys
 from attnzoo.backends.triton.flash.statistics import row_stats
 from attnzoo.backends.triton.flash.threshold import threshold
 from attnzoo.core.forms import Statistics
@@ -36,6 +37,8 @@ def config_of(
 ) -> tiles.Config:  # fmt: skip
     """Return the tile of a kernel. With a block map, blocks divide the tiles of the map."""
     dim, bits = max(q.shape[3], v.shape[3]), 8 * q.element_size()
+    if rule is not None and rule.normalize == "select":
+        return tiles.selection_tile(kernel, arch, bits, dim)
     safe = launch.is_safe(kernel, v, layout, rule, vectors, terms, dropout)
     if map_size is None:
         return measured.tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
@@ -91,7 +94,7 @@ def describe_forward(
     size = None if solved.blocks is None else map_size_of(q, v)
     config = config_of("forward", arch, q, v, layout, rule, vectors, terms, size, dropout)
     after = None
-    if rule.online:
+    if rule.online and solved.cut is None:
         after = factor_after_maximum(q, layout, vectors, terms, arch)
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
     rule_constants = launch.constants_of(rule, v, LATE=after)
@@ -169,3 +172,28 @@ def describe_threshold(
     programs = programs_of(q, config.block_m)
     solver = Launch(threshold, programs, args, config, zeroed=(solved.live,))
     return [*before, solver], solved
+
+
+def describe_selection(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, rule: Rule, vectors: Vectors, terms: Terms,
+    arch: int,
+) -> tuple[list[Launch], Solved]:  # fmt: skip
+    """Return the launches and their result."""
+    assert rule.keep is not None
+    solved = new_selection(q)
+    config = config_of("selection", arch, q, v, layout, rule, vectors, terms, None)
+    ranges, before = ranges_of(layout, config.block_m, arch)
+    args = {
+        **launch.arguments_of(
+            q, k, layout, launch.constants_of(rule, v), vectors, terms, ranges
+        ),
+        **strides(unit_of(q), q=q, k=k), "solved": solved, "keep": min(rule.keep, ALL_KEYS.value),
+        "tile": tile_constants(config, q, None, layout),
+    }  # fmt: skip
+    return [*before, Launch(select_keys, programs_of(q, config.block_m), args, config)], solved
+
+
+def new_selection(q: Tensor) -> Solved:
+    """Return new, uninitialized tensors."""
+    last = q.new_empty(q.shape[:3], dtype=torch.int32)
+    return Solved(cut=new_vector(q), last=last)

@@ -55,6 +55,8 @@ def describe_backward(
         slopes, table = None, slopes.new_empty(*slopes.shape, values.shape[1])
         grads["relative_bias"] = table
         of_dq = _with_addresses(of_dq, mapped=size is not None)
+        if rule.normalize == "select":  # two stages do not fit in the shared memory of sm_80
+            of_dq = of_dq._replace(stages=1)
     z = stat
     if rule.online:
         solved, z = solved._replace(tau=stat), weight_sum

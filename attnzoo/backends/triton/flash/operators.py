@@ -95,6 +95,29 @@ def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
     return 2 * flops.pairs(q, k, layout) * q.shape[3]
 
 
+@operator
+def flash_selection(
+    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, terms: Terms, layout: Layout, rule: Rule
+) -> Solved:
+    """Find what the selected scores reach. The tile depends on v's head dimension."""
+    launch, prepared, flash_launch, _ = _modules()
+    call = aligned_layout(layout), rule, vectors, terms
+    operands = *aligned(q, k), v, *call, launch.architecture(q.device)
+    return prepared.launch(flash_launch.describe_selection, *operands)
+
+
+@flash_selection.fake
+def _(*, q: Tensor) -> Solved:
+    _, _, flash_launch, _ = _modules()
+    return flash_launch.new_selection(q)
+
+
+@flash_selection.flops
+def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
+    # The number of passes depends on the scores; the keys are read at least once.
+    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+
+
 class FlashResult(NamedTuple):
     """The outputs of the forward.
 

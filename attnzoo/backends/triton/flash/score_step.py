@@ -18,6 +18,7 @@ from attnzoo.backends.triton.common.scores import (
     load_vectors,
     score_gradients,
     scores,
+    select,
 )
 
 
@@ -125,6 +126,8 @@ def gradients_of_scores(product, dp, i, j, member, begin, group, rule, tile, EDG
     size_now = Size(count, size.keys, None, None)
     scoring = Scoring(loaded, head, group.vectors, terms, visible, group.strides, size_now)
     s, seen = scores(product, i, j, scoring, rule, EDGE, MASKED)
+    column = j + (group.keys - size.keys)  # j begins at the first key of the block
+    s = select(s, column, loaded, terms, rule)
     if EDGE:
         # Queries that do not exist are loaded as 0. Added terms may make φ of their scores ∞, and
         # ∞ · 0 is NaN; φ of 0 may be the running maximum. Keys that do not exist need no
@@ -143,7 +146,6 @@ def gradients_of_scores(product, dp, i, j, member, begin, group, rule, tile, EDG
         p *= per_z
         dp_factor *= per_z
     if terms.seed is not None:
-        column = j + (group.keys - size.keys)  # j begins at the first key of the block
         p = drop(p, loaded.hash, column, terms)  # `flash_dkdv` divides dv by 1 − p
         dp = drop(dp, loaded.hash, column, terms)
         dp_factor *= terms.keep_scale

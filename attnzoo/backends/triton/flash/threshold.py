@@ -85,7 +85,7 @@ def threshold(
                 sign = tl.full([tile.BLOCK_M, 1], 1.0, tl.float32)
         loaded = QueryVectors(
             loaded.gain, sign, loaded.tau, loaded.shape, loaded.slope, loaded.offset, loaded.peak,
-            loaded.threshold, loaded.hash,
+            loaded.threshold, loaded.hash, loaded.cut, loaded.last,
         )  # fmt: skip
     q_side = Side(q_tile, q_matrix, block.first, block.local)
     scoring = Scoring(loaded, head, vectors, terms, visible, strides, size)

@@ -1,0 +1,158 @@
+"""Finds the ``keep`` largest scores of each query: a number that cuts them off, and where ties end.
+
+Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q and,
+in each pass, the keys that causality and window allow. It writes its block of ``cut`` and ``last``:
+a key j is selected if its score is above the cut, or equal to it and j ≤ last.
+
+Numbers of fp32, read as integers, have the order of the numbers (`as_number`). The cut is searched
+among these integers. Each pass counts the scores that reach three pivots and leaves a quarter of
+the integers, the first pass half of them, so any scores take at most 17 passes. A query ends
+before, as soon as a pivot is reached by exactly ``keep`` scores. Scores are compared as numbers, so
+that −0 equals 0. If more scores are equal to the cut than fit, one more pass counts them from the
+first key on.
+
+The forward and the backward compute the scores again, and compare them with the cut. A score that
+is rounded in another way there may be on the other side of the cut, and with it all keys that tie
+with it. So that no bit differs, all kernels of such a call have the block sizes of one tile, see
+`tiles.selection_tile`, compute q kᵀ and not k qᵀ, and `scores` adds the terms in the unit 1. There,
+each addition has at most one product that the compiler could fuse with it.
+"""
+
+import triton
+import triton.language as tl
+
+from attnzoo.backends.triton.common.groups import MaskStrides, Matrix, Scoring, Side, Size
+from attnzoo.backends.triton.common.scores import load_head, load_vectors
+from attnzoo.backends.triton.common.tile import load_queries
+from attnzoo.backends.triton.flash.segments import blocks_of_keys
+from attnzoo.backends.triton.flash.threshold import RUNTIME as THRESHOLD
+from attnzoo.backends.triton.flash.threshold import block_scores
+
+RUNTIME = (*THRESHOLD, "keep")
+LOWEST = tl.constexpr(-2139095041)  # ordinal of −∞
+HIGHEST = tl.constexpr(2139095040)  # ordinal of ∞
+ALL_KEYS = tl.constexpr(2**31 - 1)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def select_keys(
+    q, k, solved, vectors, terms, visible,
+    q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
+    heads, group, queries, keys, left, right, keep, rule, tile,
+):  # fmt: skip
+    size = Size(queries, keys, left, right)
+    block, q, q_tile = load_queries(q, q_b, q_h, q_n, heads, queries, tile)
+    b, h, hk, index = block.batch, block.head, block.head // group, block.first + block.local
+    i = index[:, None]  # [BM, 1]
+    k += (b * k_b + hk * k_h) * tile.ALIGN
+    strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, tile.MASK_ALIGN)
+    loaded = load_vectors(i, block.at, queries, vectors, terms, rule)
+    head = load_head(b, h, i, heads, terms, visible, strides, size)
+    scoring = Scoring(loaded, head, vectors, terms, visible, strides, size)
+    k_matrix = Matrix(k, k_n * tile.ALIGN, keys, None, b, hk)
+    q_matrix = Matrix(q, q_n * tile.ALIGN, queries, None, b, h)
+    q_side = Side(q_tile, q_matrix, block.first, block.local)
+    low, full, high = blocks_of_keys(block, visible.ranges, size, tile)
+    if not tile.SPLIT:
+        full = low
+
+    # The cut is one of the ordinals [lowest, beyond). ``reached`` scores reach the lowest one, and
+    # ``above`` the first one beyond. All are [BM], in 64 bits where differences need 33.
+    lowest = tl.full([tile.BLOCK_M], LOWEST, tl.int64)
+    beyond = tl.where(index < queries, lowest * 0 + (HIGHEST + 1), lowest + 1)
+    above = tl.zeros([tile.BLOCK_M], tl.int32)
+    reached, step = above, 0
+    while tl.max(beyond - lowest, 0) > 1:
+        width = beyond - lowest
+        # The first pass ends the search of queries with fewer than ``keep`` keys.
+        lower = tl.where(step == 0, lowest + 1, lowest + (width + 3) // 4)
+        middle, upper = lowest + (2 * width + 3) // 4, lowest + (3 * width + 3) // 4
+        pivots = as_number(lower), as_number(middle), as_number(upper)
+        counts = tl.zeros([tile.BLOCK_M], tl.int32)
+        counts = counts, counts, counts
+        if tile.SPLIT:
+            counts = count_scores(
+                counts, low, full, pivots, q_side, i, k_matrix, scoring, rule, tile, False
+            )
+        counts = count_scores(
+            counts, full, high, pivots, q_side, i, k_matrix, scoring, rule, tile, True
+        )
+        lowest, beyond, reached, above = narrow(
+            lowest, beyond, reached, above, lower, counts[0], keep
+        )
+        lowest, beyond, reached, above = narrow(
+            lowest, beyond, reached, above, middle, counts[1], keep
+        )
+        lowest, beyond, reached, above = narrow(
+            lowest, beyond, reached, above, upper, counts[2], keep
+        )
+        beyond = tl.where(reached == keep, lowest + 1, beyond)
+        step += 1
+    cut, last = as_number(lowest), tl.full([tile.BLOCK_M], ALL_KEYS, tl.int32)
+    # A query with fewer than ``keep`` keys has reached = 0, and the cut −∞.
+    ties = reached > keep
+    if tl.max(ties.to(tl.int32), 0) > 0:
+        end, count = tl.zeros([tile.BLOCK_M], tl.int32), tl.zeros([tile.BLOCK_M], tl.int32)
+        room = keep - above
+        if tile.SPLIT:
+            end, count = find_last(
+                end, count, low, full, cut, room, q_side, i, k_matrix, scoring, rule, tile, False
+            )
+        end, count = find_last(
+            end, count, full, high, cut, room, q_side, i, k_matrix, scoring, rule, tile, True
+        )
+        last = tl.where(ties, end, last)
+    tl.store(solved.cut + block.at + index, cut, mask=index < queries)
+    tl.store(solved.last + block.at + index, last, mask=index < queries)
+
+
+@triton.jit
+def as_number(ordinal):
+    """Return the fp32 numbers with these ordinals. Negative numbers have their other bits flipped.
+
+    Beyond that of ∞ they are NaN, which no score reaches.
+    """
+    bits = ordinal.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def narrow(lowest, beyond, reached, above, pivot, count, keep):
+    """Return the range of ordinals and its counts, given how many scores reach a pivot in it.
+
+    The pivots of a pass come in ascending order. One above the range changes nothing.
+    """
+    inside = pivot < beyond
+    enough, few = inside & (count >= keep), inside & (count < keep)
+    lowest, reached = tl.where(enough, pivot, lowest), tl.where(enough, count, reached)
+    return lowest, tl.where(few, pivot, beyond), reached, tl.where(few, count, above)
+
+
+@triton.jit
+def count_scores(
+    counts, low, high, pivots, q_side, i, k_matrix, scoring, rule, tile, EDGE: tl.constexpr
+):
+    """Add how many scores of the blocks [low, high) reach each of the three pivots [BM]."""
+    lower, middle, upper = counts
+    for block in range(low, high):
+        s = block_scores(block, q_side, i, k_matrix, scoring, rule, tile, EDGE)  # [BM, BN]
+        lower += tl.sum((s >= pivots[0][:, None]).to(tl.int32), 1)
+        middle += tl.sum((s >= pivots[1][:, None]).to(tl.int32), 1)
+        upper += tl.sum((s >= pivots[2][:, None]).to(tl.int32), 1)
+    return lower, middle, upper
+
+
+@triton.jit
+def find_last(
+    last, count, low, high, cut, room, q_side, i, k_matrix, scoring, rule, tile, EDGE: tl.constexpr
+):
+    """Return the key [BM] at which ``room`` scores equal to the cut are counted, and the count."""
+    for block in range(low, high):
+        s = block_scores(block, q_side, i, k_matrix, scoring, rule, tile, EDGE)  # [BM, BN]
+        tied = (s == cut[:, None]).to(tl.int32)
+        number = count[:, None] + tl.cumsum(tied, 1)
+        j = block * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)[None, :]
+        ends = (tied > 0) & (number == room[:, None])
+        last = tl.maximum(last, tl.max(tl.where(ends, j, 0), 1))
+        count += tl.sum(tied, 1)
+    return last, count

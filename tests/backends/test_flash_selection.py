@@ -1,0 +1,184 @@
+"""The kernel that finds the largest scores, and that all kernels of a call select the same keys."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
+from attnzoo.backends.triton.common import tiles
+from attnzoo.backends.triton.flash import operators as flash_ops
+from attnzoo.backends.triton.flash.launch import config_of
+from attnzoo.core import activations
+from helpers.cases import rand
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
+
+ALL_KEYS = 2**31 - 1
+LAYOUT = Layout(1.0, None, None, None, None, None, None)
+
+
+def selected(
+    s: Tensor, keep: int, right: int | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The cut and the last key of each query, for scores s (queries, keys)."""
+    q = torch.ones(1, 1, s.shape[0], 8)
+    k = torch.zeros(1, 1, s.shape[1], 8)
+    bias = s[None, None] if mask is None else s[None, None].masked_fill(~mask, float("-inf"))
+    layout = LAYOUT._replace(right=right, mask=bias.contiguous())
+    solved = flash_ops.flash_selection(
+        q=q, k=k, v=k, vectors=Vectors(), terms=Terms(), layout=layout,
+        rule=Rule(activations.EXP, "select", keep=keep),
+    )  # fmt: skip
+    assert solved.cut is not None
+    assert solved.last is not None
+    return solved.cut[0, 0], solved.last[0, 0]
+
+
+def chosen(s: Tensor, keep: int) -> Tensor:
+    """The keys that the definition keeps, of those with a finite score."""
+    order = s.sort(stable=True, dim=-1, descending=True).indices
+    mask = torch.zeros_like(s, dtype=torch.bool)
+    return mask.scatter(-1, order[:, :keep], True) & (s > float("-inf"))
+
+
+def by_cut(s: Tensor, cut: Tensor, last: Tensor) -> Tensor:
+    cut, j = cut[:, None], torch.arange(s.shape[1])
+    return ((s > cut) | ((s == cut) & (j <= last[:, None]))) & (s > float("-inf"))
+
+
+# The masked scores of each query: far apart, in few values, with both zeros, and extreme.
+def scores(kind: str) -> Tensor:
+    s = rand(70, 90).float()
+    if kind == "ties":
+        return s.round()
+    if kind == "zeros":
+        return torch.where(s > 0.7, 1.0, torch.where(s > 0, 0.0, -0.0))
+    if kind == "extreme":
+        return s.sign() * 10.0 ** (20 * rand(70, 90, seed=1).float()).clamp(max=37)
+    if kind == "near":
+        return (1 + s * 2.0**-21).float()
+    return s
+
+
+@pytest.mark.parametrize("kind", ["apart", "ties", "zeros", "extreme", "near"])
+@pytest.mark.parametrize("keep", [1, 7, 200])
+def test_selects_what_the_definition_keeps(kind: str, keep: int) -> None:
+    s = scores(kind).masked_fill(rand(70, 90, seed=2) > 1, float("-inf"))
+    s[3], s[4, 5:] = float("-inf"), float("-inf")
+    cut, last = selected(s, keep)
+    assert torch.equal(by_cut(s, cut, last), chosen(s, keep))
+
+
+def test_a_query_with_few_keys_has_no_cut_and_ties_end_at_a_key() -> None:
+    s = torch.tensor([[1.0, 2.0, 3.0], [1.0, float("-inf"), float("-inf")], [2.0, 2.0, 2.0]])
+    cut, last = selected(s, 2)
+    assert 1.0 < float(cut[0]) <= 2.0
+    assert cut[1:].tolist() == [float("-inf"), 2.0]
+    assert last.tolist() == [ALL_KEYS, ALL_KEYS, 1]
+
+
+def test_causality_counts_visible_keys_only() -> None:
+    s = rand(70, 70).float().round()
+    hidden = torch.ones(70, 70, dtype=torch.bool).triu(1)
+    cut, last = selected(s, 3, right=0)
+    seen = s.masked_fill(hidden, float("-inf"))
+    assert torch.equal(by_cut(seen, cut, last), chosen(seen, 3))
+
+
+# ---- all kernels of a call ----------------------------------------------------------------------
+
+
+def weights(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """The weights (heads, Nq, Nk) of the forward and of dV."""
+    q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+    size = max(q.shape[2], k.shape[2])
+    v = torch.eye(k.shape[2], size, dtype=q.dtype).expand(1, k.shape[1], -1, -1)
+    v = v.contiguous().requires_grad_()
+    out = attnzoo.attention(q, k, v, "topk", backend="flash", **options)
+    do = torch.eye(q.shape[2], size, dtype=q.dtype).expand(out.shape)
+    (dv,) = torch.autograd.grad(out, v, do)
+    return out.detach()[0, ..., : k.shape[2]], dv[0, ..., : q.shape[2]].mT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [16, pytest.param(136, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "softcap": 3.0}])
+def test_forward_and_backward_select_the_same_keys_among_ties(
+    dtype: torch.dtype, dim: int, options: dict[str, Any]
+) -> None:
+    """Seven different keys, ten times each, so that scores are rounded and yet tie."""
+    q = rand(1, 1, 70, dim).to(dtype)
+    k = rand(1, 1, 7, dim, seed=1).to(dtype).repeat(1, 1, 10, 1)
+    forward, backward = weights(q, k, top_k=23, **options)
+    # Not all products with k, which may round equal ones differently
+    s = (q.double() @ k[..., :7, :].double().mT).repeat(1, 1, 1, 10)
+    if options:
+        s = s.masked_fill(torch.ones(70, 70, dtype=torch.bool).triu(1), float("-inf"))
+    want = chosen(s[0, 0], 23)
+    assert torch.equal(forward[0] > 0, want)
+    assert torch.equal(backward[0] > 0, want)
+
+
+@pytest.mark.parametrize("bias", ["alibi", "table", "mask"])
+def test_terms_are_part_of_ties(bias: str) -> None:
+    """Sums of different products and terms that are exact, and often equal."""
+    q = rand(1, 2, 40, 16).round().float()
+    k = rand(1, 2, 70, 16, seed=1).round().float()
+    options: dict[str, Any] = {"scale": 0.25, "top_k": 6}
+    if bias == "alibi":
+        options["alibi"] = torch.tensor([0.25, 0.5])
+    elif bias == "table":
+        options["relative_bias"] = rand(2, 9, seed=2).round().float() / 4
+    else:
+        options["attn_mask"] = rand(1, 1, 40, 70, seed=3).round().float() / 4
+    forward, backward = weights(q, k, **options)
+    exact = {
+        n: x.double() if isinstance(x, Tensor) and n != "top_k" else x for n, x in options.items()
+    }
+    v = torch.eye(70, dtype=torch.float64).expand(1, 2, 70, 70)
+    want = attnzoo.attention(q.double(), k.double(), v, "topk", backend="eager", **exact)[0] > 0
+    assert torch.equal(forward > 0, want)
+    assert torch.equal(backward > 0, want)
+
+
+def test_a_mask_of_the_lowest_number_keeps_the_first_keys() -> None:
+    """A query whose keys all have it has the weights of equal scores."""
+    mask = torch.full((1, 1, 40, 40), torch.finfo(torch.float32).min)
+    forward, backward = weights(rand(1, 1, 40, 16).float(), rand(1, 1, 40, 16).float(), top_k=4,
+                                attn_mask=mask)  # fmt: skip
+    want = torch.zeros(1, 40, 40)
+    want[..., :4] = 0.25
+    assert torch.equal(forward, want)
+    assert torch.equal(backward, want)
+
+
+def test_nan_reaches_the_queries_that_see_it() -> None:
+    q, k, v = (rand(1, 1, 70, 16, seed=i).float() for i in range(3))
+    k[..., 40, 0] = float("nan")
+    out = attnzoo.attention(q, k, v, "topk", is_causal=True, backend="flash", top_k=3)
+    assert bool(out[..., :40, :].isfinite().all())
+    assert bool(out[..., 40:, :].isnan().all())
+
+
+def test_all_kernels_of_a_call_have_blocks_of_one_size() -> None:
+    """Other blocks could round a score in another way, and the key would be dropped or kept."""
+    rule = Rule(activations.EXP, "select", keep=3)
+    kernels = ("selection", "forward", "dq", "dkdv", "dbias")
+    dtypes = (torch.bfloat16, torch.float32)
+    for arch, dtype, dim in product((0, 80, 90, 100), dtypes, tiles.LIMITS):
+        q = torch.empty(1, 1, 64, dim, dtype=dtype)
+        mask = torch.zeros(1, 1, 64, 64, dtype=dtype)
+        configs = [
+            config_of(kernel, arch, q, q, layout, rule, Vectors(), Terms(), None)
+            for kernel in kernels for layout in (LAYOUT, LAYOUT._replace(mask=mask))
+        ]  # fmt: skip
+        assert len({(c.block_m, c.block_n, c.part, c.warps) for c in configs}) == 1
+        assert configs[0].block_n <= 32  # the gradient of a table takes no more keys
+        of_dkdv = config_of("dkdv", arch, q, q, LAYOUT, rule, Vectors(), Terms(), None)
+        assert of_dkdv.transposed
