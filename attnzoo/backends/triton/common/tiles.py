@@ -164,12 +164,12 @@ def map_tile(head_dim: int, bits: int) -> MapTile:
 # per class for all of them, because all have to compute the same bits of the scores. dK/dV is
 # transposed, so that it computes q kᵀ too. The gradient of a table needs blocks of at most 32 keys.
 SELECTION: dict[int, Row] = {
-    16: {128: full(128, 32, 8, 2), 256: full(128, 32, 8, 1)},
+    16: {128: full(64, 32, 8, 1), 256: full(128, 32, 8, 1)},
     32: {256: SMALL},
 }
 SELECTION_OVERRIDES: dict[tuple[int, int], Row] = {
     (80, 16): {64: full(64, 32, 4, 2), 256: full(64, 16, 8, 1)},
-    (100, 16): {128: full(64, 32, 8, 1), 256: full(64, 32, 8, 1)},
+    (100, 16): {256: full(64, 32, 8, 1)},
 }
 
 
@@ -182,9 +182,7 @@ def selection_tile(kernel: str, arch: int, bits: int, head_dim: int) -> Config:
     assert config is not None
     if kernel != "dkdv":
         return config
-    # Two stages need too many registers on sm_80, and too much shared memory on sm_100.
-    stages = config.stages if known(arch) == 90 else 1
-    return config._replace(stages=stages, transposed=True)
+    return config._replace(stages=1, transposed=True)  # two stages need too many registers
 
 
 # Kernels of linear forms, by bits of a feature. block_m: tokens per chunk, equal for all kernels of
