@@ -164,25 +164,30 @@ def map_tile(head_dim: int, bits: int) -> MapTile:
 # per class for all of them, because all have to compute the same bits of the scores. dK/dV is
 # transposed, so that it computes q kᵀ too. The gradient of a table needs blocks of at most 32 keys.
 SELECTION: dict[int, Row] = {
-    16: {128: full(64, 32, 8, 1), 256: full(128, 32, 8, 1)},
+    16: {128: full(128, 32, 8, 2), 256: full(128, 32, 8, 1)},
     32: {256: SMALL},
 }
 SELECTION_OVERRIDES: dict[tuple[int, int], Row] = {
     (80, 16): {64: full(64, 32, 4, 2), 256: full(64, 16, 8, 1)},
-    (100, 16): {256: full(64, 32, 8, 1)},
+    (100, 16): {128: full(64, 32, 8, 1), 256: full(64, 32, 8, 1)},
 }
+# Of calls with a mask or a table of biases, which the larger tile spills.
+SELECTION_WITH_BIAS: dict[int, Row] = {16: {128: full(64, 32, 8, 1, 64)}}
 
 
-def selection_tile(kernel: str, arch: int, bits: int, head_dim: int) -> Config:
+def selection_tile(kernel: str, arch: int, bits: int, head_dim: int, biased: bool) -> Config:
     limit = limit_of(head_dim)
-    override = SELECTION_OVERRIDES.get((known(arch), bits), {}).get(limit)
-    config = override or of_class(SELECTION[bits], limit)
+    of_arch = SELECTION_OVERRIDES.get((known(arch), bits), {})
+    config = SELECTION_WITH_BIAS.get(bits, {}).get(limit) if biased else None
+    config = config or of_arch.get(limit) or of_class(SELECTION[bits], limit)
     if arch == 0:
         config = TALL._replace(part=64 if bits == 32 and limit > 128 else None)
     assert config is not None
     if kernel != "dkdv":
         return config
-    return config._replace(stages=1, transposed=True)  # two stages need too many registers
+    # Two stages need too many registers on sm_80, and too much shared memory on sm_100.
+    stages = config.stages if known(arch) == 90 else 1
+    return config._replace(stages=stages, transposed=True)
 
 
 # Kernels of linear forms, by bits of a feature. block_m: tokens per chunk, equal for all kernels of

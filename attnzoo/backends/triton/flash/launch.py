@@ -38,7 +38,9 @@ def config_of(
     """Return the tile of a kernel. With a block map, blocks divide the tiles of the map."""
     dim, bits = max(q.shape[3], v.shape[3]), 8 * q.element_size()
     if rule is not None and rule.normalize == "select":
-        return tiles.selection_tile(kernel, arch, bits, dim)
+        slopes = layout.relative_bias
+        biased = layout.mask is not None or (slopes is not None and slopes.dim() == 2)
+        return tiles.selection_tile(kernel, arch, bits, dim, biased)
     safe = launch.is_safe(kernel, v, layout, rule, vectors, terms, dropout)
     if map_size is None:
         return measured.tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
