@@ -123,6 +123,11 @@ def pad_columns(x: Tensor) -> Tensor:
     return pad(x, (0, missing)) if missing else x
 
 
+def is_read_in_place(x: Tensor) -> bool:
+    """Whether `pad_columns` and `aligned` do not copy x, as far as a graph knows: no addresses."""
+    return x.stride(3) == 1 and not x.shape[3] % unit_of(x) and has_aligned_rows(x)
+
+
 def aligned(*tensors: Tensor) -> list[Tensor]:
     """Copy each tensor whose rows do not all begin at multiples of 16 bytes.
 
