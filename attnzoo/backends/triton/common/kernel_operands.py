@@ -124,7 +124,10 @@ def pad_columns(x: Tensor) -> Tensor:
 
 
 def is_read_in_place(x: Tensor) -> bool:
-    """Whether `pad_columns` and `aligned` do not copy x, as far as a graph knows: no addresses."""
+    """Whether `pad_columns` and `aligned` leave x as it is, if its address allows it.
+
+    A graph does not know the address.
+    """
     return x.stride(3) == 1 and not x.shape[3] % unit_of(x) and has_aligned_rows(x)
 
 

@@ -34,7 +34,7 @@ def unsupported(form: Form, call: Call) -> str | None:
     if uses_transforms():
         return "does not support torch.func transforms (sdpa does for softmax, eager for all)"
     if call.pages is not None and not all(map(is_read_in_place, (call.pages.k, call.pages.v))):
-        return "does not read pages in which keys or values are no adjacent blocks of 16 bytes"
+        return "does not read pages in which keys or values are not adjacent blocks of 16 bytes"
     rows = call.queries * (call.heads // max(1, call.kv_heads))
     if rows > (most := MOST_ROWS[call.input_dtype.itemsize]):
         return (
