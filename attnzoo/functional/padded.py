@@ -158,7 +158,7 @@ def paged_call(q: Tensor, inputs: Packed, variant: str, arguments: dict[str, Any
     assert inputs.used is not None
     assert inputs.table is not None
     rows, width = q.shape[0], inputs.longest[1]
-    cache = [x.transpose(1, 2) for x in (inputs.key, inputs.value)]
+    cache = inputs.key.transpose(1, 2), inputs.value.transpose(1, 2)
     # One key; `len` would be a constant in an exported graph.
     first = (x[:1, :, :1] if x.shape[0] else x.new_empty(1, *x.shape[1:])[:, :, :1] for x in cache)
     k, v = (x.expand(rows, -1, width, -1) for x in first)
