@@ -55,6 +55,8 @@ class Pages(NamedTuple):
     of the call hides the keys before them, which are nowhere.
     """
 
+    k: Tensor  # [pages, Hkv, page size, D]
+    v: Tensor  # [pages, Hkv, page size, Dv]
     table: Tensor  # int32 [B, blocks]
     used: Tensor  # int32 [B]
 

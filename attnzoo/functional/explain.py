@@ -164,6 +164,7 @@ def _paged_inputs(
         if (value := arguments[name]) is not None:
             raise TypeError(f"{name} must be None with block_table, got {shown(value)}")
     check_tensors("B, H, N, D", {"q": q})
+    check_dense("k", k)
     check_dense("block_table", table)
     rows, queries = q.shape[0], q.shape[2]
     ends = torch.arange(rows + 1, device=q.device) * queries

@@ -151,18 +151,20 @@ def reads_pages(inputs: Packed, backend: str | None) -> bool:
 
 
 def paged_call(q: Tensor, inputs: Packed, variant: str, arguments: dict[str, Any]) -> ValidatedCall:
-    """The call of rows q (S, H, max_q, D), whose keys are in pages. Its k and v are not to be read.
+    """The call of rows q (S, H, max_q, D), whose keys are in pages. Its k and v are the cache.
 
     ``arguments``: as for `prepare`, with a mask that hides the padding.
     """
     assert inputs.used is not None
     assert inputs.table is not None
     rows, width = q.shape[0], inputs.longest[1]
-    first = (x[:1, :1] if len(x) else x.new_empty(1, 1, *x.shape[2:]) for x in inputs[1:3])
-    k, v = (x.transpose(1, 2).expand(rows, -1, width, -1) for x in first)
+    cache = inputs.key.transpose(1, 2), inputs.value.transpose(1, 2)
+    # One key; `len` would be a constant in an exported graph.
+    first = (x[:1, :, :1] if x.shape[0] else x.new_empty(1, *x.shape[1:])[:, :, :1] for x in cache)
+    k, v = (x.expand(rows, -1, width, -1) for x in first)
     ready = prepare(q, k, v, variant, arguments)
-    pages = Pages(inputs.table.contiguous(), inputs.used.contiguous())
-    return ready._replace(call=replace(ready.call, pages=pages))
+    pages = Pages(*cache, inputs.table.contiguous(), inputs.used.contiguous())
+    return ready._replace(k=pages.k, v=pages.v, call=replace(ready.call, pages=pages))
 
 
 def _read_pages(
@@ -178,6 +180,5 @@ def _read_pages(
         able = candidates(variant, (*ready.forms, ready.definition), call, backend)
         if (first := next((c for c in able if c.reason is None), None)) is None:
             return None
-        k, v = (x.transpose(1, 2) for x in (inputs.key, inputs.value))
-        out, lse = BACKENDS[first.backend].run(ready.q, k, v, call, first.form)
+        out, lse = BACKENDS[first.backend].run(ready.q, ready.k, ready.v, call, first.form)
     return Results(out.to(call.input_dtype), lse, None)

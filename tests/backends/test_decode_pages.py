@@ -62,14 +62,16 @@ def inputs_of(keys: tuple[int, ...], queries: tuple[int, ...], dim: int = 16) ->
 
 
 def attend(
-    variant: str, tensors: list[Tensor], cache: Cache, queries: tuple[int, ...], **options: Any
-) -> Any:
+    variant: str, tensors: list[Tensor], cache: Cache, queries: tuple[int, ...],
+    adjacent: int = 3, **options: Any,
+) -> Any:  # fmt: skip
+    """``adjacent``: the axis of the cache whose entries are adjacent in memory."""
     q, k, v = tensors
     ends = torch.tensor([0, *torch.tensor(queries).cumsum(0)])
     options = {"backend": "decode", "is_causal": True, **params_of(variant), **options}
     if variant == "forgetting":
         options["log_gates"] = cache.put(-rand(len(k), 4, seed=3).abs().float())
-    pages = cache.put(k), cache.put(v)
+    pages = (cache.put(x).movedim(adjacent, 3).contiguous().movedim(3, adjacent) for x in (k, v))
     return attnzoo.varlen_attention(
         q, *pages, cu_seq_q=ends, max_q=max(queries), max_k=72, variant=variant, enable_gqa=True,
         **cache.arguments, **options,
@@ -136,10 +138,11 @@ def test_splits_share_the_keys_that_take_part(
 
 def test_what_the_kernels_do_not_read_is_gathered(launched: list[str]) -> None:
     """Rows of 12 numbers in 16 bits are no multiple of 16 bytes."""
-    for dim, dtype, gradient, reads in (
-        (12, torch.float32, False, True),
-        (12, torch.bfloat16, False, False),
-        (16, torch.float32, True, False),
+    for dim, dtype, gradient, adjacent, reads in (
+        (12, torch.float32, False, 3, True),
+        (12, torch.bfloat16, False, 3, False),
+        (16, torch.bfloat16, False, 1, False),  # the kernels would need a copy of the cache
+        (16, torch.float32, True, 3, False),
     ):
         tensors = [x.to(dtype) for x in inputs_of(KEYS, QUERIES, dim)]
         cache, pools = cache_of(KEYS, 16), []
@@ -153,7 +156,9 @@ def test_what_the_kernels_do_not_read_is_gathered(launched: list[str]) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decode_ops, "decode_forward", record)
-            out = attend("softmax", [q, k, v], cache, QUERIES, backend=backend)
+            out = attend(
+                "softmax", [q, k, v], cache, QUERIES, backend=backend, adjacent=adjacent
+            )  # fmt: skip
         assert pools == ([] if gradient else [reads])
         assert bool(out.isfinite().all())
 
@@ -180,7 +185,8 @@ def test_explain_shows_whether_pages_are_read() -> None:
         assert (plan.chosen, plan.gathers) == ("decode", gathers)
     reasons = {c.backend: c.reason for c in plan.candidates}
     assert reasons["decode"] is None
-    plan = attnzoo.explain(q[..., :8], pages[..., :8], pages[..., :8], "sigmoid", **options)
+    q, pages = q.new_zeros(4, 4, 1, 8), pages.new_zeros(12, 16, 2, 8)
+    plan = attnzoo.explain(q, pages, pages, "sigmoid", **options)
     reasons = {c.backend: c.reason for c in plan.candidates}
     assert reasons["flash"] == reasons["tiled"] == "does not read pages"
 
@@ -195,3 +201,22 @@ def test_a_graph_reads_pages(launched: list[str]) -> None:
         launched.clear()
         assert torch.equal(attend("ssmax", tensors, cache, QUERIES), want)
     assert launched[-1] == "decode"
+
+
+@pytest.mark.slow
+def test_an_exported_step_reads_caches_of_any_size(launched: list[str]) -> None:
+    class Step(torch.nn.Module):
+        def forward(self, q: Tensor, pages: Tensor, used: Tensor, table: Tensor) -> Tensor:
+            return attnzoo.varlen_attention(
+                q, pages, pages, torch.arange(3), None, 1, 12, seqused_k=used, block_table=table,
+                backend="decode",
+            )  # fmt: skip
+
+    cache = cache_of((9, 3), 4).arguments
+    q, where = rand(2, 2, 16).float(), (cache["seqused_k"], cache["block_table"])
+    few, many = (rand(pages, 4, 2, 16, seed=1).float() for pages in (6, 9))
+    dynamic = None, {0: torch.export.Dim("pages", min=2)}, None, None
+    program = torch.export.export(Step(), (q, few, *where), dynamic_shapes=dynamic).module()
+    launched.clear()
+    assert torch.equal(program(q, many, *where), Step()(q, many, *where))
+    assert launched == ["decode", "decode"]

@@ -156,6 +156,8 @@ def test_explain_shows_the_calls_on_gathered_keys() -> None:
     ):
         with pytest.raises(TypeError, match=message):
             attnzoo.explain(q, pages, pages, "softmax", **{**options, **changes})
+    with pytest.raises(TypeError, match="k must be a tensor, got list"):
+        attnzoo.explain(q, pages.tolist(), pages, **options)  # pyright: ignore[reportArgumentType]
 
 
 PAGES = torch.zeros(3, 4, 2, 8)

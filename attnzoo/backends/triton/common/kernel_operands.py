@@ -126,6 +126,14 @@ def pad_columns(x: Tensor) -> Tensor:
     return pad(x, (0, missing)) if missing else x
 
 
+def is_read_in_place(x: Tensor) -> bool:
+    """Whether `pad_columns` and `aligned` leave x as it is, if its address allows it.
+
+    A graph does not know the address.
+    """
+    return x.stride(3) == 1 and not x.shape[3] % unit_of(x) and has_aligned_rows(x)
+
+
 def aligned(*tensors: Tensor) -> list[Tensor]:
     """Copy each tensor whose rows do not all begin at multiples of 16 bytes.
 

@@ -10,6 +10,7 @@ from attnzoo.backends.transforms import reject_transforms, uses_transforms
 from attnzoo.backends.triton.common.kernel_operands import (
     NOT_PAGED,
     Paged,
+    is_read_in_place,
     layout_of,
     operands_of,
     pad_columns,
@@ -34,12 +35,8 @@ def unsupported(form: Form, call: Call) -> str | None:
         return "does not support gradients (flash does)"
     if uses_transforms():
         return "does not support torch.func transforms (sdpa does for softmax, eager for all)"
-    unit = 16 // call.input_dtype.itemsize
-    if call.pages is not None and (call.head_dim % unit or call.value_dim % unit):
-        dims = f"{call.head_dim} and {call.value_dim}"
-        return (
-            f"does not read pages with head dimensions that are no multiples of {unit}, got {dims}"
-        )
+    if call.pages is not None and not all(map(is_read_in_place, (call.pages.k, call.pages.v))):
+        return "does not read pages in which keys or values are not adjacent blocks of 16 bytes"
     rows = call.queries * (call.heads // max(1, call.kv_heads))
     if rows > (most := MOST_ROWS[call.input_dtype.itemsize]):
         return (
@@ -55,7 +52,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     reject_transforms("decode", q, k, v, call.mask, call.relative_bias)
     q, k, v = pad_columns(q), pad_columns(k), pad_columns(v)
     layout, gain, products = layout_of(call), form.gain, None
-    paged = NOT_PAGED if call.pages is None else Paged(*call.pages, call.keys)
+    pages, paged = call.pages, NOT_PAGED
+    if pages is not None:
+        paged = Paged(pages.table, pages.used, call.keys)
     if isinstance(gain, FromStatistics):
         products, *statistics = ops.decode_statistics(q=q, k=k, paged=paged, layout=layout)
         gain = gain.of(Statistics(*statistics))
