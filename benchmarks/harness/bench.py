@@ -11,6 +11,7 @@ times the implementations of the first part again in its rounds.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -150,6 +151,7 @@ class Bench:
             DeviceLost: the device failed.
         """
         able: list[Implementation] = []
+        self.progress(f"checking {len(implementations)} implementations", setting)
         for e in implementations:
             e.rows = {
                 d: Row(self.suite, e.name, e.case, e.kind, d, setting) for d in self.directions
@@ -167,8 +169,10 @@ class Bench:
                 able.append(e)
         if self.time and able:
             for direction in self.directions:
+                self.progress(f"timing {direction}", setting)
                 self.time_direction(able, direction, timed_again)
-        if self.memory is not None:
+        if self.memory is not None and able:
+            self.progress("measuring memory", setting)
             for implementation in able:
                 for row in (row for row in implementation.rows.values() if not row.note):
                     try:
@@ -176,6 +180,11 @@ class Bench:
                     except Exception as error:
                         self.note_error(error, [row])
         return able
+
+    def progress(self, stage: str, setting: Setting) -> None:
+        # The rows of a group that is measured in parts appear part by part.
+        if not self.in_parts:
+            print(f"{self.suite}, N = {setting.length}: {stage}", file=sys.stderr, flush=True)
 
     def check(self, e: Implementation, setting: Setting) -> None:
         """Compares the implementation with fp64 and records the errors in its rows.

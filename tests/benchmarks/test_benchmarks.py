@@ -281,6 +281,21 @@ def test_eager_needs_quadratic_memory_and_tiled_does_not() -> None:
 # ---- the command --------------------------------------------------------------------------------
 
 
+def test_attention_command_names_its_stages_before_the_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["attention", "--variants", "softmax", *QUICK, *FAST, "--no-memory"]
+    assert main([*command, "--direction", "forward,backward"]) == 0
+    output = capsys.readouterr()
+    lines = [line for line in output.err.splitlines() if line.startswith("attention, N = 48: ")]
+    assert [line.split(": ")[1] for line in lines] == [
+        "checking 2 implementations",
+        "timing forward",
+        "timing backward",
+    ]
+    assert "timing forward" not in output.out
+
+
 def test_attention_command_writes_json_markdown_and_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
