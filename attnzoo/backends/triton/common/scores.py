@@ -142,7 +142,11 @@ def scores(product, i, j, scoring, rule, EDGE: tl.constexpr, HIDES: tl.constexpr
         a, m = by_distance(rule.DISTANCE, i, j, size, scoring.head.decay)
         s = s * a + m * rule.SCORE_UNIT
     if terms.slopes is not None:
-        s -= loaded.slope * tl.abs(i + (size.keys - size.queries) - j)
+        distance = tl.abs(i + (size.keys - size.queries) - j)
+        if COMPARED:  # fused in every kernel, whatever the compiler decides
+            s = tl.fma(loaded.slope, -distance.to(tl.float32), s)
+        else:
+            s -= loaded.slope * distance
     if terms.table is not None:
         entry = relative_entry(i, j, size, terms.radius)
         s += in_unit(tl.load(terms.table + scoring.head.table + entry), rule)

@@ -6,16 +6,16 @@ a key j is selected if its score is above the cut, or equal to it and j ≤ last
 
 Numbers of fp32, read as integers, have the order of the numbers (`as_number`). The cut is searched
 among these integers. Each pass counts the scores that reach three pivots and leaves a quarter of
-the integers, the first pass half of them, so any scores take at most 17 passes. A query ends
-before, as soon as a pivot is reached by exactly ``keep`` scores. Scores are compared as numbers, so
+the integers, the first pass half of them, so any scores take at most 17 passes. The search of a
+query ends earlier if exactly ``keep`` scores reach a pivot. Scores are compared as numbers, so
 that −0 equals 0. If more scores are equal to the cut than fit, one more pass counts them from the
 first key on.
 
 The forward and the backward compute the scores again, and compare them with the cut. A score that
 is rounded in another way there may be on the other side of the cut, and with it all keys that tie
-with it. So that no bit differs, all kernels of such a call have the block sizes of one tile, see
-`tiles.selection_tile`, compute q kᵀ and not k qᵀ, and `scores` adds the terms in the unit 1. There,
-each addition has at most one product that the compiler could fuse with it.
+with it. So no bit may differ. All kernels of such a call have the block sizes of one tile, see
+`tiles.selection_tile`, and compute q kᵀ, not k qᵀ. `scores` adds the terms in the unit 1, and
+rounds or fuses each product in it explicitly.
 """
 
 import triton
