@@ -36,6 +36,11 @@ FP64_COST = 2  # cost of a multiplication in fp64 relative to one in fp32, on a 
 # features in memory. 2145 features (Taylor, D = 64) take about thirty times the memory of q.
 FEW_FEATURES = 512
 
+# Up to this many queries × heads per group without gradients, as in decoding, a selection of keys
+# runs on `tiled` on a GPU. There `flash` has one program per head, which reads all keys several
+# times. Neither has been timed on a GPU.
+FEW_SELECTING = 64
+
 
 class Candidate(NamedTuple):
     backend: str
@@ -58,7 +63,8 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
        queries is symbolic, it comes after `sdpa` and `flash`.
     3. `sdpa`, torch's fused softmax. On a GPU it comes after `flash` if the gain comes from
        statistics of the logits, which `flash` computes in a kernel.
-    4. On a GPU, `flash` and `flash_shares`.
+    4. On a GPU, `flash` and `flash_shares`. `tiled` comes first for a selection of keys by few
+       queries, see `FEW_SELECTING`.
     5. `tiled` with a form, then with the definition. A linear form that is not cheaper comes next.
     6. `eager`, if no other backend supports the call.
 
@@ -77,6 +83,10 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
         scans = ["flash_linear", "linear"]
         scans = scans if max(sizes, default=0) <= FEW_FEATURES else scans[::-1]
         order = [*order, "flash_shares", "tiled"]
+        selects = any(isinstance(f, Pairwise) and f.normalize == "select" for f in forms)
+        rows = call.queries * (call.heads // max(1, call.kv_heads))
+        if selects and not call.needs_grad and is_known(rows <= FEW_SELECTING):
+            order = ["tiled", *(name for name in order if name != "tiled")]
         order = [*scans, *order] if linear_first else [*order, *scans]
         order += ["eager"]
     elif has_few_scores(forms, call):

@@ -157,7 +157,14 @@ class TestChoice:
             assert chosen(variant, step(17, kv_heads=2), **grouped) == backend
             assert chosen(variant, step(1, gradient=True)) == backend
             assert chosen(variant, step(9, kv_heads=2, dtype=torch.float32), **grouped) == "flash"
-        assert chosen("topk", step(1)) == "flash"
+
+    def test_a_selection_by_few_queries_without_gradients_runs_on_tiled(self) -> None:
+        def step(queries: int, gradient: bool = False) -> list[Tensor]:
+            return qkv(n=4096, queries=queries, kv_heads=2, gradient=gradient)
+
+        queries = ((16, False, "tiled"), (17, False, "flash"), (1, True, "flash"))
+        for count, gradient, backend in queries:
+            assert chosen("topk", step(count, gradient), enable_gqa=True) == backend
 
     def test_few_queries_in_a_transform_run_on_sdpa(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Torch's operator supports vmap, the operators of kernels do not. vmap needs a device."""
