@@ -250,11 +250,12 @@ def pages(device: str, variant: str) -> tuple[bool, Figures]:
         k, v, ends = [*k, tokens[0]], [*v, tokens[1]], [*ends, ends[-1] + number]
     of_queries, of_keys = (torch.tensor(x, device=device) for x in (range(4), ends))
     attend = partial(attnzoo.varlen_attention, variant=variant, is_causal=True, enable_gqa=True)
-    exact = (x.double() for x in (q, torch.cat(k), torch.cat(v)))
-    want = attend(*exact, of_queries, of_keys, 1, 300)
+    keys, values = torch.cat(k).double(), torch.cat(v).double()
+    want = attend(q.double(), keys, values, of_queries, of_keys, 1, 300)
     have = attend(
-        q, *cache, of_queries, None, 1, 336, seqused_k=used, block_table=table, backend="decode"
-    )
+        q, cache[0], cache[1], of_queries, None, 1, 336, seqused_k=used, block_table=table,
+        backend="decode",
+    )  # fmt: skip
     error = relative_error(have, want)
     return error < 2e-2, {"out": error}
 
