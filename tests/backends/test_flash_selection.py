@@ -171,14 +171,14 @@ def test_all_kernels_of_a_call_have_blocks_of_one_size() -> None:
     rule = Rule(activations.EXP, "select", keep=3)
     kernels = ("selection", "forward", "dq", "dkdv", "dbias")
     dtypes = (torch.bfloat16, torch.float32)
-    for arch, dtype, dim in product((0, 80, 90, 100), dtypes, tiles.LIMITS):
+    masked = LAYOUT._replace(mask=torch.zeros(1, 1, 64, 64))
+    every = product((0, 80, 90, 100), dtypes, tiles.LIMITS, (LAYOUT, masked))
+    for arch, dtype, dim, layout in every:
         q = torch.empty(1, 1, 64, dim, dtype=dtype)
-        mask = torch.zeros(1, 1, 64, 64, dtype=dtype)
-        configs = [
-            config_of(kernel, arch, q, q, layout, rule, Vectors(), Terms(), None)
-            for kernel in kernels for layout in (LAYOUT, LAYOUT._replace(mask=mask))
-        ]  # fmt: skip
-        assert len({(c.block_m, c.block_n, c.part, c.warps) for c in configs}) == 1
-        assert configs[0].block_n <= 32  # the gradient of a table takes no more keys
-        of_dkdv = config_of("dkdv", arch, q, q, LAYOUT, rule, Vectors(), Terms(), None)
-        assert of_dkdv.transposed
+        configs = {
+            kernel: config_of(kernel, arch, q, q, layout, rule, Vectors(), Terms(), None)
+            for kernel in kernels
+        }
+        assert len({(c.block_m, c.block_n, c.part, c.warps) for c in configs.values()}) == 1
+        assert configs["dkdv"].block_n <= 32  # the gradient of a table takes no more keys
+        assert configs["dkdv"].transposed
