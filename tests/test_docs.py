@@ -162,7 +162,7 @@ def evaluated() -> list[object]:
         for path in CURRENT
         for words, file in re.findall(
             r"^python -m (evals (?!laws|ranks)[a-z-]+ .*--plugin (\w+\.py).*)$",
-            TEXTS[path],
+            TEXTS[path].replace("\\\n", ""),
             re.MULTILINE,
         )
     ]
