@@ -175,6 +175,8 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
         return NONE_YET
     summary, broken = read_summary(path), _broken(path)
     cells = {place: line for place, line in summary.cells.items() if place[0].label not in broken}
+    if not cells:
+        return f"No row of `{task}` holds on another CPU.\n"
     summary = replace(summary, cells=cells)
     score, ends = summary.task.score, (summary.train_length, summary.xs[-1])
     name = score.title.split(":")[0].lower().replace(", %", " (%)")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evals.reporting.pages import documented, scores
+from evals.reporting.pages import documented, overview, scores
 from evals.results.provenance import provenance, sentence
 from evals.results.summary import groups
 from evals.results.summary_csv import csv_text
@@ -84,6 +84,13 @@ def test_rows_that_do_not_hold_in_another_arithmetic_are_named(tmp_path: Path) -
     assert "§: the row does not hold in a second run with `ATEN_CPU_CAPABILITY=default`." in text
     assert "| `ssmax` §" in text
     assert "`softmax` §" not in text
+
+
+def test_the_overview_says_that_no_row_holds(tmp_path: Path) -> None:
+    other = changed(metrics={"accuracy": 0.2}, arithmetic="DEFAULT")
+    against = str(written(tmp_path / "default", other))
+    assert published(tmp_path, rows(), *SECOND, against) == 0
+    assert overview(tmp_path / "docs") == "No row of `max-retrieval` holds on another CPU.\n"
 
 
 def test_the_second_run_may_have_fewer_seeds(tmp_path: Path) -> None:
