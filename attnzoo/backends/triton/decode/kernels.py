@@ -69,21 +69,10 @@ def rows_of_program(heads, group, queries, splits, q_h, q_n, tile):
 
 
 @triton.jit
-def matrix_of(x, x_b, x_h, x_n, batch, head, keys, blocks, visible, tile):
-    """The matrix of k or v of a batch entry and key/value head.
-
-    x_b is the stride of batch entries or, of paged keys, that of pages.
-    """
-    if visible.table is None:
-        x += (batch * x_b + head * x_h) * tile.ALIGN
-        matrix = Matrix(x, x_n * tile.ALIGN, keys, None, batch, head)
-    else:
-        missing = keys - tl.load(visible.used + batch)
-        table = visible.table + batch * blocks
-        pages = MatrixPages(table, missing, x_b * tile.ALIGN, tile.PAGE)
-        x += head * x_h * tile.ALIGN
-        matrix = Matrix(x, x_n * tile.ALIGN, keys, None, batch, head, pages)
-    return matrix
+def pages_of(batch, page_stride, keys, blocks, visible, tile):
+    """The `MatrixPages` of k or v of a batch entry."""
+    missing = keys - tl.load(visible.used + batch)
+    return MatrixPages(visible.table + batch * blocks, missing, page_stride * tile.ALIGN, tile.PAGE)
 
 
 @triton.jit
@@ -122,7 +111,12 @@ def decode_products(
     q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)  # rows of one entry
     q_tile = load_block(q_matrix, b * 0, rows.entry, d, tile.D, False)  # [BM, D]
     q_side = Side(q_tile, q_matrix, b * 0, rows.entry)
-    k_matrix = matrix_of(k, k_b, k_h, k_n, b, hk, keys, blocks, visible, tile)
+    if visible.table is None:
+        k += (b * k_b + hk * k_h) * tile.ALIGN
+        k_matrix = Matrix(k, k_n * tile.ALIGN, keys, None, b, hk)
+    else:
+        pages = pages_of(b, k_b, keys, blocks, visible, tile)
+        k_matrix = Matrix(k + hk * k_h * tile.ALIGN, k_n * tile.ALIGN, keys, None, b, hk, pages)
     # [BM, 1]. products + j points to the products with key j.
     products += (rows.at + rows.row) * width - first * tile.BLOCK_N
     m = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
@@ -168,7 +162,12 @@ def decode(
     head = load_head(b, rows.head, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, vectors, terms, visible, strides, size)
     d, dv = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_DV)
-    v_matrix = matrix_of(v, v_b, v_h, v_n, b, hk, keys, blocks, visible, tile)
+    if visible.table is None:
+        v += (b * v_b + hk * v_h) * tile.ALIGN
+        v_matrix = Matrix(v, v_n * tile.ALIGN, keys, None, b, hk)
+    else:
+        pages = pages_of(b, v_b, keys, blocks, visible, tile)
+        v_matrix = Matrix(v + hk * v_h * tile.ALIGN, v_n * tile.ALIGN, keys, None, b, hk, pages)
     if k is None:
         # Pointers [BM, 1] to the products with key 0
         q_side = products + (rows.at + rows.row) * width - first * tile.BLOCK_N
@@ -177,8 +176,14 @@ def decode(
         q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)  # rows of one entry
         q_tile = load_block(q_matrix, b * 0, rows.entry, d, tile.D, False)  # [BM, D]
         q_side = Side(q_tile, q_matrix, b * 0, rows.entry)
-        k_matrix = matrix_of(k, k_b, k_h, k_n, b, hk, keys, blocks, visible, tile)
-        sides = KeySides(k_matrix, v_matrix, d, dv)
+        if visible.table is None:
+            k += (b * k_b + hk * k_h) * tile.ALIGN
+            sides = KeySides(Matrix(k, k_n * tile.ALIGN, keys, None, b, hk), v_matrix, d, dv)
+        else:
+            pages = pages_of(b, k_b, keys, blocks, visible, tile)
+            k += hk * k_h * tile.ALIGN
+            k_matrix = Matrix(k, k_n * tile.ALIGN, keys, None, b, hk, pages)
+            sides = KeySides(k_matrix, v_matrix, d, dv)
     m = tl.full([tile.BLOCK_M], float("-inf") if rule.ONLINE else 0.0, tl.float32)
     z, peak = tl.zeros([tile.BLOCK_M], tl.float32), tl.full([tile.BLOCK_M], SMALLEST, tl.float32)
     acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_DV], tl.float32)
