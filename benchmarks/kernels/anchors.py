@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 
 from benchmarks.kernels import sass
+from benchmarks.kernels.compile import reason
 from benchmarks.kernels.counts import LoopCount, count_loops
 from commandline.errors import UsageError
 
@@ -89,13 +90,13 @@ def check_tutorial(path: str) -> None:
 
 
 def count(task: Task) -> list[Anchor] | str:
-    """The counts of a kernel, or the first line of the compiler's error."""
+    """The counts of a kernel, or the reason why it does not compile."""
     try:
         build = compile_tutorial if task.source else compile_flex
         done, tile, warps = build(task)
         usage, text = sass.disassembled(done.asm["cubin"])
     except Exception as error:  # compilers raise many types
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return reason(error)
     code, anchors = sass.instructions(text), []
     for kernel in ("dkdv", "dq") if task.backward else ("forward",):
         loops = count_loops(code, kernel, task.arch, getattr(tile, kernel), warps, task.head_dim)

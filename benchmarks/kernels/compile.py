@@ -255,11 +255,22 @@ POINTERS |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
 
 
 def compile_kernel(spec: Specialization) -> Compiled | str:
-    """The compiled kernel, or the first line of the compiler's error."""
+    """The compiled kernel, or the reason why it does not compile."""
     try:
         return compile_launch(spec, describe(spec))
     except Exception as error:  # compilers raise many types
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return reason(error)
+
+
+def reason(error: BaseException) -> str:
+    """What a compiler says is wrong, in one line.
+
+    Triton wraps the error of an inlined function, and begins with a position in it.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
 
 
 def compile_launch(spec: Specialization, launch: Any) -> Compiled:

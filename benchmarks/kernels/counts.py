@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.kernels import sass
-from benchmarks.kernels.compile import build
+from benchmarks.kernels.compile import build, reason
 from benchmarks.kernels.launches import describe
 from benchmarks.kernels.rates import Prediction, blocks_per_processor, predict
 from benchmarks.kernels.specializations import Specialization
@@ -110,13 +110,13 @@ class Profile:
 
 
 def profile(spec: Specialization) -> Profile | str:
-    """The profile of a kernel, or the first line of the compiler's error."""
+    """The profile of a kernel, or the reason why it does not compile."""
     try:
         launch = describe(spec)
         done = build(spec, launch)
         usage, text = sass.disassembled(done.asm["cubin"])
     except Exception as error:  # compilers raise many types
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return reason(error)
     config, shared = launch.config, done.metadata.shared
     registers, stack = sass.resources(usage)
     columns = getattr(done.metadata, "tmem_size", 0) or 0
