@@ -62,7 +62,7 @@ def devices() -> Iterator[str]:
         capability = torch.backends.cpu.get_cpu_capability()
         yield f"cpu: {capability}, number of threads: {torch.get_num_threads()}"
         yield from backends("cpu", torch.float32)
-        yield f"measured tiles: {measured.user_folder()}, not read without a GPU and Triton"
+        yield f"measured tiles: {measured.user_folder()}, read only with a GPU and Triton"
         return
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield f"cuda: {', '.join(names)}"

@@ -191,9 +191,12 @@ def _check_pages(table: Tensor, keys: list[int], key: Tensor) -> None:
     for at, (entries, number) in enumerate(zip(table.tolist(), keys, strict=True)):
         for page in entries[: -(-number // size)]:
             if not 0 <= page < pages:
+                allowed = (
+                    f"pages from 0 to {pages - 1}" if pages else "no entries, as key has no page,"
+                )
                 raise ValueError(
-                    f"block_table must have pages from 0 to {pages - 1} where keys are used, got "
-                    f"{page} for sequence {at}"
+                    f"block_table must have {allowed} where keys are used, got {page} for sequence "
+                    f"{at}"
                 )
 
 

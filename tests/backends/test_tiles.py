@@ -220,7 +220,7 @@ def test_the_command_prints_where_measured_tiles_are_looked_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command.main([])
-    assert f"measured tiles: {folder}, not read without a GPU" in capsys.readouterr().out
+    assert f"measured tiles: {folder}, read only with a GPU" in capsys.readouterr().out
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(command, "backends", lambda device, dtype: [])

@@ -185,6 +185,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"block_table": TABLE[0]}, ValueError, r"block_table must have shape \(2, max_blocks\), got"),
     ({"block_table": TABLE + 1}, ValueError, "block_table must have pages from 0 to 2.*, got 3"),
     ({"block_table": TABLE - 2}, ValueError, "must have pages .* got -2 for sequence 0"),
+    ({"key": PAGES[:0], "value": PAGES[:0]}, ValueError, "have no entries, as key has no page, .*"),
     ({"cu_seq_k": ends_of((5, 1))}, TypeError, "cu_seq_k must be None with block_table"),
     ({"key": PAGES[0]}, ValueError, r"key must have shape \(num_pages, page_size, Hkv, D\) with"),
     ({"key": PAGES[:, :0]}, ValueError, r"key must have shape .* got \(3, 0, 2, 8\)"),
