@@ -85,7 +85,7 @@ def test_wide_heads_in_fp32_agree_with_the_definition(variant: str, dims: tuple[
 @every_variant
 def test_queries_without_keys_give_zeros_and_zero_gradients(variant: str) -> None:
     """The mask hides all keys of queries 50 and 64 to 127. Causality hides those of 0 to 19."""
-    q, k, v = (rand(1, 2, n, 16, seed=n).float().requires_grad_() for n in (140, 120, 121))
+    q, k, v = (rand(1, 1, n, 16, seed=n).float().requires_grad_() for n in (140, 120, 121))
     v = v[:, :, 1:]
     mask = torch.ones(140, 120, dtype=torch.bool)
     mask[50] = mask[64:128] = False

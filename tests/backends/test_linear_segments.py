@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -23,6 +24,7 @@ from helpers.cases import params_of, rand
 CHUNK = 16
 TOKENS = 70  # no multiple of a chunk, neither here nor in the kernels
 VARIANTS = ("cosformer", "elu", "hedgehog", "taylor")
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def ids_of(lengths: tuple[int, ...]) -> Tensor:
@@ -154,8 +156,8 @@ def test_masked_keys_do_not_count(backend: str, heads: int) -> None:
 def test_other_documents_are_not_read(backend: str, is_causal: bool) -> None:
     """NaN in one document does not reach the others, as long as they share no chunk with it."""
     length = 64  # a multiple of the chunks of both backends
-    leaves = {name: x.float() for name, x in tensors(3 * length, 3 * length).items()}
-    ids = (torch.arange(3 * length) // length).expand(2, -1)
+    leaves = {name: x[:1, :1].float() for name, x in tensors(3 * length, 3 * length).items()}
+    ids = (torch.arange(3 * length) // length)[None]
     leaves["v"][:, :, length : 2 * length] = float("nan")
     have = results("elu", backend, leaves, segment_ids=ids, is_causal=is_causal)
     for name, x in have.items():
@@ -191,11 +193,11 @@ def test_cost_is_linear_in_the_row() -> None:
 # ---- varlen_attention whose lengths cannot be read ----------------------------------------------
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_causal", [True, slow(False)])
 @pytest.mark.parametrize(
     "backend", ["linear", pytest.param("flash_linear", marks=pytest.mark.interpreter)]
 )
-@pytest.mark.parametrize("variant", ["cosformer", "taylor"])
+@pytest.mark.parametrize("variant", ["cosformer", slow("taylor")])
 def test_sequences_run_as_segments(
     monkeypatch: pytest.MonkeyPatch, variant: str, backend: str, is_causal: bool
 ) -> None:

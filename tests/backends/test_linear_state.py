@@ -105,8 +105,8 @@ def test_parts_agree_with_key_masks_and_gqa(variant: str, per_head: bool) -> Non
 @every_variant
 def test_values_of_masked_keys_do_not_matter(variant: str, backend: str) -> None:
     """NaN in the padding of a batch must not change outputs or gradients."""
-    q, k, v = (x.float() for x in qkv(17))
-    mask = torch.arange(17).expand(2, 1, 1, 17) >= 5
+    q, k, v = (x[:1].float() for x in qkv(17))
+    mask = torch.arange(17).expand(1, 1, 1, 17) >= 5
     results = []
     for fill in (0.0, float("nan")):
         leaves = [q, *(x.masked_fill(~mask[:, :, 0, :, None], fill) for x in (k, v))]
