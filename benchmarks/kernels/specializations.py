@@ -174,6 +174,10 @@ GROUPS = (
     Group(PASSES, "select", "bf16", (128,), (DROPOUT,)),
     Group(("forward", "dkdv"), "select", "bf16", (128,), (SPLIT,)),
     Group(("dbias",), "select", "bf16", (128,)),
+    # The other kernels do not know how the keys were selected.
+    Group(("selection",), "mass", "bf16", POWERS, ("", "mask", "all")),
+    Group(("selection",), "mass", "fp32", (128, 256)),
+    Group(("selection",), "mass", "bf16", (128,), ("key-bias", "softcap", "table")),
     Group(SHARES_KERNELS, "shares", "bf16", POWERS, ("", "bool", "all")),
     Group(SHARES_KERNELS, "shares", "fp32", POWERS),
     Group(LINEAR, "linear", "bf16 fp32", (64,), ("", "segments")),
@@ -225,7 +229,7 @@ def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
             continue
         if spec.extra in (SPLIT, DROPOUT, "table") and spec.activation != kinds()["online"]:
             continue
-        if spec.extra in TERMS and spec.activation == kinds()["select"]:
+        if spec.extra in TERMS and spec.kernel == "selection":
             continue
         special = spec.extra in (SPLIT, DROPOUT, *TERMS) or "short" in spec.kernel
         if special or spec.activation in rare_activations:
