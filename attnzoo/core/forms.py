@@ -184,8 +184,7 @@ class Pairwise:
             )
         if self.mass is not None and not phi.exponential:
             raise ValueError(
-                f"mass must be None for {phi.name}, got {shown(self.mass)}: it is a share of softmax "
-                "weights"
+                f"mass must be None for {phi.name}, got {shown(self.mass)}; it is a softmax weight"
             )
         if family != (self.shape is not None):
             needed, has = ("given", "has a") if family else ("None", "has no")

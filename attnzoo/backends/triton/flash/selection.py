@@ -29,8 +29,8 @@ from attnzoo.backends.triton.flash.threshold import RUNTIME as THRESHOLD
 from attnzoo.backends.triton.flash.threshold import block_scores
 
 RUNTIME = (*THRESHOLD, "keep", "mass")
-LOWEST = tl.constexpr(-2139095041)  # ordinal of −∞
-HIGHEST = tl.constexpr(2139095040)  # ordinal of ∞
+LOWEST = tl.constexpr(2**31 - 2139095041)  # ordinal of −∞
+HIGHEST = tl.constexpr(2**31 + 2139095040)  # ordinal of ∞
 ALL_KEYS = tl.constexpr(2**31 - 1)
 
 
@@ -57,9 +57,9 @@ def select_keys(
         full = low
 
     # The cut is one of the ordinals [lowest, beyond). ``reached`` scores reach the lowest one, and
-    # ``above`` the first one beyond. All are [BM], in 64 bits where differences need 33.
-    lowest = tl.full([tile.BLOCK_M], LOWEST, tl.int64)
-    beyond = tl.where(index < queries, lowest * 0 + (HIGHEST + 1), lowest + 1)
+    # ``above`` the first one beyond. All are [BM].
+    lowest = tl.full([tile.BLOCK_M], LOWEST, tl.uint32)
+    beyond = tl.where(index < queries, tl.full([tile.BLOCK_M], HIGHEST + 1, tl.uint32), lowest + 1)
     above, no_weight = tl.zeros([tile.BLOCK_M], tl.int32), tl.zeros([tile.BLOCK_M], tl.float32)
     reached, step = above, 0
     # Totals are numbers of keys, or their weights relative to the largest score, ``top``.
@@ -72,11 +72,11 @@ def select_keys(
             top = find_top(top, low, full, q_side, i, k_matrix, scoring, rule, tile, False)
         top = find_top(top, full, high, q_side, i, k_matrix, scoring, rule, tile, True)
         top = tl.where(top == float("-inf"), 0.0, top)
-    while tl.max(beyond - lowest, 0) > 1:
+    while tl.max((beyond - lowest > 1).to(tl.int32), 0) > 0:
         width = beyond - lowest
         # The first pass ends the search of queries with fewer than ``keep`` keys, or with none.
         lower = tl.where(step == 0, lowest + 1, lowest + (width + 3) // 4)
-        middle, upper = lowest + (2 * width + 3) // 4, lowest + (3 * width + 3) // 4
+        middle, upper = lowest + (width + 1) // 2, beyond - width // 4
         pivots = as_number(lower), as_number(middle), as_number(upper)
         counts = tl.zeros([tile.BLOCK_M], tl.int32)
         counts, weights = (counts, counts, counts), (no_weight, no_weight, no_weight)
@@ -137,7 +137,7 @@ def as_number(ordinal):
 
     Beyond that of ∞ they are NaN, which no score reaches.
     """
-    bits = ordinal.to(tl.int32)
+    bits = (ordinal ^ 0x80000000).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
