@@ -229,7 +229,7 @@ def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
             continue
         if spec.extra in (SPLIT, DROPOUT, "table") and spec.activation != kinds()["online"]:
             continue
-        if spec.extra in TERMS and spec.kernel == "selection":
+        if spec.extra in TERMS and spec.activation in (kinds()["select"], kinds()["mass"]):
             continue
         special = spec.extra in (SPLIT, DROPOUT, *TERMS) or "short" in spec.kernel
         if special or spec.activation in rare_activations:

@@ -1,4 +1,6 @@
-"""Finds the ``keep`` largest scores of each query: a number that cuts them off, and where ties end.
+"""Finds the largest scores of each query: a number that cuts them off, and where ties end.
+
+There are ``keep`` of them, or the fewest whose softmax weights reach ``mass``.
 
 Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q and,
 in each pass, the keys that causality and window allow. It writes its block of ``cut`` and ``last``:
@@ -10,6 +12,11 @@ the integers, the first pass half of them, so any scores take at most 17 passes.
 query ends earlier if exactly ``keep`` scores reach a pivot. Scores are compared as numbers, so
 that −0 equals 0. If more scores are equal to the cut than fit, one more pass counts them from the
 first key on.
+
+With a mass, a pass before the search finds the largest score, and each pass of the search also sums
+the weights exp(s − largest score) of the scores that reach a pivot. Each block is added in the same
+order in every pass, so a lower pivot never has a smaller sum, although sums are rounded. The search
+of a query ends earlier if one score is left in the range.
 
 The forward and the backward compute the scores again, and compare them with the cut. A score that
 is rounded in another way there may be on the other side of the cut, and with it all keys that tie
