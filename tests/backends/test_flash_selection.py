@@ -51,15 +51,15 @@ def selected(
 def chosen(s: Tensor, number: float) -> Tensor:
     """The keys that the definition keeps, of those with a finite score; see `selected`."""
     ordered, order = s.double().sort(stable=True, dim=-1, descending=True)
-    kept = (torch.arange(s.shape[-1]) < number).expand(s.shape)
+    first = (torch.arange(s.shape[-1]) < number).expand(s.shape)
     if number < 1:
         before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
         before[..., 0] = 0.0
         close = ((before - number).abs() < MARGIN) & (ordered > float("-inf"))
         assert not bool(close[..., 1:].any())
-        kept = before < number
+        first = before < number
     mask = torch.zeros_like(s, dtype=torch.bool)
-    return mask.scatter(-1, order, kept) & (s > float("-inf"))
+    return mask.scatter(-1, order, first) & (s > float("-inf"))
 
 
 def by_cut(s: Tensor, cut: Tensor, last: Tensor) -> Tensor:
