@@ -57,6 +57,7 @@ class Rule(NamedTuple):
     activation: Activation
     normalize: str
     keep: int | None = None
+    mass: float | None = None
     eps: float = 0.0
     distance: Distance | None = None
 
@@ -67,4 +68,6 @@ class Rule(NamedTuple):
 
 
 def rule_of(form: Pairwise) -> Rule:
-    return Rule(form.activation, form.normalize, form.keep, float(form.eps), form.distance)
+    return Rule(
+        form.activation, form.normalize, form.keep, form.mass, float(form.eps), form.distance
+    )  # fmt: skip

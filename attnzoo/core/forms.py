@@ -24,7 +24,9 @@ PerQuery = Tensor | float
 PerKey = Tensor | float
 Normalize = Literal["none", "sum", "threshold", "select"]
 # The fields that only one kind of normalization may have.
-_NORMALIZE_OF = {"factor": "none", "sink": "sum", "eps": "sum", "keep": "select"}
+_NORMALIZE_OF = {
+    "factor": "none", "sink": "sum", "eps": "sum", "keep": "select", "mass": "select",
+}  # fmt: skip
 _NORMALIZE = ("none", "sum", "threshold", "select")
 
 
@@ -84,7 +86,7 @@ class Pairwise:
     "none"        0                          ``factor``
     "sum"         0                          1 / (Σ_j μ + μ(``sink``) + ``eps``)
     "threshold"   solved so that Σ_j φ = 1   1
-    "select"      0                          1 / Σ φ over the ``keep`` largest scores
+    "select"      0                          1 / Σ φ over the largest scores, see ``keep``, ``mass``
     ============  =========================  ==========================
 
     μ is φ, unless the activation has a ``normalizer``.
@@ -97,7 +99,10 @@ class Pairwise:
         offset: Per-query vector; required by "none", otherwise None is 0.
         shape: Per-query vector; required by activations with a ``shape_slope``.
         sink: Per-query vector, the score of one additional key with value 0; optional with "sum".
-        keep: Number of keys per query with a nonzero weight; required by "select".
+        keep: Number of keys per query with a nonzero weight. "select" requires this or ``mass``.
+        mass: p in (0, 1): the keys, ordered by (score descending, index ascending), have a nonzero
+            weight as long as the softmax weights of the keys before them sum to less than p. Only
+            with exp.
         key_bias: Per-key vector; None is 0.
         distance: A gain a and a bias m by distance; None is a = 1 and m = 0.
         decay: The second argument of ``distance``: a float, or a tensor that broadcasts to
@@ -121,6 +126,7 @@ class Pairwise:
     shape: PerQuery | None = None
     sink: PerQuery | None = None
     keep: int | None = None
+    mass: float | None = None
     key_bias: PerKey | None = None
     distance: Distance | None = None
     decay: Tensor | float | None = None
@@ -141,6 +147,8 @@ class Pairwise:
                 _check_vector(field, vector, "None")
         if self.keep is not None and not (is_int(self.keep) and self.keep >= 1):
             raise ValueError(f"keep must be an int of at least 1, got {shown(self.keep)}")
+        if self.mass is not None and not (is_number(self.mass) and 0 < self.mass < 1):
+            raise ValueError(f"mass must be a number above 0 and below 1, got {shown(self.mass)}")
         if not is_number(self.eps):
             raise TypeError(f"eps must be a finite number >= 0, got {shown(self.eps)}")
         for field, needed in _NORMALIZE_OF.items():
@@ -150,9 +158,13 @@ class Pairwise:
                 raise ValueError(
                     f"{field} must be {none} with normalize={how!r}, got {shown(value)}"
                 )
-        if (how == "none" and self.offset is None) or (how == "select" and self.keep is None):
-            missing = "offset" if how == "none" else "keep"
-            raise ValueError(f"{missing} must be given with normalize={how!r}, got None")
+        if how == "none" and self.offset is None:
+            raise ValueError("offset must be given with normalize='none', got None")
+        if how == "select" and (self.keep is None) == (self.mass is None):
+            raise ValueError(
+                "exactly one of keep and mass must be given with normalize='select', got "
+                f"{shown(self.keep)} and {shown(self.mass)}"
+            )
         self._check_activation()
         if self.distance is not None or self.decay is not None or self.eps:
             self._check_terms()
@@ -169,6 +181,10 @@ class Pairwise:
         if how == "select" and not phi.vanishes:
             raise ValueError(
                 f"normalize='select' needs an activation that vanishes at −∞, {phi.name} does not"
+            )
+        if self.mass is not None and not phi.exponential:
+            raise ValueError(
+                f"mass must be None for {phi.name}, got {shown(self.mass)}; it is a softmax weight"
             )
         if family != (self.shape is not None):
             needed, has = ("given", "has a") if family else ("None", "has no")
@@ -235,7 +251,7 @@ class Pairwise:
 
     @property
     def has_lse(self) -> bool:
-        """Whether the normalizer is a sum of exp, over all keys or the ``keep`` largest scores."""
+        """Whether the normalizer is a sum of exp, over all keys or the largest scores."""
         return self.normalize in ("sum", "select") and self.activation.exponential
 
 

@@ -182,7 +182,8 @@ def _outline(form: Form) -> Hashable:
     """The properties of a form that may change which backend is chosen."""
     if isinstance(form, Pairwise):
         vectors = [_kind(getattr(form, name)) for name in VECTORS]
-        return form.activation, form.normalize, form.keep, form.distance, form.eps, *vectors
+        settings = form.normalize, form.keep, form.mass, form.distance, form.eps
+        return form.activation, *settings, *vectors
     return (form.kind, form.cancels) if isinstance(form, Linear) else form.kind
 
 

@@ -87,7 +87,7 @@ def parts(count: int, step: int) -> Iterator[slice]:
 def _in_order_of_scores(form: Pairwise) -> bool:
     """Whether the functions below can compute the largest weights of this form."""
     phi = form.activation
-    if isinstance(form.gain, FromStatistics):
+    if isinstance(form.gain, FromStatistics) or form.mass is not None:
         return False
     if form.normalize == "none":
         return phi.vanishes and (phi.increasing or phi.exponential or phi.solvable)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Vectors
-from attnzoo.backends.tiled.walk import top_k_mask
+from attnzoo.backends.shared_operands import Vectors, rule_of
+from attnzoo.backends.tiled.walk import selection_mask
 from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.core.checks import check_dense
 from attnzoo.core.forms import FromStatistics, Pairwise
@@ -112,6 +112,8 @@ def check_loss(
         reason = f"the weight of the target can be 0 (activation {phi.name} is not positive)"
     elif how == "select" and not phi.exponential:
         reason = f"normalize='select' has a loss only with φ = exp, got {phi.name}"
+    elif form.mass is not None:
+        reason = "its weights select the classes (mass)"
     elif phi.integral is None and (how == "none" or (how == "threshold" and phi.alpha is None)):
         reason = f"activation {phi.name} has no integral"
     elif (
@@ -211,7 +213,7 @@ def _log_weights(z: Tensor, layer: BoundForm, params: dict[str, Any]) -> Tensor:
     elif gain is not None:
         s = z * gain[:, None]
     if form.normalize == "select":
-        s = s.masked_fill(~top_k_mask(s.detach(), form.keep), NEG_INF)
+        s = s.masked_fill(~selection_mask(s.detach(), rule_of(form)), NEG_INF)
     # Unlike log(softmax), this is accurate where w underflows. The difference of two large numbers
     # would lose digits.
     peak = s.detach().amax(-1, keepdim=True)

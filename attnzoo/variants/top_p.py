@@ -46,7 +46,7 @@ def weights(q: Tensor, k: Tensor, call: Call, p: float) -> Tensor:
 
 
 def forms(call: Call, p: float) -> tuple[Form, ...]:
-    return (Pairwise(EXP, "sum"),) if p == 1 else ()
+    return (Pairwise(EXP, "sum") if p == 1 else Pairwise(EXP, "select", mass=p),)
 
 
 VARIANT = Variant(

@@ -18,7 +18,7 @@ OTHERS = (
     "position_temperature", "silu", "lssa", "screening",
 )  # fmt: skip
 GAINS = "softmax,ssmax,log_n"
-SHARES, SELECTION = ("stick_breaking",), ("topk",)
+SHARES, SELECTION = ("stick_breaking",), ("topk", "top_p")
 THRESHOLDS = ("entmax", "sparsemax", "asentmax")
 LINEAR = ("taylor", "elu", "cosformer", "hedgehog")
 
@@ -84,7 +84,7 @@ CONTACT = (
     linear(16384, 15),
     decode(4096, 1, 10),
     attention(16384, 128, 6, SHARES, f"--backend flash_shares {NO_MEMORY}"),
-    attention(16384, 128, 8, SELECTION, f"--backend flash {NO_MEMORY}"),
+    attention(16384, 128, 14, SELECTION, f"--backend flash {NO_MEMORY}"),
 )
 TUNE = (
     *(tune(kernel, dim) for dim in (128, 64) for kernel in ("forward", "dkdv", "dq")),

@@ -27,8 +27,8 @@ class VariantForm(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the activation. exp with a selection has other kernels, and another name."""
-        name = self.form.activation.name
-        return f"{name}-select" if self.form.normalize == "select" else name
+        name, selects = self.form.activation.name, self.form.normalize == "select"
+        return f"{name}-{self.kind}" if selects else name
 
     @property
     def kind(self) -> str:
@@ -36,7 +36,8 @@ class VariantForm(NamedTuple):
 
         "family": a threshold with per-query α. "factor", "factor-family": no normalization, but a
         factor per query; "factor-masked": φ(−∞) is not 0 then, so that φ is masked. "shifted": φ is
-        relative to the maximum. "vanishing-sum": φ(−∞) = 0, so that φ is not masked.
+        relative to the maximum. "vanishing-sum": φ(−∞) = 0, so that φ is not masked. "mass": a
+        selection by weight.
         """
         normalize = "online" if self.form.softmax else self.form.normalize
         family = self.form.shape is not None
@@ -45,6 +46,8 @@ class VariantForm(NamedTuple):
             return "factor-family" if family else "factor-masked" if masked else "factor"
         if self.form.activation.shifted:
             return "shifted"
+        if self.form.mass is not None:
+            return "mass"
         if normalize == "sum" and self.form.activation.vanishes:
             return "vanishing-sum"
         return "family" if family else normalize

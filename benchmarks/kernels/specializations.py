@@ -174,6 +174,10 @@ GROUPS = (
     Group(PASSES, "select", "bf16", (128,), (DROPOUT,)),
     Group(("forward", "dkdv"), "select", "bf16", (128,), (SPLIT,)),
     Group(("dbias",), "select", "bf16", (128,)),
+    # The other kernels do not know how the keys were selected.
+    Group(("selection",), "mass", "bf16", POWERS, ("", "mask", "all")),
+    Group(("selection",), "mass", "fp32", (128, 256)),
+    Group(("selection",), "mass", "bf16", (128,), ("key-bias", "softcap", "table")),
     Group(SHARES_KERNELS, "shares", "bf16", POWERS, ("", "bool", "all")),
     Group(SHARES_KERNELS, "shares", "fp32", POWERS),
     Group(LINEAR, "linear", "bf16 fp32", (64,), ("", "segments")),
@@ -214,21 +218,21 @@ def of_groups(
 def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
     """The specializations of most calls: bf16 without extras, and the stages of decoding.
 
-    Terms of the scores, rare activations, "decode short" and SPLIT are compiled once, for sm_90 and
+    Terms of the scores, rare forms, "decode short" and SPLIT are compiled once, for sm_90 and
     a head dimension of 128, SPLIT, DROPOUT and a table with a softmax only. A learned power has
     small tiles, whose work is done more than once, and is left out.
     """
-    rare_activations = {name for kind, name in kinds().items() if kind in RARE}
+    rare_forms = {name for kind, name in kinds().items() if kind in (*RARE, "mass")}
     for spec in specializations(archs, list(QUICK_DIMS)):
         common = spec.dtype == "bf16" or spec.kernel in STAGES
         if not common or spec.activation in (kinds()["family"], kinds()["factor-family"]):
             continue
         if spec.extra in (SPLIT, DROPOUT, "table") and spec.activation != kinds()["online"]:
             continue
-        if spec.extra in TERMS and spec.activation == kinds()["select"]:
+        if spec.extra in TERMS and spec.activation in (kinds()["select"], kinds()["mass"]):
             continue
         special = spec.extra in (SPLIT, DROPOUT, *TERMS) or "short" in spec.kernel
-        if special or spec.activation in rare_activations:
+        if special or spec.activation in rare_forms:
             once = (spec.arch, spec.head_dim) == ("sm_90", 128)
             if once and spec.extra in ("", SPLIT, DROPOUT, *TERMS):
                 yield spec

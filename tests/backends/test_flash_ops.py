@@ -101,11 +101,12 @@ def test_opcheck_threshold(shape: Tensor | None) -> None:
     )  # fmt: skip
 
 
-def test_opcheck_selection() -> None:
+@pytest.mark.parametrize("rule", [SELECT, SELECT._replace(keep=None, mass=0.7)])
+def test_opcheck_selection(rule: Rule) -> None:
     q, k, v = qkv()
     opcheck(
         flash_ops.flash_selection, q=q, k=k, v=v, vectors=Vectors(VECTOR, OFFSET), terms=KEY_BIAS,
-        layout=ALL, rule=SELECT,
+        layout=ALL, rule=rule,
     )  # fmt: skip
 
 

@@ -192,6 +192,27 @@ def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert 0 < largest <= size * max(rows, features) * n
 
 
+@pytest.mark.parametrize("p", [1e-46, 0.28925, 0.83125, 0.99])
+def test_a_selection_by_weight_keeps_the_keys_of_the_definition(p: float) -> None:
+    """With many ties, queries without keys and weights that underflow."""
+    s = (2 * rand(1, 2, 60, 70, seed=1)).round()
+    s[:, :, 3], s[:, :, 4] = float("-inf"), s[:, :, 4] * 1e4
+    s[:, :, 5, 7:] = float("-inf")
+    before = s.sort(-1, descending=True).values.softmax(-1).cumsum(-1)
+    assert not bool(((before - p).abs() < 1e-9).any())
+    q, k = torch.zeros(1, 2, 60, 4, dtype=torch.float64), torch.zeros(1, 2, 70, 4).double()
+    inputs = s, torch.eye(70).double().expand(1, 2, 70, 70)
+    results = []
+    for backend in ("eager", "tiled"):
+        mask, v = (x.detach().clone().requires_grad_() for x in inputs)
+        out = attnzoo.attention(q, k, v, "top_p", attn_mask=mask, p=p, backend=backend)
+        gradients = torch.autograd.grad(out, (mask, v), rand(1, 2, 60, 70, seed=2))
+        results.append((out.detach(), *gradients))
+    assert torch.equal(results[0][0] > 0, results[1][0] > 0)
+    for want, have in zip(*results, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
+
+
 def test_blocks_whose_queries_see_no_key_are_zero() -> None:
     """With 1024 heads a block has few queries. Some blocks contain only queries without keys."""
     q = rand(1, 1024, 128, 2, seed=1)

@@ -26,6 +26,7 @@ CASES_OF_A_BLOCK: dict[str, tuple[str, dict[str, Any], int]] = {
     "softmax": ("softmax", {}, 60),
     "sigmoid": ("sigmoid", {}, 60),
     "topk": ("topk", {"top_k": 5}, 70),
+    "top_p": ("top_p", {"p": 0.9}, 90),
     "entmax 1.5": ("entmax", {"alpha": 1.5}, 260),
     "entmax 1.3": ("entmax", {"alpha": 1.3}, 450),
     "sparsemax": ("sparsemax", {}, 370),

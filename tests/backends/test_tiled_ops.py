@@ -25,6 +25,7 @@ FORMS: dict[str, tuple[Rule, tuple[str, ...], dict[str, Any]]] = {
     ),
     "threshold": (Rule(activations.Q_EXP, "threshold"), ("shape",), {"dropout_p": 0.5}),
     "select": (Rule(activations.EXP, "select", keep=2), (), {"want_lse": True}),
+    "mass": (Rule(activations.EXP, "select", mass=0.7), (), {"want_lse": True}),
 }  # fmt: skip
 
 

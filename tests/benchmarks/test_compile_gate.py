@@ -229,7 +229,7 @@ def test_every_kernel_architecture_and_activation_is_compiled() -> None:
     assert {spec.family for spec in table} == set(KERNELS)
     for arch, stage in product(ARCHITECTURES, (*STAGES, "decode", "decode products")):
         assert any((c.arch, c.kernel) == (arch, stage) for c in table)
-    every = {"exp", "exp-select", "sigmoid", "entmax15", "q_exp", "taylor2"}
+    every = {"exp", "exp-select", "exp-mass", "sigmoid", "entmax15", "q_exp", "taylor2"}
     rare = {"relu", "relu_power", "silu", "softpick", "softplus"}
     filled = {48: {"exp", "sigmoid"}, 96: {"exp", "sigmoid", "entmax15"}, 192: {"exp", "sigmoid"}}
     for arch, dim in product(ARCHITECTURES, HEAD_DIMS):

@@ -272,6 +272,10 @@ def test_wrong_activation_raises(
             | {"normalize": "select", "keep": 2},
             "vanishes at −∞, flat does not",
         ),
+        (
+            {"activation": SQUARE, "normalize": "select", "mass": 0.5},
+            "mass must be None for square, got 0.5; it is a softmax weight",
+        ),
         ({"activation": EXP, "normalize": "sum", "shape": 1.5}, "shape must be None for expon"),
         ({"activation": POWER, "normalize": "sum"}, "shape must be given for power"),
         ({"activation": EXP, "normalize": "none"}, "offset must be given with normalize='none'"),

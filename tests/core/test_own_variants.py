@@ -370,8 +370,13 @@ def test_unsupported_must_return_a_str_or_none() -> None:
         ({"sink": [0.0]}, TypeError, r"sink must be a float, a tensor or None, got \[0.0\]"),
         ({"normalize": "select", "keep": 1.5}, ValueError, "keep must be an int .* 1, got 1.5"),
         ({"normalize": "select", "keep": -1}, ValueError, "keep must be an int .* 1, got -1"),
-        ({"normalize": "select"}, ValueError, "keep must be given with normalize='select'"),
+        ({"normalize": "select", "mass": 1.0}, ValueError, "above 0 and below 1, got 1.0"),
+        ({"normalize": "select", "mass": "1"}, ValueError, "mass must be a number .* got '1'"),
+        ({"normalize": "select", "mass": float("nan")}, ValueError, "mass must be .*, got nan"),
+        ({"normalize": "select"}, ValueError, "one of keep and mass must be .*, got None and None"),
+        ({"normalize": "select", "keep": 2, "mass": 0.5}, ValueError, "got 2 and 0.5"),
         ({"keep": 2}, ValueError, "keep must be None with normalize='sum', got 2"),
+        ({"mass": 0.5}, ValueError, "mass must be None with normalize='sum', got 0.5"),
     ],
 )
 def test_wrong_pairwise_raises(fields: dict[str, Any], error: type[Exception], words: str) -> None:

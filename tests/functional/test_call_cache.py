@@ -71,6 +71,7 @@ def test_cached_call_gives_the_results_of_a_new_call(variant: str, layout: str) 
         ("softmax", {"window": (1, 0)}, {"window": (True, False)}),
         ("topk", {"top_k": 1}, {"top_k": True}),
         ("topk", {"top_k": 2}, {"top_k": 2.0}),
+        ("top_p", {"p": 1.0}, {"p": True}),
         ("ssmax", {"s": torch.ones(2)}, {"s": torch.tensor([1.0, math.nan])}),
         ("entmax", {"alpha": torch.full((2,), 1.5)}, {"alpha": torch.full((2,), 2.5)}),
         ("softmax", {"alibi": torch.ones(2)}, {"alibi": torch.tensor([1.0, math.inf])}),

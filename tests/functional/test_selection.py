@@ -47,7 +47,7 @@ def test_softmax_with_a_gain_runs_on_sdpa() -> None:
     for variant in ("softmax", "ssmax", "log_n", "adaptive_temperature"):
         assert chosen(variant, 1024, is_causal=True) == "sdpa"
         assert chosen(variant, 1024, is_causal=True, window=100) == "tiled"
-    for variant in ("sigmoid", "entmax", "sparsemax", "asentmax", "sink", "topk"):
+    for variant in ("sigmoid", "entmax", "sparsemax", "asentmax", "sink", "topk", "top_p"):
         assert chosen(variant, 1024, is_causal=True) == "tiled"
 
 

@@ -103,7 +103,8 @@ class TestChoice:
             assert chosen(variant, qkv(n=16)) == "flash"
 
     def test_a_selection_of_the_largest_scores_runs_on_flash(self) -> None:
-        assert chosen("topk", is_causal=True) == "flash"
+        for variant in ("topk", "top_p"):
+            assert chosen(variant, is_causal=True) == "flash"
 
     def test_variant_with_a_gain_computed_from_score_statistics_runs_on_flash(self) -> None:
         assert chosen("adaptive_temperature") == "flash"
@@ -164,7 +165,8 @@ class TestChoice:
 
         queries = ((16, False, "tiled"), (17, False, "flash"), (1, True, "flash"))
         for count, gradient, backend in queries:
-            assert chosen("topk", step(count, gradient), enable_gqa=True) == backend
+            for variant in ("topk", "top_p"):
+                assert chosen(variant, step(count, gradient), enable_gqa=True) == backend
 
     def test_few_queries_in_a_transform_run_on_sdpa(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Torch's operator supports vmap, the operators of kernels do not. vmap needs a device."""

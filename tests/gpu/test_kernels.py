@@ -140,16 +140,26 @@ def test_shares_agree_with_the_definition(variant: str, setting: str, device: st
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("n", [64, 128, 256])
-def test_forward_and_backward_select_the_same_keys(n: int, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("variant", ["topk", "top_p"])
+def test_forward_and_backward_select_the_same_keys(
+    variant: str, n: int, dtype: torch.dtype, device: str
+) -> None:
     """Each key occurs four times. With values and dO of 1 and 0, out and dV are the weights."""
     q, k = torch.randn(2, 1, 2, n, 64, device=device).to(dtype).unbind()
     k = k[:, :, : n // 4].repeat(1, 1, 4, 1)
     unit = torch.eye(n, device=device, dtype=dtype).expand(1, 2, n, n).contiguous()
     v = unit.clone().requires_grad_()
-    out = attnzoo.attention(q, k, v, "topk", scale=0.25, backend="flash", top_k=23)
+    params = {"top_k": 23} if variant == "topk" else {"p": 0.8}
+    out = attnzoo.attention(q, k, v, variant, scale=0.25, backend="flash", **params)
     (dv,) = torch.autograd.grad(out, v, unit)
-    assert bool(((out > 0).sum(-1) == 23).all())
     assert torch.equal(out > 0, dv.mT > 0)
+    if variant == "topk":
+        assert bool(((out > 0).sum(-1) == 23).all())
+    else:  # the softmax weights of the keys reach p, and without the smallest they do not
+        w = (0.25 * q.double() @ k.double().mT).softmax(-1).where(out > 0, 0.0)
+        smallest = w.masked_fill(out <= 0, 1.0).amin(-1)
+        assert bool((w.sum(-1) > 0.8 - 1e-3).all())
+        assert bool((w.sum(-1) - smallest < 0.8 + 1e-3).all())
 
 
 @pytest.mark.parametrize("dims", [(32, 64), (16, 128)])

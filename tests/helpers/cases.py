@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from helpers.definition_budget import PerturbMaxWeights, StickBreakingWeights, TopPWeights
+from helpers.definition_budget import PerturbMaxWeights, StickBreakingWeights
 from helpers.row_formulas import (
     adaptive_row,
     asentmax_row,
@@ -78,10 +78,11 @@ NO_LINEAR = {"linear": "no linear form"}
 NO_PAIRWISE = {"sdpa": "no pairwise form", "flash": "no pairwise form"}
 NOT_SOFTMAX = {"sdpa": "supports only softmax with an optional gain per query"}
 
-# What a variant rejects if it is a softmax with a gain, another pairwise form, a linear form, or a
-# definition without forms.
+# What a variant rejects if it is a softmax with a gain, another pairwise form, one that selects
+# keys, a linear form, or a definition without forms.
 SOFTMAX = NO_LINEAR
 PAIRWISE = NOT_SOFTMAX | NO_LINEAR
+SELECTION = PAIRWISE | {"decode": "does not support a selection of keys"}
 LINEAR = NO_PAIRWISE
 DEFINITION = NO_PAIRWISE | NO_LINEAR
 
@@ -242,10 +243,10 @@ CASES = {
             {"p": 0.7},
             "softmax is ⅕, ⅗, ⅕; ⅗ + ⅕ exceeds 0.7",
         ),
-        DEFINITION,
+        SELECTION,
+        params={"p": 0.877},  # which no sum of up to 999 equal weights is
         settings=({"p": 0.3}, {"p": 1.0}),
         smooth=False,
-        weights=TopPWeights,
         row=top_p_row,
     ),
     "perturb_max": Case(
@@ -328,7 +329,7 @@ CASES = {
             {"top_k": 2},
             "two keys have score 0; the first is kept",
         ),
-        PAIRWISE | {"decode": "does not support a selection of keys"},
+        SELECTION,
         params={"top_k": 5},  # many tests have fewer keys than the example's top_k
         settings=({"top_k": 1}, {"top_k": 100}),
         smooth=False,

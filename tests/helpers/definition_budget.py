@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, pad
+from torch.nn.functional import logsigmoid
 from torch.special import log_ndtr
 
 from attnzoo.core.activations import EXP
 from attnzoo.core.forms import Pairwise
 from attnzoo.variants.perturb_max import LAST, POINTS, first_point
 from helpers.approx import Approx
-from helpers.weights_budget import EVALUATION, Weights, largest
+from helpers.weights_budget import EVALUATION, cumulated, largest, shifted
 
 if TYPE_CHECKING:
     from helpers.error_budget import Problem
@@ -32,46 +32,8 @@ def logits(params: dict[str, Any]) -> Pairwise:
     return Pairwise(EXP, "sum")
 
 
-def cumulated(x: Approx) -> Approx:
-    """Sums of the entries up to each one, along the last dimension."""
-    total = Approx(x.value.cumsum(-1), x.error.cumsum(-1), x.eps)
-    return total.rounded(x.shape[-1] / 2, x.value.abs().cumsum(-1))
-
-
 def flipped(x: Approx) -> Approx:
     return Approx(x.value.flip(-1), x.error.flip(-1), x.eps)
-
-
-def shifted(x: Approx, padding: tuple[int, int]) -> Approx:
-    """Zeros at one end, and entries dropped at the other (a negative number)."""
-    return Approx(pad(x.value, padding), pad(x.error, padding), x.eps)
-
-
-class TopPWeights(Weights):
-    """A softmax over the keys that the definition keeps.
-
-    In a row where a rounding may move a key in or out of the set, every weight may be wrong.
-    """
-
-    scores = staticmethod(logits)
-
-    def __init__(self, problem: Problem, form: Pairwise, s: Approx, visible: Tensor) -> None:
-        share = problem.params["p"]
-        all_weights = Weights(problem, form, s, visible)
-        order = s.value.masked_fill(~visible, float("-inf"))
-        order = order.sort(stable=True, dim=-1, descending=True).indices
-        ordered = Approx(
-            *(x.gather(-1, order) for x in (all_weights.w.value, all_weights.w.error)), s.eps
-        )
-        before = shifted(cumulated(ordered), (1, -1))
-        outside = (before.value >= share) & (share < 1)
-        dropped = torch.zeros_like(visible).scatter(-1, order, outside)
-        super().__init__(problem, form, s.where(~dropped), visible & ~dropped)
-        near = (before.value - share).abs() <= before.error
-        # Behind the last key the sum is 1 up to rounding, and there is nothing to drop.
-        near = (near & (ordered.value > 0)).any(-1, keepdim=True) & (share < 1)
-        for x in (self.phi, self.slope, self.mu, self.mu_slope, self.w, self.dropped):
-            x.error.add_(near.to(x.error))
 
 
 class StickBreakingWeights:

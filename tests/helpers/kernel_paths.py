@@ -39,7 +39,9 @@ class Level(NamedTuple):
 
 class Path(NamedTuple):
     kind: str  # "pairwise", "linear" or "definition"
-    normalize: str  # the form's normalization, or "online" for a softmax with a running maximum
+    # The form's normalization, "online" for a softmax with a running maximum, or "mass" for a
+    # selection by weight
+    normalize: str
     activation: str
     gain: str  # "none", "per query" or "statistics"
     vectors: tuple[str, ...]  # those that the form has besides the gain
@@ -73,7 +75,7 @@ def path_of(level: Level, kinds: tuple[str, ...] = ("pairwise",)) -> Path:
         source = "statistics"
         learned += ["gain"] if gain.differentiable else []
     used = tuple(name for name in VECTORS if name != "gain" and vectors[name] is not None)
-    normalize = "online" if form.softmax else form.normalize
+    normalize = "online" if form.softmax else "mass" if form.mass else form.normalize
     return Path("pairwise", normalize, form.activation.name, source, used, tuple(learned))
 
 

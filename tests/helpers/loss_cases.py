@@ -191,8 +191,11 @@ def by_definition(inputs: Inputs) -> dict[str, Tensor]:
 
 # ---- one variant at a time, with small inputs ---
 
-# The others have no pairwise form for rows, depend on positions or can give the target weight 0.
-WITHOUT = ("adaptive_temperature", "lssa", "relu", "relu2", "screening", "silu", "softpick")
+# The others have no pairwise form for rows, depend on positions, select classes by weight or can
+# give the target weight 0.
+WITHOUT = (
+    "adaptive_temperature", "lssa", "relu", "relu2", "screening", "silu", "softpick", "top_p",
+)  # fmt: skip
 LOSSES = [v for v in WITH_FORMS if v not in WITHOUT and has_rows(v)]
 # One variant for each way to compute a loss.
 QUICK = ("softmax", "sink", "entmax", "sigmoid", "taylor", "topk")

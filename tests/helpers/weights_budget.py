@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnzoo.backends.tiled.threshold import solve_threshold
 from attnzoo.core.forms import FromStatistics, Pairwise, Statistics
@@ -29,6 +30,17 @@ FP32 = torch.finfo(torch.float32).eps
 def largest(s: Tensor) -> Tensor:
     """The largest absolute value over the last dimension, (..., 1)."""
     return s.abs().amax(-1, keepdim=True) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
+
+
+def cumulated(x: Approx) -> Approx:
+    """Sums of the entries up to each one, along the last dimension."""
+    total = Approx(x.value.cumsum(-1), x.error.cumsum(-1), x.eps)
+    return total.rounded(x.shape[-1] / 2, x.value.abs().cumsum(-1))
+
+
+def shifted(x: Approx, padding: tuple[int, int]) -> Approx:
+    """Zeros at one end, and entries dropped at the other (a negative number)."""
+    return Approx(pad(x.value, padding), pad(x.error, padding), x.eps)
 
 
 class Weights:
@@ -134,24 +146,36 @@ class Weights:
 
     def select(self, s: Approx) -> None:
         """Sets φ and φ' to 0 for unselected keys. Near a tie, either key may be selected."""
+        if not s.shape[-1]:
+            return
         ranked = s.value.masked_fill(~self.visible, float("-inf"))
         order = ranked.sort(stable=True, dim=-1, descending=True).indices
-        keep = min(self.form.keep or 0, s.shape[-1])
-        selected = (
-            torch.zeros_like(self.visible).scatter(-1, order[..., :keep], True) & self.visible
-        )
-        either = torch.zeros_like(selected)
-        if 0 < keep < s.shape[-1]:
-            low, high = ranked - s.error, ranked + s.error
-            last, first = order[..., keep - 1 : keep], order[..., keep : keep + 1]
-            either = torch.where(
-                selected, low <= high.gather(-1, first), high >= low.gather(-1, last)
-            )
-            either = either & self.visible
+        either = torch.zeros_like(self.visible)
+        if self.form.mass is None:
+            assert self.form.keep is not None
+            keep = torch.full_like(order[..., :1], min(self.form.keep, s.shape[-1]))
+        else:
+            before = self.shares_before(order)
+            keep = (before.value < self.form.mass).sum(-1, keepdim=True)
+            near = (before.value - self.form.mass).abs() <= before.error
+            either = either.scatter(-1, order, near)
+        place = torch.arange(s.shape[-1], device=order.device).expand_as(order)
+        selected = torch.zeros_like(self.visible).scatter(-1, order, place < keep) & self.visible
+        low, high = ranked - s.error, ranked + s.error
+        last, first = order.gather(-1, keep - 1), order.gather(-1, keep.clamp(max=s.shape[-1] - 1))
+        tied = torch.where(selected, low <= high.gather(-1, first), high >= low.gather(-1, last))
+        either = (either | (tied & (keep < s.shape[-1]))) & self.visible
         for name in ("phi", "slope"):
             x = getattr(self, name)
             error = torch.where(either, x.value.abs() + x.error, x.error.where(selected, 0.0))
             setattr(self, name, replace(x, value=x.value.where(selected, 0.0), error=error))
+
+    def shares_before(self, order: Tensor) -> Approx:
+        """The softmax weight of the keys before each one, in this order. That of the first is 0."""
+        total = self.phi.sum(-1, keepdim=True)
+        w = self.phi / replace(total, value=total.value.masked_fill(total.value == 0, 1.0))
+        ordered = Approx(w.value.gather(-1, order), w.error.gather(-1, order), w.eps)
+        return shifted(cumulated(ordered), (1, -1))
 
     def normalizer(self) -> Approx:
         total = self.mu.sum(-1, keepdim=True)

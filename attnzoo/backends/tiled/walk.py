@@ -36,6 +36,7 @@ from attnzoo.core.call import Call
 from attnzoo.core.forms import Pairwise
 
 NEG_INF = float("-inf")
+MASS_UNIT = 2.0**52  # softmax weights are summed in units of 1 / MASS_UNIT
 
 
 class PairwiseCall(NamedTuple):
@@ -250,13 +251,21 @@ def _relative(sink: Tensor, tau: Tensor) -> Tensor:
     return (sink - tau).clamp(max=math.log(torch.finfo(tau.dtype).max) - 8)
 
 
-def top_k_mask(s: Tensor, top_k: int | None) -> Tensor:
-    """Mask of the top_k largest scores of each row. Of equal scores the first ones are kept."""
-    assert top_k is not None
-    top_k = min(top_k, s.shape[-1])
-    kth = s.topk(top_k, dim=-1).values[..., -1:]
-    above, tied = ~(s <= kth), s == kth  # written as "not <=" so that NaN counts as above
-    room = top_k - above.sum(-1, keepdim=True)
+def selection_mask(s: Tensor, rule: Rule) -> Tensor:
+    """Mask of the scores of each row that "select" keeps. Of equal scores the first ones."""
+    if rule.mass is None:
+        assert rule.keep is not None
+        count: Tensor | int = min(rule.keep, s.shape[-1])
+        cut = s.topk(count, dim=-1).values[..., -1:]
+    else:
+        ordered = s.sort(dim=-1, descending=True).values
+        # Sums of integers are exact. On a GPU, sums of floats could differ in the backward.
+        shares = ordered.softmax(-1).mul_(MASS_UNIT).long().cumsum_(-1)
+        before = shares < math.ceil(rule.mass * MASS_UNIT)  # the share before the next score
+        count = before[..., :-1].sum(-1, keepdim=True) + 1
+        cut = ordered.gather(-1, count - 1)
+    above, tied = ~(s <= cut), s == cut  # written as "not <=" so that NaN counts as above
+    room = count - above.sum(-1, keepdim=True)
     return above | (tied & (tied.cumsum(-1) <= room))
 
 
@@ -284,7 +293,7 @@ def _weigh(
     value = rule.activation.value
     wide = None if shape is None else block.of(shape)[..., None]
     if rule.normalize == "select":
-        s.masked_fill_(~top_k_mask(s, rule.keep), NEG_INF)
+        s.masked_fill_(~selection_mask(s, rule), NEG_INF)
     if rule.normalize == "none":
         phi = value(s, wide)
         hide(phi, hidden, 0.0)
@@ -327,7 +336,7 @@ def _recompute_weights(
     s becomes x, or φ(x) for φ = exp. μ' is None if μ = φ.
     """
     if rule.normalize == "select":
-        s.masked_fill_(~top_k_mask(s, rule.keep), NEG_INF)
+        s.masked_fill_(~selection_mask(s, rule), NEG_INF)
     if rule.normalize == "threshold":
         s.sub_(_peak(s) if peak is None else block.of(peak)[..., None])
     if rule.normalize == "threshold" or rule.activation.exponential:

@@ -181,16 +181,16 @@ def describe_selection(
     arch: int,
 ) -> tuple[list[Launch], Solved]:  # fmt: skip
     """Return the launches and their result."""
-    assert rule.keep is not None
     solved = new_selection(q)
+    keep = None if rule.keep is None else min(rule.keep, ALL_KEYS.value)
     config = config_of("selection", arch, q, v, layout, rule, vectors, terms, None)
     ranges, before = ranges_of(layout, config.block_m, arch)
     args = {
         **launch.arguments_of(
             q, k, layout, launch.constants_of(rule, v), vectors, terms, ranges
         ),
-        **strides(unit_of(q), q=q, k=k), "solved": solved, "keep": min(rule.keep, ALL_KEYS.value),
-        "tile": tile_constants(config, q, None, layout),
+        **strides(unit_of(q), q=q, k=k), "solved": solved, "keep": keep,
+        "mass": rule.mass, "tile": tile_constants(config, q, None, layout),
     }  # fmt: skip
     return [*before, Launch(select_keys, programs_of(q, config.block_m), args, config)], solved
 

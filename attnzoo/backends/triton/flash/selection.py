@@ -1,4 +1,6 @@
-"""Finds the ``keep`` largest scores of each query: a number that cuts them off, and where ties end.
+"""Finds the largest scores of each query: a number that cuts them off, and where ties end.
+
+There are ``keep`` of them, or the fewest whose softmax weights reach ``mass``.
 
 Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q and,
 in each pass, the keys that causality and window allow. It writes its block of ``cut`` and ``last``:
@@ -10,6 +12,11 @@ the integers, the first pass half of them, so any scores take at most 17 passes.
 query ends earlier if exactly ``keep`` scores reach a pivot. Scores are compared as numbers, so
 that −0 equals 0. If more scores are equal to the cut than fit, one more pass counts them from the
 first key on.
+
+With a mass, a pass before the search finds the largest score, and each pass of the search also sums
+the weights exp(s − largest score) of the scores that reach a pivot. Each block is added in the same
+order in every pass, so a lower pivot never has a smaller sum, although sums are rounded. The search
+of a query ends earlier if one score is left in the range.
 
 The forward and the backward compute the scores again, and compare them with the cut. A score that
 is rounded in another way there may be on the other side of the cut, and with it all keys that tie
@@ -23,14 +30,14 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.groups import MaskStrides, Matrix, Scoring, Side, Size
 from attnzoo.backends.triton.common.scores import load_head, load_vectors
-from attnzoo.backends.triton.common.tile import load_queries
+from attnzoo.backends.triton.common.tile import SMALLEST, load_queries
 from attnzoo.backends.triton.flash.segments import blocks_of_keys
 from attnzoo.backends.triton.flash.threshold import RUNTIME as THRESHOLD
 from attnzoo.backends.triton.flash.threshold import block_scores
 
-RUNTIME = (*THRESHOLD, "keep")
-LOWEST = tl.constexpr(-2139095041)  # ordinal of −∞
-HIGHEST = tl.constexpr(2139095040)  # ordinal of ∞
+RUNTIME = (*THRESHOLD, "keep", "mass")
+LOWEST = tl.constexpr(2**31 - 2139095041)  # ordinal of −∞
+HIGHEST = tl.constexpr(2**31 + 2139095040)  # ordinal of ∞
 ALL_KEYS = tl.constexpr(2**31 - 1)
 
 
@@ -38,7 +45,7 @@ ALL_KEYS = tl.constexpr(2**31 - 1)
 def select_keys(
     q, k, solved, vectors, terms, visible,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
-    heads, group, queries, keys, left, right, keep, rule, tile,
+    heads, group, queries, keys, left, right, keep, mass, rule, tile,
 ):  # fmt: skip
     size = Size(queries, keys, left, right)
     block, q, q_tile = load_queries(q, q_b, q_h, q_n, heads, queries, tile)
@@ -57,43 +64,68 @@ def select_keys(
         full = low
 
     # The cut is one of the ordinals [lowest, beyond). ``reached`` scores reach the lowest one, and
-    # ``above`` the first one beyond. All are [BM], in 64 bits where differences need 33.
-    lowest = tl.full([tile.BLOCK_M], LOWEST, tl.int64)
-    beyond = tl.where(index < queries, lowest * 0 + (HIGHEST + 1), lowest + 1)
-    above = tl.zeros([tile.BLOCK_M], tl.int32)
+    # ``above`` the first one beyond. All are [BM].
+    lowest = tl.full([tile.BLOCK_M], LOWEST, tl.uint32)
+    beyond = tl.where(index < queries, tl.full([tile.BLOCK_M], HIGHEST + 1, tl.uint32), lowest + 1)
+    above, no_weight = tl.zeros([tile.BLOCK_M], tl.int32), tl.zeros([tile.BLOCK_M], tl.float32)
     reached, step = above, 0
-    while tl.max(beyond - lowest, 0) > 1:
+    # Totals are numbers of keys, or their weights relative to the largest score, ``top``.
+    # ``total_above`` is that of the scores counted by ``above``.
+    if mass is None:
+        top, target, total_above = None, keep, above
+    else:
+        top, target, total_above = no_weight + float("-inf"), no_weight, no_weight
+        if tile.SPLIT:
+            top = find_top(top, low, full, q_side, i, k_matrix, scoring, rule, tile, False)
+        top = find_top(top, full, high, q_side, i, k_matrix, scoring, rule, tile, True)
+        top = tl.where(top == float("-inf"), 0.0, top)
+    while tl.max((beyond - lowest > 1).to(tl.int32), 0) > 0:
         width = beyond - lowest
-        # The first pass ends the search of queries with fewer than ``keep`` keys.
+        # The first pass ends the search of queries with fewer than ``keep`` keys, or with none.
         lower = tl.where(step == 0, lowest + 1, lowest + (width + 3) // 4)
-        middle, upper = lowest + (2 * width + 3) // 4, lowest + (3 * width + 3) // 4
+        middle, upper = lowest + (width + 1) // 2, beyond - width // 4
         pivots = as_number(lower), as_number(middle), as_number(upper)
         counts = tl.zeros([tile.BLOCK_M], tl.int32)
-        counts = counts, counts, counts
+        counts, weights = (counts, counts, counts), (no_weight, no_weight, no_weight)
         if tile.SPLIT:
-            counts = count_scores(
-                counts, low, full, pivots, q_side, i, k_matrix, scoring, rule, tile, False
-            )
-        counts = count_scores(
-            counts, full, high, pivots, q_side, i, k_matrix, scoring, rule, tile, True
+            counts, weights = sum_scores(
+                counts, weights, low, full, pivots, top, q_side, i, k_matrix, scoring, rule, tile,
+                False,
+            )  # fmt: skip
+        counts, weights = sum_scores(
+            counts, weights, full, high, pivots, top, q_side, i, k_matrix, scoring, rule, tile, True
         )
-        lowest, beyond, reached, above = narrow(
-            lowest, beyond, reached, above, lower, counts[0], keep
+        if mass is None:
+            totals = counts
+        else:
+            totals = weights
+            # In the first pass, the first weight is that of all keys. The product may underflow.
+            target = tl.where(step == 0, tl.maximum(mass * weights[0], SMALLEST), target)
+        lowest, beyond, reached, above, total_above = narrow(
+            lowest, beyond, reached, above, total_above, lower, counts[0], totals[0], target
         )
-        lowest, beyond, reached, above = narrow(
-            lowest, beyond, reached, above, middle, counts[1], keep
+        lowest, beyond, reached, above, total_above = narrow(
+            lowest, beyond, reached, above, total_above, middle, counts[1], totals[1], target
         )
-        lowest, beyond, reached, above = narrow(
-            lowest, beyond, reached, above, upper, counts[2], keep
+        lowest, beyond, reached, above, total_above = narrow(
+            lowest, beyond, reached, above, total_above, upper, counts[2], totals[2], target
         )
-        beyond = tl.where(reached == keep, lowest + 1, beyond)
+        # With a mass, one score that is left is the last one.
+        wanted = keep if mass is None else above + 1
+        beyond = tl.where(reached == wanted, lowest + 1, beyond)
         step += 1
     cut, last = as_number(lowest), tl.full([tile.BLOCK_M], ALL_KEYS, tl.int32)
-    # A query with fewer than ``keep`` keys has reached = 0, and the cut −∞.
-    ties = reached > keep
+    if mass is None:
+        # A query with fewer than ``keep`` keys has reached = 0, and the cut −∞.
+        ties, room = reached > keep, keep - above
+    else:
+        ties = reached > above + 1
+        weight = tl.exp2(tl.where(ties, cut - top, 0.0) * rule.UNIT)
+        room = tl.where(ties, tl.ceil((target - total_above) / weight), 0.0)
+        room = tl.minimum(room, (reached - above).to(tl.float32)).to(tl.int32)
+        ties = ties & (room < reached - above)
     if tl.max(ties.to(tl.int32), 0) > 0:
         end, count = tl.zeros([tile.BLOCK_M], tl.int32), tl.zeros([tile.BLOCK_M], tl.int32)
-        room = keep - above
         if tile.SPLIT:
             end, count = find_last(
                 end, count, low, full, cut, room, q_side, i, k_matrix, scoring, rule, tile, False
@@ -112,34 +144,55 @@ def as_number(ordinal):
 
     Beyond that of ∞ they are NaN, which no score reaches.
     """
-    bits = ordinal.to(tl.int32)
+    bits = (ordinal ^ 0x80000000).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def narrow(lowest, beyond, reached, above, pivot, count, keep):
-    """Return the range of ordinals and its counts, given how many scores reach a pivot in it.
+def narrow(lowest, beyond, reached, above, total_above, pivot, count, total, target):
+    """Return the range of ordinals and its numbers, given those of the scores that reach a pivot.
 
-    The pivots of a pass come in ascending order. One above the range changes nothing.
+    The pivots of a pass come in ascending order. One above the range changes nothing. A total of
+    NaN does not reach the target.
     """
-    inside = pivot < beyond
-    enough, few = inside & (count >= keep), inside & (count < keep)
+    inside, enough = pivot < beyond, total >= target
+    few, enough = inside & (enough == 0), inside & enough
     lowest, reached = tl.where(enough, pivot, lowest), tl.where(enough, count, reached)
-    return lowest, tl.where(few, pivot, beyond), reached, tl.where(few, count, above)
+    beyond, above = tl.where(few, pivot, beyond), tl.where(few, count, above)
+    return lowest, beyond, reached, above, tl.where(few, total, total_above)
 
 
 @triton.jit
-def count_scores(
-    counts, low, high, pivots, q_side, i, k_matrix, scoring, rule, tile, EDGE: tl.constexpr
-):
-    """Add how many scores of the blocks [low, high) reach each of the three pivots [BM]."""
+def find_top(top, low, high, q_side, i, k_matrix, scoring, rule, tile, EDGE: tl.constexpr):
+    """Return the maximum of ``top`` [BM] and the scores of the blocks [low, high)."""
+    for block in range(low, high):
+        s = block_scores(block, q_side, i, k_matrix, scoring, rule, tile, EDGE)  # [BM, BN]
+        top = tl.maximum(top, tl.max(s, 1))
+    return top
+
+
+@triton.jit
+def sum_scores(
+    counts, weights, low, high, pivots, top, q_side, i, k_matrix, scoring, rule, tile,
+    EDGE: tl.constexpr,
+):  # fmt: skip
+    """Add how many scores of the blocks [low, high) reach each of the three pivots [BM].
+
+    With ``top`` [BM], also add their weights exp(s − top).
+    """
     lower, middle, upper = counts
+    of_lower, of_middle, of_upper = weights
     for block in range(low, high):
         s = block_scores(block, q_side, i, k_matrix, scoring, rule, tile, EDGE)  # [BM, BN]
         lower += tl.sum((s >= pivots[0][:, None]).to(tl.int32), 1)
         middle += tl.sum((s >= pivots[1][:, None]).to(tl.int32), 1)
         upper += tl.sum((s >= pivots[2][:, None]).to(tl.int32), 1)
-    return lower, middle, upper
+        if top is not None:
+            w = tl.exp2((s - top[:, None]) * rule.UNIT)  # [BM, BN]
+            of_lower += tl.sum(tl.where(s >= pivots[0][:, None], w, 0.0), 1)
+            of_middle += tl.sum(tl.where(s >= pivots[1][:, None], w, 0.0), 1)
+            of_upper += tl.sum(tl.where(s >= pivots[2][:, None], w, 0.0), 1)
+    return (lower, middle, upper), (of_lower, of_middle, of_upper)
 
 
 @triton.jit
