@@ -100,9 +100,9 @@ class Pairwise:
         shape: Per-query vector; required by activations with a ``shape_slope``.
         sink: Per-query vector, the score of one additional key with value 0; optional with "sum".
         keep: Number of keys per query with a nonzero weight. "select" requires this or ``mass``.
-        mass: p in (0, 1): the keys, ordered by (score descending, index ascending), have a nonzero
-            weight as long as the softmax weights of the keys before them sum to less than p. Only
-            with exp.
+        mass: Softmax weight in (0, 1) that the selected keys reach. A key is selected if the
+            weights of the keys before it, by (score descending, index ascending), sum to less than
+            ``mass``. Only with exp.
         key_bias: Per-key vector; None is 0.
         distance: A gain a and a bias m by distance; None is a = 1 and m = 0.
         decay: The second argument of ``distance``: a float, or a tensor that broadcasts to
@@ -184,7 +184,7 @@ class Pairwise:
             )
         if self.mass is not None and not phi.exponential:
             raise ValueError(
-                f"mass must be None for {phi.name}, got {shown(self.mass)}; it is a softmax weight"
+                f"mass must be None for {phi.name}, as it needs φ = exp, got {shown(self.mass)}"
             )
         if family != (self.shape is not None):
             needed, has = ("given", "has a") if family else ("None", "has no")

@@ -113,7 +113,7 @@ def check_loss(
     elif how == "select" and not phi.exponential:
         reason = f"normalize='select' has a loss only with φ = exp, got {phi.name}"
     elif form.mass is not None:
-        reason = "its weights select the classes (mass)"
+        reason = "the number of classes it selects depends on their weights (mass)"
     elif phi.integral is None and (how == "none" or (how == "threshold" and phi.alpha is None)):
         reason = f"activation {phi.name} has no integral"
     elif (

@@ -11,9 +11,8 @@ backend.
 Source: nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751, applied to attention weights.
 
 Notes: Keys are ordered by (score descending, index ascending), so among equal scores the lowest
-indices are kept. A key is kept if the weights before it sum to less than p. This sum is rounded in
-the dtype of the scores, so a key at the border of the set may be kept in one arithmetic and dropped
-in another.
+indices are kept. A key is kept if the weights before it sum to less than p. This sum is rounded, so
+a key at the border of the set may be kept by one backend and dropped by another.
 """
 
 import torch

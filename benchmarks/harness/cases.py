@@ -179,7 +179,8 @@ class Inputs:
         if case.selects:
             # q and k are rounded to small multiples of ``step``, a power of two, so that their
             # products and sums are exact in fp32. Every order of summation then gives the same
-            # scores and keeps the same keys.
+            # scores, and the same keys if their number is given. A sum of weights is rounded, so a
+            # key may still differ where it is close to the mass.
             scale = 2.0 ** round(math.log2(key_dim**-0.5))
             step = 2.0 ** (math.floor(math.log2(s.input_scale)) - 4)
             q, k = (x.div_(step).round_().mul_(step) for x in (q, k))

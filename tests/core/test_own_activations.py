@@ -274,7 +274,7 @@ def test_wrong_activation_raises(
         ),
         (
             {"activation": SQUARE, "normalize": "select", "mass": 0.5},
-            "mass must be None for square, got 0.5; it is a softmax weight",
+            "mass must be None for square, as it needs φ = exp, got 0.5",
         ),
         ({"activation": EXP, "normalize": "sum", "shape": 1.5}, "shape must be None for expon"),
         ({"activation": POWER, "normalize": "sum"}, "shape must be given for power"),

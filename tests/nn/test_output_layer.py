@@ -327,7 +327,7 @@ def test_repr_shows_what_differs_from_the_defaults() -> None:
     ("variant", "options", "message"),
     [
         ("adaptive_temperature", {}, "has no loss: its gain depends on statistics"),
-        ("top_p", {"p": 0.9}, "has no loss: its weights select the classes"),
+        ("top_p", {"p": 0.9}, "the number of classes it selects depends on their weights"),
         ("relu", {}, "has no loss: its form has factor, which losses do not support"),
         ("softpick", {}, "has no loss: its form has eps, normalizer, which losses do not support"),
         ("forgetting", {}, "variant of OutputLayer must not depend on positions, got 'forgetting'"),

@@ -255,18 +255,31 @@ def selection_mask(s: Tensor, rule: Rule) -> Tensor:
     """Mask of the scores of each row that "select" keeps. Of equal scores the first ones."""
     if rule.mass is None:
         assert rule.keep is not None
-        count: Tensor | int = min(rule.keep, s.shape[-1])
-        cut = s.topk(count, dim=-1).values[..., -1:]
+        count, cut = _cut_of_number(s, rule.keep)
     else:
-        ordered = s.sort(dim=-1, descending=True).values
-        # Sums of integers are exact. On a GPU, sums of floats could differ in the backward.
-        shares = ordered.softmax(-1).mul_(MASS_UNIT).long().cumsum_(-1)
-        before = shares < math.ceil(rule.mass * MASS_UNIT)  # the share before the next score
-        count = before[..., :-1].sum(-1, keepdim=True) + 1
-        cut = ordered.gather(-1, count - 1)
+        count, cut = _cut_of_mass(s, rule.mass)
     above, tied = ~(s <= cut), s == cut  # written as "not <=" so that NaN counts as above
     room = count - above.sum(-1, keepdim=True)
     return above | (tied & (tied.cumsum(-1) <= room))
+
+
+def _cut_of_number(s: Tensor, keep: int) -> tuple[int, Tensor]:
+    """The number of keys that each row keeps, and the smallest score of these."""
+    count = min(keep, s.shape[-1])
+    return count, s.topk(count, dim=-1).values[..., -1:]
+
+
+def _cut_of_mass(s: Tensor, mass: float) -> tuple[Tensor, Tensor]:
+    """The same for a mass; both are (…, 1).
+
+    The weights are summed as integers, whose sums are exact. On a GPU, sums of floats could differ
+    between forward and backward, which would then keep different keys.
+    """
+    ordered = s.sort(dim=-1, descending=True).values
+    sums = ordered.softmax(-1).mul_(MASS_UNIT).long().cumsum_(-1)
+    needs_next = sums[..., :-1] < math.ceil(mass * MASS_UNIT)
+    count = needs_next.sum(-1, keepdim=True) + 1
+    return count, ordered.gather(-1, count - 1)
 
 
 def _peak(s: Tensor) -> Tensor:

@@ -150,13 +150,13 @@ def as_number(ordinal):
 
 @triton.jit
 def narrow(lowest, beyond, reached, above, total_above, pivot, count, total, target):
-    """Return the range of ordinals and its numbers, given those of the scores that reach a pivot.
+    """Return the range of ordinals with its counts and total, after a pivot.
 
-    The pivots of a pass come in ascending order. One above the range changes nothing. A total of
-    NaN does not reach the target.
+    count, total: of the scores that reach the pivot. The pivots of a pass come in ascending order.
+    One above the range changes nothing. A total of NaN does not reach the target.
     """
-    inside, enough = pivot < beyond, total >= target
-    few, enough = inside & (enough == 0), inside & enough
+    inside, reaches = pivot < beyond, total >= target
+    enough, few = inside & reaches, inside & (reaches == 0)
     lowest, reached = tl.where(enough, pivot, lowest), tl.where(enough, count, reached)
     beyond, above = tl.where(few, pivot, beyond), tl.where(few, count, above)
     return lowest, beyond, reached, above, tl.where(few, total, total_above)
@@ -181,7 +181,7 @@ def sum_scores(
     With ``top`` [BM], also add their weights exp(s − top).
     """
     lower, middle, upper = counts
-    of_lower, of_middle, of_upper = weights
+    lower_weight, middle_weight, upper_weight = weights
     for block in range(low, high):
         s = block_scores(block, q_side, i, k_matrix, scoring, rule, tile, EDGE)  # [BM, BN]
         lower += tl.sum((s >= pivots[0][:, None]).to(tl.int32), 1)
@@ -189,10 +189,10 @@ def sum_scores(
         upper += tl.sum((s >= pivots[2][:, None]).to(tl.int32), 1)
         if top is not None:
             w = tl.exp2((s - top[:, None]) * rule.UNIT)  # [BM, BN]
-            of_lower += tl.sum(tl.where(s >= pivots[0][:, None], w, 0.0), 1)
-            of_middle += tl.sum(tl.where(s >= pivots[1][:, None], w, 0.0), 1)
-            of_upper += tl.sum(tl.where(s >= pivots[2][:, None], w, 0.0), 1)
-    return (lower, middle, upper), (of_lower, of_middle, of_upper)
+            lower_weight += tl.sum(tl.where(s >= pivots[0][:, None], w, 0.0), 1)
+            middle_weight += tl.sum(tl.where(s >= pivots[1][:, None], w, 0.0), 1)
+            upper_weight += tl.sum(tl.where(s >= pivots[2][:, None], w, 0.0), 1)
+    return (lower, middle, upper), (lower_weight, middle_weight, upper_weight)
 
 
 @triton.jit
