@@ -60,7 +60,7 @@ def operands(**vectors: Tensor) -> dict[str, Any]:
     return {"x": x, "vectors": Vectors(**vectors), "factor": 2.0, "want_total": True}
 
 
-@pytest.mark.parametrize("want_total", [False, True])
+@pytest.mark.parametrize("want_total", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("names", [(), ("gain",), ("shift",), ("gain", "shift")], ids=len)
 def test_opcheck(names: tuple[str, ...], want_total: bool) -> None:
     vectors = {name: torch.full((2, 3), 3.0).requires_grad_() for name in names}

@@ -22,7 +22,17 @@ from attnzoo.core.arguments import check_call
 from attnzoo.core.call import Call
 from attnzoo.core.distance import LOGARITHMIC
 from helpers.agreement import disagreements, dropout_factors, every_term, make
-from helpers.cases import CASES, MARKED, NO_LSE, NO_SCORE, VARIANTS, WITH_FORMS, params_of, rand
+from helpers.cases import (
+    CASES,
+    MARKED,
+    NO_LSE,
+    NO_SCORE,
+    VARIANTS,
+    WITH_FORMS,
+    mark_expensive,
+    params_of,
+    rand,
+)
 from helpers.kernel_paths import quick_variants
 
 SIZES = (90, 3, 1), (300, 5, 2), (4000, 128, 8)
@@ -36,10 +46,8 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(blocks, "HEADS", heads)
 
 
-# One variant without forms is enough in the quick tests.
-*OTHERS, LAST = [v for v in VARIANTS if v not in WITH_FORMS]
-OTHERS = [pytest.param(variant, marks=pytest.mark.slow) for variant in OTHERS]
-QUICK = [*quick_variants(WITH_FORMS, ("pairwise", "linear")), *OTHERS, LAST]
+OTHERS = mark_expensive(v for v in VARIANTS if v not in WITH_FORMS)
+QUICK = [*quick_variants(WITH_FORMS, ("pairwise", "linear")), *OTHERS]
 
 
 CALLS = ("gqa", "causal"), ("mqa", "pair"), ("mha", "window")
