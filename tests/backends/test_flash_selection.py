@@ -6,6 +6,7 @@ sum of weights is close to the border.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -24,6 +25,7 @@ from helpers.cases import rand
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
 ALL_KEYS = 2**31 - 1
+slow = partial(pytest.param, marks=pytest.mark.slow)
 MARGIN = 5e-6  # least distance of a sum of weights from the mass
 LAYOUT = Layout(1.0, None, None, None, None, None, None)
 
@@ -82,7 +84,7 @@ def scores(kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["apart", "ties", "zeros", "extreme", "near"])
-@pytest.mark.parametrize("number", [1, 7, 200, 1e-46, 0.28925, 0.83125, 0.999742])
+@pytest.mark.parametrize("number", [1, slow(7), 200, 1e-46, slow(0.28925), 0.83125, 0.999742])
 def test_selects_what_the_definition_keeps(kind: str, number: float) -> None:
     s = scores(kind).masked_fill(rand(70, 90, seed=2) > 1, float("-inf"))
     s[3], s[4, 5:] = float("-inf"), float("-inf")
@@ -136,8 +138,8 @@ def weights(q: Tensor, k: Tensor, number: float, **options: Any) -> tuple[Tensor
     return out.detach()[0, ..., : k.shape[2]], dv[0, ..., : q.shape[2]].mT
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [16, pytest.param(136, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, slow(torch.float16)])
+@pytest.mark.parametrize("dim", [16, slow(136)])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "softcap": 3.0}])
 @pytest.mark.parametrize("number", [23, 0.83125])
 def test_forward_and_backward_select_the_same_keys_among_ties(
@@ -209,7 +211,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("p", [1e-6, 0.28925, 0.83125, 0.999061])
+@pytest.mark.parametrize("p", [slow(1e-6), slow(0.28925), 0.83125, slow(0.999061)])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_results_and_gradients_agree_with_the_definition(setting: str, p: float) -> None:
     options = {"enable_gqa": True, **SETTINGS[setting]}
