@@ -82,7 +82,15 @@ def test_wide_heads_in_fp32_agree_with_the_definition(variant: str, dims: tuple[
 # ---- queries without keys ----------------------------------------------------------------------
 
 
-@every_variant
+@pytest.mark.parametrize(
+    "variant",
+    # The other variants share their loop over keys with one of these, or take far longer.
+    [
+        v if v in ("softmax", "entmax", "softpick", "relu2") else slow(v)
+        for v in FLASH
+        if v in VARIANTS
+    ],
+)
 def test_queries_without_keys_give_zeros_and_zero_gradients(variant: str) -> None:
     """The mask hides all keys of queries 50 and 64 to 127. Causality hides those of 0 to 19."""
     q, k, v = (rand(1, 1, n, 16, seed=n).float().requires_grad_() for n in (140, 120, 121))

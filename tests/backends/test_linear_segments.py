@@ -25,6 +25,7 @@ CHUNK = 16
 TOKENS = 70  # no multiple of a chunk, neither here nor in the kernels
 VARIANTS = ("cosformer", "elu", "hedgehog", "taylor")
 slow = partial(pytest.param, marks=pytest.mark.slow)
+slow_kernel = partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.interpreter])
 
 
 def ids_of(lengths: tuple[int, ...]) -> Tensor:
@@ -134,9 +135,14 @@ def test_flash_linear_agrees_with_the_definition(
 
 
 @pytest.mark.parametrize(
-    "backend", ["linear", pytest.param("flash_linear", marks=pytest.mark.interpreter)]
+    ("backend", "heads"),
+    [
+        ("linear", 1),
+        ("linear", 4),
+        slow_kernel("flash_linear", 1),
+        pytest.param("flash_linear", 4, marks=pytest.mark.interpreter),
+    ],
 )
-@pytest.mark.parametrize("heads", [1, 4])
 def test_masked_keys_do_not_count(backend: str, heads: int) -> None:
     """The masks of the heads of a group may differ; a masked NaN does not spread."""
     leaves = {name: x.float() for name, x in tensors().items()}
@@ -150,9 +156,7 @@ def test_masked_keys_do_not_count(backend: str, heads: int) -> None:
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize(
-    "backend", ["linear", pytest.param("flash_linear", marks=pytest.mark.interpreter)]
-)
+@pytest.mark.parametrize("backend", ["linear", slow_kernel("flash_linear")])
 def test_other_documents_are_not_read(backend: str, is_causal: bool) -> None:
     """NaN in one document does not reach the others, as long as they share no chunk with it."""
     length = 64  # a multiple of the chunks of both backends
@@ -194,9 +198,7 @@ def test_cost_is_linear_in_the_row() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [True, slow(False)])
-@pytest.mark.parametrize(
-    "backend", ["linear", pytest.param("flash_linear", marks=pytest.mark.interpreter)]
-)
+@pytest.mark.parametrize("backend", ["linear", slow_kernel("flash_linear")])
 @pytest.mark.parametrize("variant", ["cosformer", slow("taylor")])
 def test_sequences_run_as_segments(
     monkeypatch: pytest.MonkeyPatch, variant: str, backend: str, is_causal: bool

@@ -100,9 +100,19 @@ def test_parts_agree_with_key_masks_and_gqa(variant: str, per_head: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    "backend", ["linear", pytest.param("flash_linear", marks=pytest.mark.interpreter)]
+    ("variant", "backend"),
+    [
+        *((variant, "linear") for variant in PARAMS),
+        *(
+            pytest.param(
+                variant,
+                "flash_linear",
+                marks=[pytest.mark.interpreter, *[pytest.mark.slow] * (variant != "elu")],
+            )
+            for variant in PARAMS
+        ),
+    ],
 )
-@every_variant
 def test_values_of_masked_keys_do_not_matter(variant: str, backend: str) -> None:
     """NaN in the padding of a batch must not change outputs or gradients."""
     q, k, v = (x[:1].float() for x in qkv(17))

@@ -19,6 +19,7 @@ from attnzoo.core.activations import EXP, RELU, RELU2, SIGMOID, SOFTPICK, SPARSE
 from attnzoo.core.arguments import check_call
 from attnzoo.core.distance import LOGARITHMIC
 from helpers.cases import rand
+from helpers.crossed import crossed
 from helpers.pairwise import dense_output
 
 BATCH, HEADS, QUERIES, KEYS = 2, 4, 7, 9
@@ -108,13 +109,11 @@ def gradients(
     return {"out": out.detach(), **dict(zip(["q", "k", "v", *learned], gradients, strict=True))}
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("form", FORMS)
-def test_tiled_agrees_with_the_form(form: str, options: dict[str, Any], softcap: float) -> None:
+@pytest.mark.parametrize(("form", "options", "softcap"), crossed(FORMS, CALLS, [None, 1.5]))
+def test_tiled_agrees_with_the_form(form: str, options: str, softcap: float | None) -> None:
     activation, normalize, vectors = FORMS[form]
     tensors = inputs()
-    call = check_call(*tensors, enable_gqa=True, softcap=softcap, **options)
+    call = check_call(*tensors, enable_gqa=True, softcap=softcap, **CALLS[options])
     assert BACKENDS["tiled"].unsupported(
         attnzoo.Pairwise(activation, normalize, **vectors), call
     ) is None  # fmt: skip

@@ -18,6 +18,7 @@ from attnzoo.core import registry
 from attnzoo.core.activations import EXP, RELU2
 from attnzoo.functional import call_cache
 from helpers.cases import VARIANTS, params_of, rand
+from helpers.crossed import crossed
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 ENTRIES = {layout: int(layout != "segments") for layout in LAYOUTS}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "layout"), crossed(VARIANTS, LAYOUTS))
 def test_cached_call_gives_the_results_of_a_new_call(variant: str, layout: str) -> None:
     """The first call, which fills the cache, has other tensor values than the repeated call."""
     options = {**params_of(variant), **LAYOUTS[layout]}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import attnzoo
 from helpers.cases import ALL_VARIANTS, params_of, rand
+from helpers.crossed import crossed
 from helpers.paged import WRONG_PAGES, cache_of
 
 QUERIES, KEYS = (1, 3, 4, 2), (17, 3, 40, 0)  # a decode step, drafts, a chunk, no keys
@@ -74,8 +75,9 @@ def test_agrees_with_attention_on_the_keys_of_each_sequence(
         assert torch.allclose(have, want, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("variant", ALL_VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "dtype"), crossed(ALL_VARIANTS, [torch.bfloat16, torch.float16, torch.float32])
+)
 def test_is_the_same_as_with_packed_keys(variant: str, dtype: torch.dtype) -> None:
     inputs = packed_inputs(variant, dtype)
     options = {"is_causal": True, **params_of(variant)}

@@ -14,6 +14,7 @@ from attnzoo import linear_topk, probabilities, topk_probabilities
 from attnzoo.functional import topk as module
 from helpers.cases import CASES, VARIANTS, WITH_FORMS, has_rows, params_of, rand
 from helpers.coverage_table import FIRST
+from helpers.crossed import crossed
 from helpers.kernel_paths import quick_variants
 from helpers.largest import agrees
 
@@ -26,16 +27,14 @@ SETTINGS = [
 # Also: a gain that reverses the order, and a gain of 0.
 SETTINGS += [("ssmax", {"s": -0.4}), ("ssmax", {"s": 0.0}), ("entmax", {"alpha": 1.1})]
 QUICK = [x.values[0] for x in quick_variants(ROWS) if not x.marks]
-every_setting = pytest.mark.parametrize(
-    ("variant", "params"),
-    [pytest.param(v, params, marks=[] if v in QUICK else [pytest.mark.slow])
-     for v, params in SETTINGS],
-)  # fmt: skip
+MARKED = [
+    pytest.param(v, params, marks=[] if v in QUICK else [pytest.mark.slow], id=f"{v}-{number}")
+    for number, (v, params) in enumerate(SETTINGS)
+]
 
 
 @pytest.mark.usefixtures("sizes_of")
-@pytest.mark.parametrize("masked", [False, True])
-@every_setting
+@pytest.mark.parametrize(("variant", "params", "masked"), crossed(MARKED, [True, False]))
 def test_the_largest_probabilities(variant: str, params: dict[str, Any], masked: bool) -> None:
     factors = cycle((0.1, 1.0, 30.0))
     for n in (1, 2, 63, 64, 65, 700, 2500):  # without blocks, and with blocks and a remainder
@@ -52,8 +51,10 @@ def test_the_largest_probabilities(variant: str, params: dict[str, Any], masked:
             agrees(got, weights, k)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@every_setting
+@pytest.mark.parametrize(
+    ("variant", "params", "dtype"),
+    crossed(MARKED, [torch.float32, torch.bfloat16, torch.float16]),
+)
 def test_dtypes(variant: str, params: dict[str, Any], dtype: torch.dtype) -> None:
     scores = (2 * torch.randn(4, 3000)).to(dtype)
     weights = probabilities(scores, variant, **params)
@@ -219,8 +220,7 @@ def test_inputs_are_not_written() -> None:
 
 
 @pytest.mark.usefixtures("sizes_of")
-@pytest.mark.parametrize("classes", [5, 1000])
-@every_setting
+@pytest.mark.parametrize(("variant", "params", "classes"), crossed(MARKED, [1000, 5]))
 def test_linear_topk(variant: str, params: dict[str, Any], classes: int) -> None:
     input, weight, bias = rand(2, 20, 8), rand(classes, 8, seed=1), rand(classes, seed=2)
     if variant == "sigmoid":

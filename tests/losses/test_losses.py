@@ -17,6 +17,7 @@ from attnzoo.losses import linear_loss, loss
 from helpers.agreement import violations
 from helpers.cases import rand
 from helpers.covering import Row, covering, each_setting
+from helpers.crossed import crossed
 from helpers.loss_budget import bounds
 from helpers.loss_cases import (
     FACTORS,
@@ -86,9 +87,9 @@ def simple(setting: str, tokens: int, classes: int, features: int = 5, **options
     return make({**row, **options}, seed=3)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    ("setting", "reduction", "grad"), crossed(SETTINGS, ["none", "mean"], [True, False])
+)
 def test_loss_of_logits_equals_linear_loss_of_their_factors(
     setting: str, reduction: str, grad: bool
 ) -> None:
@@ -148,8 +149,7 @@ def test_a_common_offset_of_the_logits_loses_no_digits(
     torch.testing.assert_close(actual.double(), exact, rtol=0, atol=50 * 12 * 2**-24)
 
 
-@pytest.mark.parametrize("classes", [1, 2, 100, 5000])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "classes"), crossed(SETTINGS, [100, 1, 2, 5000]))
 def test_equal_logits(setting: str, classes: int) -> None:
     """All classes have the same score. A solver that starts with few classes must add the rest."""
     inputs = simple(setting, 3, classes, reduction="none")

@@ -17,6 +17,7 @@ from attnzoo.core.activations import EXP, SIGMOID
 from attnzoo.losses import linear_loss, loss, noisy_loss
 from attnzoo.nn import MixtureOutput, OutputLayer, Transformer
 from helpers.cases import rand
+from helpers.crossed import crossed
 from helpers.loss_cases import some
 
 COMPILED = ("entmax", "taylor")  # quick: without and with moments of the classes
@@ -82,9 +83,14 @@ def test_top_weights_of_a_row_of_minus_infinity_with_a_sink_are_0() -> None:
     assert attnzoo.topk_probabilities(scores, 2, "sink").values.tolist() == [[0.0, 0.0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("offset", [-2e4, -1000.0, -200.0, -100.0, 0.0, 100.0, 1000.0])
-@pytest.mark.parametrize("b", [-500.0, 0.0, 500.0])
+@pytest.mark.parametrize(
+    ("dtype", "offset", "b"),
+    crossed(
+        [torch.float32, torch.float64, torch.float16, torch.bfloat16],
+        [-200.0, -2e4, -1000.0, -100.0, 0.0, 100.0, 1000.0],
+        [500.0, -500.0, 0.0],
+    ),
+)
 def test_a_sink_may_be_far_from_all_logits(offset: float, b: float, dtype: torch.dtype) -> None:
     z = (3 * rand(4, 9) + offset).to(dtype).requires_grad_()
     exact_dtype = torch.float64 if dtype == torch.float64 else torch.float32

@@ -18,6 +18,7 @@ from torch.nn.functional import (
 
 from attnzoo.losses import linear_loss, loss, masked_loss
 from helpers.cases import rand
+from helpers.crossed import crossed
 
 REDUCTIONS = ("mean", "sum", "none")
 CLASSES, FEATURES = 17, 6
@@ -53,10 +54,10 @@ def equal(actual: Tensor, want: Tensor, inputs: list[Tensor], tolerance: float =
         torch.testing.assert_close(have, exact, **close)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("target", "weighted", "smoothing", "reduction"),
+    crossed(TARGETS, [True, False], [0.2, 0.0, 1.0], REDUCTIONS),
+)
 def test_softmax_is_cross_entropy(
     target: str, weighted: bool, smoothing: float, reduction: str
 ) -> None:

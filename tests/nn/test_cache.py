@@ -14,7 +14,8 @@ from torch import Tensor
 
 import attnzoo
 from attnzoo.nn import Attention, Cache, KVCache, StateCache, attend
-from helpers.cases import ALL_VARIANTS, CASES, NO_SCORE, learned, params_of, rand
+from helpers.cases import ALL_VARIANTS, NO_SCORE, learned, mark_expensive, params_of, rand
+from helpers.crossed import crossed
 
 LENGTH = 13
 PIECES = [5, 1, 3, 1, 1, 1, 1]  # tokens per decoding call
@@ -85,10 +86,9 @@ STATES = [
 
 # Variants without a score do not support ALiBi.
 CALLS = [
-    pytest.param(v, o, marks=[pytest.mark.slow] if CASES[v].expensive else [])
-    for v in ALL_VARIANTS
-    for o in OPTIONS
-    if (o, v in NO_SCORE) != ("alibi", True)
+    case
+    for case in crossed(mark_expensive(ALL_VARIANTS), OPTIONS)
+    if case.values[1] != "alibi" or case.values[0] not in NO_SCORE
 ]
 
 

@@ -23,6 +23,7 @@ from attnzoo.nn import (
 )
 from attnzoo.nn.transformer import POSITIONS
 from helpers.cases import ALL_VARIANTS, NO_SCORE, params_of
+from helpers.crossed import crossed
 from helpers.kernel_paths import quick_variants
 
 SIZES: dict[str, Any] = {"embed_dim": 32, "num_heads": 4, "depth": 2}
@@ -96,8 +97,10 @@ def test_wrong_extras_raise(options: dict[str, Any], message: str) -> None:
         model(**options)
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("variant", quick_variants(ALL_VARIANTS, ("pairwise", "linear")))
+@pytest.mark.parametrize(
+    ("variant", "positions"),
+    crossed(quick_variants(ALL_VARIANTS, ("pairwise", "linear")), POSITIONS),
+)
 def test_caches_do_not_change_the_logits(variant: str, positions: str) -> None:
     if not supported(variant, positions):
         with pytest.raises(ValueError, match="alibi None"):

@@ -11,6 +11,7 @@ from torch import Tensor
 import attnzoo
 from helpers.cases import CASES, ONE_SIGN, mark_expensive, params_of, rand
 from helpers.coverage_table import FORWARD_ONLY, PAIRS, precise
+from helpers.crossed import crossed
 
 N = 12
 every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
@@ -74,8 +75,7 @@ def test_keys_at_the_lowest_float_give_finite_gradients(variant: str, backend: s
 # ---- scales and gains that are not positive ---------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@every_pair
+@pytest.mark.parametrize(("variant", "backend", "mask"), crossed(PAIRS, MASKS))
 def test_scale_may_be_negative_or_zero(variant: str, backend: str, mask: str) -> None:
     for scale in (-0.7, 0.0):
         options = {**MASKS[mask], "scale": scale, **params_of(variant)}
