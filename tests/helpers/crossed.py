@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from _pytest.mark.structures import ParameterSet
+from _pytest.mark import ParameterSet
 
 
 def crossed(*factors: Iterable[Any]) -> list[ParameterSet]:
