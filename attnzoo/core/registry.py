@@ -15,14 +15,19 @@ from attnzoo.core.checks import did_you_mean, is_finite, is_number, shown
 from attnzoo.core.parameters import check_value
 from attnzoo.core.variant import REQUIRED, Param, Projection, Variant
 
-# Names that a variant's parameter may not have: arguments of functions that accept parameters, and
-# attributes of modules that own them.
+# Names that a variant's parameter may not have: arguments of functions, modules and wrappers that
+# accept parameters, and attributes of modules that own them. `bias` is missing: it is a parameter of
+# sigmoid.
 RESERVED = ARGUMENTS | frozenset(
     "self q k v call variant state cache backend num_heads head_dim learn learned training "
     "scores dim mask input logits target linear_weight linear_bias class_mask softcap weight "
     "label_smoothing lse_penalty ignore_index reduction return_stats in_features num_classes "
     "device dtype output given projected projections query key value cu_seq_q cu_seq_k max_q "
-    "max_k".split()
+    "max_k seqused_k block_table window_size return_aux num_splits mesh method layout need_weights "
+    "gate embed_dim dropout kdim vdim batch_first add_bias_kv add_zero_attn num_kv_heads wrapper "
+    "layer vocab_size depth positions mlp_dim rope_base rope_scaling rope_share output_params "
+    "qk_norm layer_scale qk_dim v_dim key_dim components mix per hidden clamp gated activation "
+    "norm model layers start calibrate inputs warn temperature".split()
 )
 
 KINDS = ("per_head", "tensor", "int", "float", "bool", "str")
