@@ -16,8 +16,7 @@ from attnzoo.core.parameters import check_value
 from attnzoo.core.variant import REQUIRED, Param, Projection, Variant
 
 # Names that a variant's parameter may not have: arguments of functions, modules and wrappers that
-# accept parameters, and attributes of modules that own them. `bias` is missing: it is a parameter of
-# sigmoid.
+# accept parameters, and attributes of modules that own them. `bias` is an exception for sigmoid.
 RESERVED = ARGUMENTS | frozenset(
     "self q k v call variant state cache backend num_heads head_dim learn learned training "
     "scores dim mask input logits target linear_weight linear_bias class_mask softcap weight "

@@ -26,7 +26,7 @@ def raising(wrong: WrongCalls) -> Callable[..., None]:
 
 
 def names_beside_parameters(package: ModuleType) -> set[str]:
-    """The arguments of functions, constructors and forwards that also accept a variant's parameters.
+    """Arguments of functions, constructors and forwards that also accept parameters of a variant.
 
     Keywords of that name would not reach the variant. ``**kwargs`` are those of other libraries.
     """
