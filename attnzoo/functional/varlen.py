@@ -11,7 +11,7 @@ from attnzoo.backends import BACKENDS
 from attnzoo.backends.selection import candidates, check_backend
 from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.call import in_full_precision
-from attnzoo.core.checks import is_recorded
+from attnzoo.core.checks import check_bool, is_recorded
 from attnzoo.core.varlen_arguments import (
     Packed,
     TokenParams,
@@ -264,7 +264,8 @@ def varlen_attention(
         ``max_q`` and ``max_k`` are read; a graph of `torch.compile` cannot read them, and pads to
         the number of all tokens.
     """
-    return_lse = return_lse or wants_lse(return_aux)
+    aux = wants_lse(return_aux)
+    return_lse = check_bool("return_lse", return_lse) or aux
     ends, longest = (cu_seq_q, cu_seq_k), (max_q, max_k)
     tensors = query, key, value
     inputs = check_packed(tensors, ends, longest, enable_gqa, seqused_k, block_table)
@@ -303,13 +304,18 @@ def _attend(
     """The output (Tq, H, Dv), and lse (H, Tq) and the maxima (H,) if the call asks for them."""
     options, lengths = arguments | token_params.values, inputs.lengths
     if not inputs.attends:
-        q = inputs.query.transpose(0, 1)[None]
+        # One query per row: a variant may limit the length of a sequence.
+        rows, q = inputs.query.shape[0], inputs.query[:, :, None]
         k, v = (x[:0].flatten(0, -3).transpose(0, 1)[None] for x in (inputs.key, inputs.value))
+        k, v = (x.expand(rows, -1, -1, -1) for x in (k, v))
+        for name in token_params.of_queries:
+            options[name] = options[name][0].T[..., None]
         for name in token_params.of_keys:
-            options[name] = token_params.values[name][..., :0].flatten(2)
+            options[name] = options[name][..., :0].flatten(2).expand(rows, -1, -1)
         result = attention(q, k, v, variant, backend=backend, **options)
         out, lse, largest = Results.of(result, options)
-    elif lengths is not None and not is_recorded() and not reads_pages(inputs, backend):
+        return Results(out[:, :, 0], None if lse is None else lse[..., 0].T, largest)
+    if lengths is not None and not is_recorded() and not reads_pages(inputs, backend):
         if inputs.used is not None:
             inputs, token_params = with_used_keys(inputs, token_params)
             options |= token_params.values
