@@ -120,9 +120,9 @@ class MultiheadAttention(nn.Module):
         check_sizes(optional=True, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
         kv_heads = check_heads(num_heads, num_kv_heads, embed_dim=embed_dim)
         dropout = check_probability("dropout", dropout)
-        flags = {"bias": bias, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn}
-        for name, flag in {**flags, "batch_first": batch_first}.items():
-            check_bool(name, flag)
+        bias, batch_first = check_bool("bias", bias), check_bool("batch_first", batch_first)
+        add_bias_kv = check_bool("add_bias_kv", add_bias_kv)
+        add_zero_attn = check_bool("add_zero_attn", add_zero_attn)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim

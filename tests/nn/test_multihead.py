@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import accelerate
+import numpy as np
 import pytest
 import torch
 import torch.nn.utils.parametrizations
@@ -108,6 +109,15 @@ def test_unbatched_call_equals_torchs(options: dict[str, Any]) -> None:
         assert torch.allclose(actual, expected, atol=1e-9)
 
 
+def test_an_empty_batch_gives_torchs_shapes() -> None:
+    theirs, ours = pair(batch_first=True)
+    x, mask = torch.zeros(0, 4, E).double(), torch.zeros(0, 4, 4, dtype=torch.bool)
+    for expected, actual in zip(theirs(x, x, x, attn_mask=mask), ours(x, x, x, attn_mask=mask)):
+        assert actual.shape == expected.shape
+    # Torch's layer fails here.
+    assert ours(x, x, x, attn_mask=mask, need_weights=False)[0].shape == (0, 4, E)
+
+
 def test_is_causal_equals_the_causal_mask() -> None:
     theirs, ours = pair()
     inputs = tensors(theirs, 6, 6)
@@ -130,6 +140,17 @@ def test_appended_keys_are_visible_in_a_causal_call(options: dict[str, Any]) -> 
     weights = ours(*inputs, is_causal=True)[1]
     assert bool((weights[..., -1] > 0).all())
     assert torch.equal(weights[..., :5].triu(1), torch.zeros(2, 5, 5, dtype=torch.float64))
+
+
+def test_flags_may_be_numpy_bools() -> None:
+    flags = ("bias", "add_bias_kv", "add_zero_attn", "batch_first")
+    theirs, _ = pair(**dict.fromkeys(flags, True))
+    torch.manual_seed(3)
+    numpy_bools: Any = dict.fromkeys(flags, np.True_)
+    ours = MultiheadAttention(E, H, dtype=torch.float64, **numpy_bools)
+    inputs, mask = tensors(theirs), masks("padding")
+    for expected, actual in zip(theirs(*inputs, **mask), ours(*inputs, **mask), strict=True):
+        assert torch.allclose(actual, expected)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
