@@ -121,6 +121,18 @@ def check_bool(what: str, x: Any) -> bool:
     return x
 
 
+def check_type(what: str, x: Any, kind: type) -> None:
+    if not isinstance(x, kind):
+        raise TypeError(f"{what} must be a {kind.__name__}, got {shown(x)}")
+
+
+def check_callable(what: str, x: Any, optional: bool = False) -> None:
+    """Raise unless x is callable, or None if ``optional``."""
+    if not callable(x) and not (optional and x is None):
+        allowed = "a function or None" if optional else "a function"
+        raise TypeError(f"{what} must be {allowed}, got {shown(x)}")
+
+
 def check_device_and_dtype(device: Any, dtype: Any) -> None:
     """Raise unless parameters can be made with this device and dtype; both may be None."""
     if dtype is not None and dtype not in DTYPES:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from attnzoo.core.activation import Activation
-from attnzoo.core.checks import is_int, is_number, shown
+from attnzoo.core.checks import check_callable, check_type, is_int, is_number, shown
 from attnzoo.core.distance import Distance
 
 PerQuery = Tensor | float
@@ -53,6 +53,10 @@ class FromStatistics:
 
     gain: Callable[[Statistics], Tensor]
     differentiable: bool
+
+    def __post_init__(self) -> None:
+        check_callable("gain of FromStatistics", self.gain)
+        check_type("differentiable of FromStatistics", self.differentiable, bool)
 
     def of(self, statistics: Statistics) -> Tensor:
         """The gain in the dtype of the statistics."""
@@ -284,6 +288,12 @@ class Linear:
     per_query_head: bool = False
     kind = "linear"
 
+    def __post_init__(self) -> None:
+        for field in ("features", "size", "query_features"):
+            check_callable(f"{field} of Linear", getattr(self, field), field == "query_features")
+        for field in ("cancels", "per_query_head"):
+            check_type(f"{field} of Linear", getattr(self, field), bool)
+
     def of_queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """The features of scaled queries."""
         return (self.query_features or self.features)(x, positions)
@@ -337,6 +347,13 @@ class NoForm:
 
     kind: str
     why: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in (kinds := (Pairwise.kind, Linear.kind, Shares.kind)):
+            raise ValueError(
+                f"kind of NoForm must be one of {', '.join(kinds)}, got {shown(self.kind)}"
+            )
+        check_type("why of NoForm", self.why, str)
 
 
 Form = Pairwise | Linear | Shares | Definition | NoForm

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from attnzoo.core.checks import is_finite, is_number, shown
+from attnzoo.core.checks import check_callable, is_finite, is_number, shown
 from attnzoo.core.forms import Form
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ class Projection:
     bias: float = 0.0
 
     def __post_init__(self) -> None:
-        if not callable(self.value):
-            raise TypeError(f"value of a Projection must be a function, got {shown(self.value)}")
+        check_callable("value of a Projection", self.value)
         if not is_number(self.bias):
             raise TypeError(f"bias of a Projection must be a number, got {shown(self.bias)}")
         if not is_finite(self.bias, torch.float32):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo import FromStatistics, Pairwise, Param, Projection
+from attnzoo import FromStatistics, Linear, NoForm, Pairwise, Param, Projection
 from attnzoo.core import registry
 from attnzoo.core.activations import EXP, SIGMOID
 from helpers.cases import rand
@@ -191,6 +191,9 @@ WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"example": {}}, TypeError, r"example must be a function of \(length\), got {}"),
     ({"inference_only": 1}, TypeError, "'mine': inference_only must be a bool, got 1"),
+    ({"identity": 1}, TypeError, "'mine': identity must be a dict, got 1"),
+    ({"identity": {"b": 1}}, ValueError, r"identity must name parameters \(none\), got {'b': 1}"),
+    ({"output_defaults": 5}, TypeError, "'mine': output_defaults must be a dict, got 5"),
     ({"calibrate": 1.0}, TypeError, r"calibrate must be a function of \(log_n\), got 1.0"),
     ({"params": A}, TypeError, r"params must be a tuple of Param, got Param\(name='a'"),
     ({"params": [A]}, TypeError, r"params must be a tuple of Param, got \[Param"),
@@ -260,6 +263,27 @@ WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_wrong_projections_raise(fields: dict[str, Any], error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         Projection(**{"value": torch.tanh, **fields})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: NoForm("liner", "-"), "kind of NoForm must be one of .*, linear, .*got 'liner'"),
+        (lambda: NoForm("linear", None), "why of NoForm must be a str, got None"),
+        (lambda: Linear(3, lambda d: d), "features of Linear must be a function, got 3"),
+        (lambda: Linear(torch.relu, 4), "size of Linear must be a function, got 4"),
+        (
+            lambda: Linear(torch.relu, lambda d: d, query_features=1),
+            "query_features of Linear must be a function or None, got 1",
+        ),
+        (lambda: Linear(torch.relu, lambda d: d, 1), "cancels of Linear must be a bool, got 1"),
+        (lambda: FromStatistics(3, True), "gain of FromStatistics must be a function, got 3"),
+        (lambda: FromStatistics(abs, "x"), "differentiable of FromStatistics .*bool, got 'x'"),
+    ],
+)
+def test_wrong_forms_raise_at_construction(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        make()
 
 
 @pytest.mark.parametrize("case", WRONG_FIELDS, ids=lambda case: case[2][:30])

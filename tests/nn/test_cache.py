@@ -127,7 +127,7 @@ def test_state_cache_with_changed_arguments_raises() -> None:
     attend(cache, *first, "cosformer", max_length=64, enable_gqa=True)
     for changed, message in (
         ({"max_length": 128}, "max_length must be 64 as in the first call.*, got 128"),
-        ({"max_length": 64, "scale": 3.0}, r"scale must be 0\.35.* as in the first call.*, got 3.0"),
+        ({"max_length": 64, "scale": 3.0}, "scale must be 0.35.* as in the first.*, got 3.0"),
         ({}, "variant must be 'cosformer' as in .*, got 'taylor'"),
     ):
         variant = "cosformer" if changed else "taylor"
