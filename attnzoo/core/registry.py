@@ -98,6 +98,12 @@ def register_variant(variant: Variant) -> Variant:
     return variant
 
 
+def remove_variants(names: Iterable[str]) -> None:
+    """Remove variants of a plugin that failed."""
+    for name in names:
+        del _VARIANTS[name]
+
+
 def _check_name(what: str, name: Any) -> None:
     if not isinstance(name, str):
         raise TypeError(f"{what} must be a str, got {shown(name)}")
