@@ -65,7 +65,8 @@ class MultiheadAttention(nn.Module):
         layer: number of the layer in its model, from 0, for wrappers that depend on it.
         **params: parameters of the variant, as for `Attention`. If a parameter has a projection,
             and no value is given here, the layer learns the projection: from ``key`` for one value
-            per key, from ``query`` for one per query.
+            per key, from ``query`` for one per query. The parameter ``bias`` of the variant sigmoid
+            is set by ``layer.attend = Attention("sigmoid", num_heads, bias=…)``.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.

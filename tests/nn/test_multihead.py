@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import accelerate
@@ -13,7 +14,7 @@ import torch.nn.utils.parametrizations
 from torch import Tensor, nn
 
 import attnzoo
-from attnzoo.nn import MultiheadAttention, Taylor, replace
+from attnzoo.nn import Attention, MultiheadAttention, Taylor, replace
 from helpers.cases import VARIANTS, params_of, rand
 
 E, H = 12, 3
@@ -242,6 +243,23 @@ def test_every_variant_supports_padding_and_grouped_heads(variant: str) -> None:
     )
     loaded.load_state_dict(state)
     assert torch.equal(loaded(x, x, x)[0], layer(x, x, x)[0])
+
+
+def test_the_bias_of_sigmoid_is_set_in_the_attention_of_a_layer() -> None:
+    """The argument ``bias`` of the layer is that of the projections."""
+    x = rand(5, E)
+    gated: Any = {"wrapper": "output_gate", "dtype": torch.float64}
+    layers = replace(pair()[0], "sigmoid"), MultiheadAttention(E, H, variant="sigmoid", **gated)
+    for layer in layers:
+        before = layer(x, x, x, average_attn_weights=False)[1].logit()  # with a bias of −log 5
+        attend = Attention("sigmoid", H, bias=-1.0)
+        if isinstance(layer.attend, Attention):
+            layer.attend = attend
+        else:
+            layer.attend.attention = attend
+        after = layer(x, x, x, average_attn_weights=False)[1].logit()
+        assert torch.allclose(after - before, torch.full_like(before, math.log(5) - 1))
+
 
 
 def test_torch_checkpoint_loads() -> None:

@@ -26,7 +26,8 @@ class OutputGate(Wrapper):
         activation: "sigmoid" or "softplus".
         norm: whether o is divided by its root mean square over the features of each head. The norm
             has no factors, and its eps is 1e-5.
-        bias: whether to add b, one learned number per head, to g.
+        bias: whether to add b, one learned number per head, to g. The parameter ``bias`` of the
+            variant sigmoid is set by ``gate.attention = Attention("sigmoid", num_heads, bias=…)``.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
