@@ -171,7 +171,9 @@ def _paged_inputs(
     most = table.shape[-1] * k.shape[1] if table.dim() == 2 and k.dim() == 4 else 0
     inputs = q.transpose(1, 2).flatten(0, 1), k, v
     longest = queries, most
-    return check_packed(inputs, (ends, None), longest, arguments["enable_gqa"], used, table)
+    return check_packed(
+        inputs, (ends, None), longest, arguments["enable_gqa"], used, table, names=("q", "k", "v")
+    )
 
 
 def _plan_of_pages(

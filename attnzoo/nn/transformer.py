@@ -199,20 +199,13 @@ class Transformer(nn.Module):
         heads, dims = (num_heads, kv_heads), (head_dim, embed_dim // num_heads)
         self.layers = nn.ModuleList(
             DecoderLayer(
-                embed_dim,
-                heads,
-                dims,
-                mlp_dim or 4 * embed_dim,
-                dropout,
-                qk_norm,
-                layer_scale,
-                name,
-                values,
-                wrapper,
-                number,
+                embed_dim, heads, dims, mlp_dim or 4 * embed_dim, dropout, qk_norm, layer_scale,
+                name, values, wrapper, number,
             )
-            for number, (name, values) in enumerate(per_layer(variant, depth, params, softcap))
-        )
+            for number, (name, values) in enumerate(
+                per_layer(self, variant, depth, params, softcap)
+            )
+        )  # fmt: skip
         t5 = positions == "t5"
         self.relative_bias = RelativeBias(num_heads, bidirectional=False) if t5 else None
         self.norm = nn.RMSNorm(embed_dim)

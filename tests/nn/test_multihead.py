@@ -261,7 +261,6 @@ def test_the_bias_of_sigmoid_is_set_in_the_attention_of_a_layer() -> None:
         assert torch.allclose(after - before, torch.full_like(before, math.log(5) - 1))
 
 
-
 def test_torch_checkpoint_loads() -> None:
     theirs = nn.MultiheadAttention(E, H)
     ours = MultiheadAttention(E, H, variant="ssmax")
