@@ -377,6 +377,24 @@ def test_vectors_of_a_form_are_used_in_the_dtype_of_the_scores(
         assert torch.equal(have, want)
 
 
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+def test_weights_are_a_softmax_of_the_scores_by_default(backend: str) -> None:
+    def scores(q: Tensor, k: Tensor, call: Any, a: Any) -> Tensor:
+        return a * call.scores(q, k) + call.bias
+
+    fields = {"params": (Param("a", 2.0),), "scores": scores}
+    variant = attnzoo.register_variant(attnzoo.Variant("mine", "-", "-", **fields))
+    assert variant.weights.__module__ == __name__
+    q, k, v = rand(3, 2, 4, 6, 8).unbind()
+    options: dict[str, Any] = {"is_causal": True, "return_lse": True, "backend": backend}
+    out, lse = attnzoo.attention(q, k, v, "mine", **options)
+    expected = attnzoo.attention(q, k, v, "softmax", scale=2 * 8**-0.5, **options)
+    assert torch.allclose(out, expected[0])
+    assert torch.allclose(lse, expected[1])
+    with pytest.raises(TypeError, match=r"weights must be a function of \(q, k, call\), got None"):
+        attnzoo.register_variant(attnzoo.Variant("neither", "-", "-"))
+
+
 def test_unsupported_must_return_a_str_or_none() -> None:
     register(weights, unsupported=lambda call: True)
     with pytest.raises(
