@@ -114,6 +114,14 @@ def is_dtensor(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
+def broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether x broadcasts to the shape."""
+    # `in` would fail: torch.compile does not find a symbolic size in a tuple.
+    return x.dim() <= len(shape) and all(
+        have == 1 or have == want for have, want in zip(reversed(x.shape), reversed(shape))
+    )
+
+
 def check_bool(what: str, x: Any) -> bool:
     x = plain(x)
     if not isinstance(x, bool):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import Tensor
 
 from attnzoo.backends import BACKENDS
-from attnzoo.backends.selection import candidates, check_backend
+from attnzoo.backends.selection import check_backend
 from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import check_bool, is_recorded
@@ -27,6 +27,7 @@ from attnzoo.functional.max_logits import max_logits, max_logits_of_segments
 from attnzoo.functional.packed import runs_of_sequences
 from attnzoo.functional.padded import (
     as_one_row,
+    first_able,
     padded_attention,
     reads_pages,
     sequences,
@@ -350,9 +351,7 @@ def _walked(
     call = replace(ready.call, longest=longest)
     with in_full_precision(call.device):
         ready = ready._replace(call=call)
-        forms = (*ready.forms, ready.definition)
-        able = (c for c in candidates(variant, forms, call, backend) if c.reason is None)
-        first = next(able, None)
+        first = first_able(ready, backend)
         if first is None or not BACKENDS[first.backend].walks_segments:
             return None
         runner = BACKENDS[first.backend]

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attnzoo.core.arguments import ARGUMENTS
@@ -139,7 +140,9 @@ def check_queries(attend: Any, had: int, options: dict[str, Any]) -> None:
         )
 
 
-def check_range(name: str, value: Any, low: float, high: float) -> float:
+def check_range(
+    name: str, value: Any, low: float, high: float = torch.finfo(torch.float32).max
+) -> float:
     """The value as a float; raises unless it is a number from ``low`` to ``high``."""
     value = plain(value)
     if not is_number(value):

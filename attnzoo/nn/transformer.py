@@ -40,7 +40,6 @@ from attnzoo.nn.tied_output import TiedOutput, output_of
 from attnzoo.nn.wrappers import Choice, Wrapper
 
 POSITIONS = ("rope", "p-rope", "alibi", "nape", "t5", "none")
-LARGEST = torch.finfo(torch.float32).max
 
 
 class Transformer(nn.Module):
@@ -184,9 +183,9 @@ class Transformer(nn.Module):
             raise ValueError(f"positions={positions!r} needs an even head dimension, got {came}")
         check_bool("qk_norm", qk_norm)
         if layer_scale is not None:
-            layer_scale = check_range("layer_scale", layer_scale, 0, LARGEST)
+            layer_scale = check_range("layer_scale", layer_scale, 0)
         rope_share = check_range("rope_share", rope_share, 0, 1)
-        rope_base = check_range("rope_base", rope_base, 1, LARGEST)
+        rope_base = check_range("rope_base", rope_base, 1)
         dropout = check_probability("dropout", dropout)
         self.positions, self.window, self.num_heads = positions, window, num_heads
         self.rotated_pairs = 0

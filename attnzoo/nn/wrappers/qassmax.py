@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from attnzoo.core.arguments import check_call
 from attnzoo.core.call import in_full_precision, widened
-from attnzoo.core.checks import check_sizes, plain, shown
+from attnzoo.core.checks import check_sizes, plain
 from attnzoo.functional.prepare import cast_by_autocast
 from attnzoo.nn.cache import KVCache, StateCache
-from attnzoo.nn.wrappers.base import Wrapper
+from attnzoo.nn.wrappers.base import Wrapper, check_per
 
 LAYOUT = ("attn_mask", "is_causal", "window", "segment_ids")  # what the number of keys depends on
 
@@ -67,8 +67,7 @@ class QASSMax(Wrapper):
         hidden: int = 64,
         **options: Any,
     ) -> None:
-        if per not in ("element", "head"):
-            raise ValueError(f"per must be 'element' or 'head', got {shown(per)}")
+        check_per(per)
         hidden = plain(hidden)
         check_sizes(hidden=hidden)
         self.per, self.hidden = per, hidden
