@@ -79,7 +79,8 @@ class Pairwise:
     z_ij = scale · q_i·k_j, or softcap · tanh(scale · q_i·k_j / softcap) with a softcap.
     s_ij = gain_i · a(t_ij) · z_ij + bias_ij + m(t_ij) + (key_bias_j − offset_i)
 
-    ``bias`` is the float mask plus ALiBi, and t_ij = |p_i − p_j| the distance of query and key.
+    ``bias`` is the float mask plus ALiBi or the table `relative_bias`, and t_ij = |p_i − p_j| the
+    distance of query and key.
     key_bias_j − offset_i is formed first, so that both may be much larger than the difference.
     The kernels compute exp in base 2, where numbers beyond ±2.3e38 overflow: such a key_bias may
     hide its key, and such an offset may give NaN.
@@ -301,10 +302,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class Shares:
-    """The form w_ij = β_ij · Π_l (1 − β_il) over the visible keys l behind key j, with β = σ(s).
+    """The form w_ij = β_ij · Π_l (1 − β_il) over the visible keys l after key j, with β = σ(s).
 
     s_ij = z_ij + bias_ij, as in `Pairwise`. Each query visits its keys from the last one back, and
-    each key takes the share β_ij of what the keys behind it have left. A query sees only keys
+    each key takes the share β_ij of what the keys after it have left. A query sees only keys
     before its own position, so causal calls have no weight on the diagonal.
 
     With the softplus −log(1 − σ(s)), and g_ij = w_ij dO_i·v_j in the backward:

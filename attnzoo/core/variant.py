@@ -160,7 +160,8 @@ class Variant:
         normalized: Whether every row with a visible key sums to 1.
         signed: Whether weights can be negative.
         has_logits: Whether weights depend on q and k through the logits only. If not, a softcap, a
-            float mask, ALiBi and given scores raise an error.
+            float mask, ALiBi, a relative bias, ``return_max_logits`` and given scores raise an
+            error.
         positional: Whether weights depend on the distance between query and key.
         absolute: Whether weights depend on the position of the query. Must be True if a function
             uses ``call.places``.

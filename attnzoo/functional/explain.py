@@ -60,7 +60,8 @@ class Plan:
         split = {None: "", 1: ", split by segments into one batch"}
         words = split.get(self.parts, f", split by segments into {self.parts} calls")
         gathered = ", with keys gathered from their pages" if self.gathers else ""
-        lines = [f"{self.variant}: {self.chosen}{gathered}{words}"]
+        backend = self.chosen or "the named backend cannot run this call"
+        lines = [f"{self.variant}: {backend}{gathered}{words}"]
         seen = False
         for backend, form, reason, note in self.candidates:
             chosen = reason is None and backend == self.chosen and not seen

@@ -214,8 +214,8 @@ def varlen_attention(
         alibi: Slopes (H,), as for `attention`.
         relative_bias: A table (H, 2R + 1), as for `attention`.
         dropout_p: As for `attention`.
-        seqused_k: Int32 (S,): so many first keys of each sequence take part. Others are neither
-            visible nor counted, and may be NaN. None: all keys do.
+        seqused_k: Int32 (S,): only the first ``seqused_k[s]`` keys of sequence s take part. Others
+            are neither visible nor counted, and may be NaN. None: all keys do.
         block_table: Int32 (S, max_blocks): key t of sequence s is entry t % page_size of the page
             ``block_table[s, t // page_size]``. Entries beyond the keys that take part may have any
             value. Needs ``seqused_k``.

@@ -26,9 +26,9 @@ def check_like(name: str, x: Tensor, weight: Any) -> None:
     """Raises unless an input has the dtype, after autocast, and the device of a layer's weight."""
     if not isinstance(weight, Tensor) or weight.is_meta:
         return  # a method of a quantized layer, or on meta until an offloaded layer runs
-    wanted, came = autocast_dtype(weight), autocast_dtype(x)
-    if came != wanted and wanted in DTYPES:  # a quantized weight has another dtype
-        raise TypeError(f"{name} must have the dtype of the layer, {wanted}, got {came}")
+    wanted, actual = autocast_dtype(weight), autocast_dtype(x)
+    if actual != wanted and wanted in DTYPES:  # a quantized weight has another dtype
+        raise TypeError(f"{name} must have the dtype of the layer, {wanted}, got {actual}")
     if x.device != weight.device:
         raise ValueError(f"{name} must be on the layer's device {weight.device}, got {x.device}")
 

@@ -60,7 +60,7 @@ class Transformer(nn.Module):
             "alibi" adds −slope·|i − j| to the scores, with slopes 2^{−8h/H}. "nape" does so in the
             second half of the heads, with slopes 1, 1/2, 1/3, …, and the first half has no encoding
             (Vasylenko et al. 2025, arXiv:2506.16640, and their code). "t5" adds a learned bias, a
-            `RelativeBias` that all layers share, with all 32 buckets behind the query. "none" has
+            `RelativeBias` that all layers share, with all 32 buckets before the query. "none" has
             no encoding besides the causal mask.
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
         mlp_dim: number of hidden features of each MLP; None is 4·E.
@@ -179,8 +179,8 @@ class Transformer(nn.Module):
             )
         head_dim = qk_dim or embed_dim // num_heads
         if "rope" in positions and head_dim % 2:
-            came = f"qk_dim = {qk_dim}" if qk_dim else f"{embed_dim} // {num_heads} = {head_dim}"
-            raise ValueError(f"positions={positions!r} needs an even head dimension, got {came}")
+            actual = f"qk_dim = {qk_dim}" if qk_dim else f"{embed_dim} // {num_heads} = {head_dim}"
+            raise ValueError(f"positions={positions!r} needs an even head dimension, got {actual}")
         check_bool("qk_norm", qk_norm)
         if layer_scale is not None:
             layer_scale = check_range("layer_scale", layer_scale, 0)
