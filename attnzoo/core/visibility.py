@@ -218,8 +218,8 @@ class Visibility:
     def with_cache(self) -> Self:
         """A copy that caches counts and log_n, and in small calls visible and distance.
 
-        The call must have no mask, ALiBi, relative bias or segments. ``dataclasses.replace`` of the copy gives an
-        object that caches nothing.
+        The call must have no mask, ALiBi, relative bias or segments. ``dataclasses.replace`` of the
+        copy gives an object that caches nothing.
         """
         copy = replace(self)
         object.__setattr__(copy, "cache", TensorCache(self.device))

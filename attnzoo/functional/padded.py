@@ -111,8 +111,8 @@ def padded_attention(
     for rows, names in ((queries, token_params.of_queries), (keys, token_params.of_keys)):
         for name in names:
             params[name] = rows.take_parameter(params[name])  # [S, H, width]
-    # Padding repeats a token's value. A cumulative sum over it would grow and lose digits, so padding
-    # gets the neutral value.
+    # Padding repeats a token's value. A cumulative sum over it would grow and lose digits, so
+    # padding gets the neutral value.
     neutral = get_variant(variant).identity or {}
     for name in neutral.keys() & set(token_params.of_keys):
         params[name] = params[name].where(keys.valid[:, None], neutral[name])
