@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnzoo.core.checks import shown
+from attnzoo.core.checks import check_type, is_number, shown
 from attnzoo.core.function_keys import ACTIVATIONS, Keyed
 
 
@@ -91,29 +91,22 @@ class Activation(Keyed):
     shifted: bool = False
 
     def __post_init__(self) -> None:
-        what = f"activation {shown(self.name)}"
-        for field in (
-            "vanishes", "exponential", "convex", "increasing", "positive", "shifted",
-        ):  # fmt: skip
-            if not isinstance(getattr(self, field), bool):
-                raise TypeError(
-                    f"{what}: {field} must be a bool, got {shown(getattr(self, field))}"
-                )
-        if self.integral is not None and not callable(self.integral):
-            raise TypeError(
-                f"{what}: integral must be a function or None, got {shown(self.integral)}"
-            )
+        self._check_fields(
+            required=("value", "slope"),
+            optional=("shape_slope", "integral", "normalizer", "normalizer_slope"),
+            triton=("triton", "triton_shape_slope"),
+        )
+        what = f"activation {self.name!r}"
+        for field in ("vanishes", "exponential", "convex", "increasing", "positive", "shifted"):
+            check_type(f"{what}: {field}", getattr(self, field), bool)
+        if not is_number(self.unit):
+            raise TypeError(f"{what}: unit must be a number, got {shown(self.unit)}")
         if self.quadratic is not None and not (
             isinstance(self.quadratic, tuple) and len(self.quadratic) == 3
         ):
             raise TypeError(
                 f"{what}: quadratic must be (a, b, c) or None, got {shown(self.quadratic)}"
             )
-        for field in ("normalizer", "normalizer_slope"):
-            if (function := getattr(self, field)) is not None and not callable(function):
-                raise TypeError(
-                    f"{what}: {field} must be a function or None, got {shown(function)}"
-                )
         if (self.normalizer is None) != (self.normalizer_slope is None):
             raise ValueError(f"{what}: normalizer and normalizer_slope must be given together")
         if self.normalizer is not None and (self.shape_slope is not None or self.exponential):

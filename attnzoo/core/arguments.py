@@ -11,6 +11,7 @@ from torch import Tensor
 from attnzoo.core.call import Call, score_dtype
 from attnzoo.core.checks import (
     DTYPES,
+    broadcasts,
     check_bool,
     check_dense,
     check_probability,
@@ -229,10 +230,7 @@ def _mask(
         raise TypeError(f"attn_mask must be bool (True = attend) or {floats}, got {mask.dtype}")
     if mask.device != q.device:
         raise ValueError(f"attn_mask must be on q's device {q.device}, got {mask.device}")
-    fits = 1 <= mask.dim() <= 4 and all(
-        have in (1, want) for have, want in zip(reversed(mask.shape), reversed(shape))
-    )
-    if not fits:
+    if mask.dim() == 0 or not broadcasts(mask, shape):
         raise ValueError(
             f"attn_mask must broadcast to (B, H, Nq, Nk) = {shape}, got {tuple(mask.shape)}"
         )

@@ -114,11 +114,31 @@ def is_dtensor(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
+def broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether x broadcasts to the shape."""
+    # `in` would fail: torch.compile does not find a symbolic size in a tuple.
+    return x.dim() <= len(shape) and all(
+        have == 1 or have == want for have, want in zip(reversed(x.shape), reversed(shape))
+    )
+
+
 def check_bool(what: str, x: Any) -> bool:
     x = plain(x)
     if not isinstance(x, bool):
         raise TypeError(f"{what} must be a bool, got {shown(x)}")
     return x
+
+
+def check_type(what: str, x: Any, kind: type) -> None:
+    if not isinstance(x, kind):
+        raise TypeError(f"{what} must be a {kind.__name__}, got {shown(x)}")
+
+
+def check_callable(what: str, x: Any, optional: bool = False) -> None:
+    """Raise unless x is callable, or None if ``optional``."""
+    if not callable(x) and not (optional and x is None):
+        allowed = "a function or None" if optional else "a function"
+        raise TypeError(f"{what} must be {allowed}, got {shown(x)}")
 
 
 def check_device_and_dtype(device: Any, dtype: Any) -> None:

@@ -131,8 +131,8 @@ class _Exchange:
         self.sent = [x.contiguous() for x in tensors]  # kept until they have arrived
         self.received = into or [torch.empty_like(x) for x in self.sent]
         sends = [dist.P2POp(dist.isend, x, after, group) for x in self.sent]
-        takes = [dist.P2POp(dist.irecv, x, before, group) for x in self.received]
-        self.work = dist.batch_isend_irecv([*sends, *takes])
+        receives = [dist.P2POp(dist.irecv, x, before, group) for x in self.received]
+        self.work = dist.batch_isend_irecv([*sends, *receives])
 
     def wait(self) -> list[Tensor]:
         for work in self.work:

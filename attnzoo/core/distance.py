@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.core.checks import shown
 from attnzoo.core.function_keys import DISTANCES, Keyed
 
 
@@ -54,29 +53,16 @@ class Distance(Keyed):
     triton_slope: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise TypeError(f"name of a Distance must be a str, got {shown(self.name)}")
-        functions = ("gain", "bias", "gain_slope", "bias_slope")
-        for field in functions:
-            function = getattr(self, field)
-            if function is not None and not callable(function):
-                raise TypeError(
-                    f"distance {self.name!r}: {field} must be a function or None, got "
-                    f"{shown(function)}"
-                )
+        self._check_fields(
+            optional=("gain", "bias", "gain_slope", "bias_slope"),
+            triton=("triton", "triton_slope"),
+        )
         if self.gain is None and self.bias is None:
             raise ValueError(f"distance {self.name!r}: gain or bias must be given, got None")
         for field in ("gain", "bias"):
             if getattr(self, field) is None and getattr(self, f"{field}_slope") is not None:
                 raise ValueError(
                     f"distance {self.name!r}: {field}_slope must be None without {field}"
-                )
-        for field in ("triton", "triton_slope"):
-            path = getattr(self, field)
-            if path is not None and not isinstance(path, str):
-                raise TypeError(
-                    f"distance {self.name!r}: {field} must be 'module:name' or None, got "
-                    f"{shown(path)}"
                 )
         if self.triton is None and self.triton_slope is not None:
             raise ValueError(f"distance {self.name!r}: triton_slope must be None without triton")

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from attnzoo.core.activation import Activation
-from attnzoo.core.checks import is_int, is_number, shown
+from attnzoo.core.checks import check_callable, check_type, is_int, is_number, shown
 from attnzoo.core.distance import Distance
 
 PerQuery = Tensor | float
@@ -54,6 +54,10 @@ class FromStatistics:
     gain: Callable[[Statistics], Tensor]
     differentiable: bool
 
+    def __post_init__(self) -> None:
+        check_callable("gain of FromStatistics", self.gain)
+        check_type("differentiable of FromStatistics", self.differentiable, bool)
+
     def of(self, statistics: Statistics) -> Tensor:
         """The gain in the dtype of the statistics."""
         return self.gain(statistics).to(statistics.lse.dtype)
@@ -75,7 +79,8 @@ class Pairwise:
     z_ij = scale · q_i·k_j, or softcap · tanh(scale · q_i·k_j / softcap) with a softcap.
     s_ij = gain_i · a(t_ij) · z_ij + bias_ij + m(t_ij) + (key_bias_j − offset_i)
 
-    ``bias`` is the float mask plus ALiBi, and t_ij = |p_i − p_j| the distance of query and key.
+    ``bias`` is the float mask plus ALiBi or the table `relative_bias`, and t_ij = |p_i − p_j| the
+    distance of query and key.
     key_bias_j − offset_i is formed first, so that both may be much larger than the difference.
     The kernels compute exp in base 2, where numbers beyond ±2.3e38 overflow: such a key_bias may
     hide its key, and such an offset may give NaN.
@@ -284,6 +289,12 @@ class Linear:
     per_query_head: bool = False
     kind = "linear"
 
+    def __post_init__(self) -> None:
+        for field in ("features", "size", "query_features"):
+            check_callable(f"{field} of Linear", getattr(self, field), field == "query_features")
+        for field in ("cancels", "per_query_head"):
+            check_type(f"{field} of Linear", getattr(self, field), bool)
+
     def of_queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """The features of scaled queries."""
         return (self.query_features or self.features)(x, positions)
@@ -291,10 +302,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class Shares:
-    """The form w_ij = β_ij · Π_l (1 − β_il) over the visible keys l behind key j, with β = σ(s).
+    """The form w_ij = β_ij · Π_l (1 − β_il) over the visible keys l after key j, with β = σ(s).
 
     s_ij = z_ij + bias_ij, as in `Pairwise`. Each query visits its keys from the last one back, and
-    each key takes the share β_ij of what the keys behind it have left. A query sees only keys
+    each key takes the share β_ij of what the keys after it have left. A query sees only keys
     before its own position, so causal calls have no weight on the diagonal.
 
     With the softplus −log(1 − σ(s)), and g_ij = w_ij dO_i·v_j in the backward:
@@ -337,6 +348,13 @@ class NoForm:
 
     kind: str
     why: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in (kinds := (Pairwise.kind, Linear.kind, Shares.kind)):
+            raise ValueError(
+                f"kind of NoForm must be one of {', '.join(kinds)}, got {shown(self.kind)}"
+            )
+        check_type("why of NoForm", self.why, str)
 
 
 Form = Pairwise | Linear | Shares | Definition | NoForm

@@ -10,6 +10,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from attnzoo.core.checks import check_callable, check_type, shown
+
 ACTIVATIONS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 DISTANCES: WeakValueDictionary[str, Any] = WeakValueDictionary()
 LOCK = Lock()  # two threads must not choose the same key
@@ -32,6 +34,23 @@ class Keyed:
                 "variant's forms()"
             )
         return self._key
+
+    def _check_fields(
+        self, *, required: tuple[str, ...] = (), optional: tuple[str, ...], triton: tuple[str, ...]
+    ) -> None:
+        """Raise unless the fields are functions, those in ``triton`` names of functions."""
+        kind = type(self).__name__
+        check_type(f"name of {kind}", self.name, str)
+        for field in (*required, *optional):
+            what = f"{kind.lower()} {self.name!r}: {field}"
+            check_callable(what, getattr(self, field), field in optional)
+        for field in triton:
+            path = getattr(self, field)
+            if path is not None and not isinstance(path, str):
+                raise TypeError(
+                    f"{kind.lower()} {self.name!r}: {field} must be 'module:name' or None, got "
+                    f"{shown(path)}"
+                )
 
     def _register(self, known: WeakValueDictionary[str, Any]) -> None:
         """Choose the key and add the object to ``known`` under it.

@@ -19,6 +19,7 @@ from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.call import Call
 from attnzoo.core.checks import (
     DTYPES,
+    broadcasts,
     check_dense,
     did_you_mean,
     is_finite,
@@ -183,9 +184,7 @@ def checked_vectors(what: str, form: Pairwise, call: Call) -> Pairwise:
             continue
         width = {"Nq": call.queries, "Nk": call.keys, "1": 1}[last]
         full = (call.batch, call.heads, width)
-        # `n in (1, size)` would fail: torch.compile does not find a symbolic size in a tuple.
-        sizes = zip(vector.shape, full)
-        fits = vector.dim() == 3 and all(n == 1 or n == size for n, size in sizes)
+        fits = vector.dim() == 3 and broadcasts(vector, full)
         if not fits or not vector.is_floating_point():
             raise ValueError(
                 f"{what}: {name} must be a float or a float tensor that broadcasts to "

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from attnzoo.core.checks import shown
-from attnzoo.core.registry import list_variants
+from attnzoo.core.registry import list_variants, remove_variants
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def load_plugin(path: str | os.PathLike[str]) -> Plugin:
 
     Raises:
         TypeError: The path is not a path.
-        ValueError: There is no such file, its module name is taken, or it raised an exception.
+        ValueError: There is no such file, its module name is taken, or it raised an exception. Then
+            none of its variants is registered.
 
     Example:
         >>> import attnzoo
@@ -76,7 +77,13 @@ def load_plugin(path: str | os.PathLike[str]) -> Plugin:
             f"plugin {file} must have a free module name, {name!r} is taken by {owner}"
         )
     before = set(list_variants())
-    module = _executed(name, file)
+    try:
+        module = _executed(name, file)
+    except BaseException:
+        # A plugin that this one has loaded stays loaded.
+        before.update(*(plugin.variants for plugin in _LOADED.values()))
+        remove_variants(set(list_variants()) - before)
+        raise
     plugin = Plugin(file, module, tuple(n for n in list_variants() if n not in before))
     _LOADED[name] = plugin
     return plugin

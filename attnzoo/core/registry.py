@@ -11,18 +11,29 @@ from typing import Any, cast
 import torch
 
 from attnzoo.core.arguments import ARGUMENTS
-from attnzoo.core.checks import did_you_mean, is_finite, is_number, shown
+from attnzoo.core.checks import (
+    check_callable,
+    check_type,
+    did_you_mean,
+    is_finite,
+    is_number,
+    shown,
+)
 from attnzoo.core.parameters import check_value
 from attnzoo.core.variant import REQUIRED, Param, Projection, Variant
 
-# Names that a variant's parameter may not have: arguments of functions that accept parameters, and
-# attributes of modules that own them.
+# Names that a variant's parameter may not have: arguments of functions, modules and wrappers that
+# accept parameters, and attributes of modules that own them. `bias` is an exception for sigmoid.
 RESERVED = ARGUMENTS | frozenset(
     "self q k v call variant state cache backend num_heads head_dim learn learned training "
     "scores dim mask input logits target linear_weight linear_bias class_mask softcap weight "
     "label_smoothing lse_penalty ignore_index reduction return_stats in_features num_classes "
     "device dtype output given projected projections query key value cu_seq_q cu_seq_k max_q "
-    "max_k".split()
+    "max_k seqused_k block_table window_size return_aux num_splits mesh method layout need_weights "
+    "gate embed_dim dropout kdim vdim batch_first add_bias_kv add_zero_attn num_kv_heads wrapper "
+    "layer vocab_size depth positions mlp_dim rope_base rope_scaling rope_share output_params "
+    "qk_norm layer_scale qk_dim v_dim key_dim components mix per hidden clamp gated activation "
+    "norm model layers start calibrate inputs warn temperature".split()
 )
 
 KINDS = ("per_head", "tensor", "int", "float", "bool", "str")
@@ -87,6 +98,12 @@ def register_variant(variant: Variant) -> Variant:
     return variant
 
 
+def remove_variants(names: Iterable[str]) -> None:
+    """Remove variants of a plugin that failed."""
+    for name in names:
+        del _VARIANTS[name]
+
+
 def _check_name(what: str, name: Any) -> None:
     if not isinstance(name, str):
         raise TypeError(f"{what} must be a str, got {shown(name)}")
@@ -99,12 +116,11 @@ def _check_param(what: str, param: Param) -> None:
         raise ValueError(
             f"{what}: kind must be one of {', '.join(map(repr, KINDS))}, got {shown(param.kind)}"
         )
-    if param.check is not None and not callable(param.check):
-        raise TypeError(f"{what}: check must be a function or None, got {shown(param.check)}")
+    check_callable(f"{what}: check", param.check, optional=True)
     for field in ("doc", "allowed"):
-        _check_type(f"{what}: {field}", getattr(param, field), str)
+        check_type(f"{what}: {field}", getattr(param, field), str)
     for field in ("per_token", "per_key", "host_sink"):
-        _check_type(f"{what}: {field}", getattr(param, field), bool)
+        check_type(f"{what}: {field}", getattr(param, field), bool)
     _check_shapes(what, param)
     for field in ("per_token", "per_key", "host_sink", "between"):
         if param.kind != "per_head" and getattr(param, field) not in (None, False):
@@ -150,7 +166,7 @@ def _check_shapes(what: str, param: Param) -> None:
         raise ValueError(f"{what}: default must be REQUIRED or None for kind 'tensor'")
     if param.projection is None:
         return
-    _check_type(f"{what}: projection", param.projection, Projection)
+    check_type(f"{what}: projection", param.projection, Projection)
     if not (param.per_token or param.per_key):
         raise ValueError(f"{what}: projection requires per_token or per_key")
 
@@ -158,23 +174,27 @@ def _check_shapes(what: str, param: Param) -> None:
 def _check_fields(variant: Variant) -> None:
     what = f"variant {variant.name!r}"
     for field in ("formula", "paper", "use"):
-        _check_type(f"{what}: {field}", getattr(variant, field), str)
+        check_type(f"{what}: {field}", getattr(variant, field), str)
     flags = (
         "normalized", "signed", "has_logits", "positional", "absolute", "length_gain",
         "inference_only",
     )  # fmt: skip
     for field in flags:
-        _check_type(f"{what}: {field}", getattr(variant, field), bool)
+        check_type(f"{what}: {field}", getattr(variant, field), bool)
     if not isinstance(variant.aliases, tuple) or not all(
         isinstance(alias, str) for alias in variant.aliases
     ):
         raise TypeError(f"{what}: aliases must be a tuple of str, got {shown(variant.aliases)}")
     names = [param.name for param in variant.params]
-    if not set(variant.output_defaults or {}) <= set(names):
-        raise ValueError(
-            f"{what}: output_defaults must name parameters ({', '.join(names) or 'none'}), got "
-            f"{shown(variant.output_defaults)}"
-        )
+    for field in ("identity", "output_defaults"):
+        if (values := getattr(variant, field)) is None:
+            continue
+        check_type(f"{what}: {field}", values, dict)
+        if not set(values) <= set(names):
+            raise ValueError(
+                f"{what}: {field} must name parameters ({', '.join(names) or 'none'}), got "
+                f"{shown(values)}"
+            )
     dense = ("q", "k", "call")
     _check_function(f"{what}: weights", variant.weights, dense, names)
     _check_function(f"{what}: forms", variant.forms, ("call",), names)
@@ -182,17 +202,11 @@ def _check_fields(variant: Variant) -> None:
     _check_function(f"{what}: has_state", variant.has_state, (), names)
     if variant.scores is not None:
         _check_function(f"{what}: scores", variant.scores, dense, names)
-    if variant.calibrate is not None:
-        _check_function(f"{what}: calibrate", variant.calibrate, ("log_n",), ())
-    if variant.output_bias is not None:
-        _check_function(f"{what}: output_bias", variant.output_bias, ("classes",), ())
-    if variant.example is not None:
-        _check_function(f"{what}: example", variant.example, ("length",), ())
-
-
-def _check_type(what: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{what} must be a {kind.__name__}, got {shown(value)}")
+    for field, argument in (
+        ("calibrate", "log_n"), ("output_bias", "classes"), ("example", "length"),
+    ):  # fmt: skip
+        if (function := getattr(variant, field)) is not None:
+            _check_function(f"{what}: {field}", function, (argument,), ())
 
 
 def _check_function(

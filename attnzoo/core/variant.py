@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from attnzoo.core.checks import is_finite, is_number, shown
+from attnzoo.core.checks import check_callable, is_finite, is_number, shown
 from attnzoo.core.forms import Form
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ class Projection:
     bias: float = 0.0
 
     def __post_init__(self) -> None:
-        if not callable(self.value):
-            raise TypeError(f"value of a Projection must be a function, got {shown(self.value)}")
+        check_callable("value of a Projection", self.value)
         if not is_number(self.bias):
             raise TypeError(f"bias of a Projection must be a number, got {shown(self.bias)}")
         if not is_finite(self.bias, torch.float32):
@@ -120,12 +120,21 @@ def no_state(**params: Any) -> bool:
     return False
 
 
+def _softmax_of(scores: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(scores)
+    def weights(q: Tensor, k: Tensor, call: Call, **params: Any) -> Tensor:
+        return call.softmax(scores(q, k, call, **params))
+
+    return weights
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to turn logits into attention weights; add it with `register_variant`.
 
-    Only the first four fields are required. A definition (``weights``) is enough for masks, GQA,
-    gradients and memory linear in N; forms make the faster backends available.
+    Only the first three fields are required, and ``weights`` or ``scores``. Either is a definition,
+    which is enough for masks, GQA, gradients and memory linear in N; forms make the faster backends
+    available.
 
     Parameters are passed to the functions by name. A parameter of kind "per_head" is a float or a
     tensor. In ``weights`` and ``scores`` the tensor broadcasts against the scores:
@@ -138,7 +147,8 @@ class Variant:
         formula: The formula of the weights, for tables.
         paper: Citation, such as "Nakanishi 2025, arXiv:2501.19399".
         weights: The definition, ``weights(q, k, call, **params) -> (B, H, Nq, Nk)``, in plain
-            PyTorch, 0 for invisible keys, in the dtype of ``call.scores(q, k)``.
+            PyTorch, 0 for invisible keys, in the dtype of ``call.scores(q, k)``. By default the
+            softmax of ``scores``.
         params: Its parameters.
         forms: ``forms(call, **params)`` -> a tuple of forms, the preferred one first. Each form
             must give the same weights as the definition in this call.
@@ -150,7 +160,8 @@ class Variant:
         normalized: Whether every row with a visible key sums to 1.
         signed: Whether weights can be negative.
         has_logits: Whether weights depend on q and k through the logits only. If not, a softcap, a
-            float mask, ALiBi and given scores raise an error.
+            float mask, ALiBi, a relative bias, ``return_max_logits`` and given scores raise an
+            error.
         positional: Whether weights depend on the distance between query and key.
         absolute: Whether weights depend on the position of the query. Must be True if a function
             uses ``call.places``.
@@ -186,7 +197,7 @@ class Variant:
     name: str
     formula: str
     paper: str
-    weights: Callable[..., Tensor]
+    weights: Callable[..., Tensor] = None  # type: ignore[assignment]
     params: tuple[Param, ...] = ()
     forms: Callable[..., tuple[Form, ...]] = no_forms
     scores: Callable[..., Tensor] | None = None
@@ -206,6 +217,10 @@ class Variant:
     aliases: tuple[str, ...] = ()
     output_defaults: dict[str, Any] | None = None
     output_bias: Callable[[int], float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights is None and callable(self.scores):
+            object.__setattr__(self, "weights", _softmax_of(self.scores))
 
     @property
     def in_eval(self) -> dict[str, Any]:

@@ -77,6 +77,7 @@ def check_packed(
     enable_gqa: bool,
     used: Tensor | None = None,
     table: Tensor | None = None,
+    names: tuple[str, str, str] = ("query", "key", "value"),
 ) -> Packed:
     """Validate the tensors of `varlen_attention` and the lengths of the sequences.
 
@@ -87,10 +88,11 @@ def check_packed(
         enable_gqa: As for `varlen_attention`.
         used: seqused_k.
         table: block_table.
+        names: The names of ``tensors`` in errors.
     """
     query, key, value = tensors
     cu_seq_q, cu_seq_k = ends
-    check_tokens(query, key, value, enable_gqa, table is not None)
+    check_tokens(tensors, enable_gqa, table is not None, names)
     queries = check_ends("cu_seq_q", cu_seq_q, "query", query, query.shape[0])
     sequences, keys = cu_seq_q.shape[0] - 1, None
     if table is not None:
@@ -118,15 +120,17 @@ def check_packed(
 
 
 def check_tokens(
-    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, paged: bool = False
+    tensors: tuple[Tensor, Tensor, Tensor], enable_gqa: bool, paged: bool, names: tuple[str, ...]
 ) -> None:
     """Raise unless query, key and value are (Tq, H, D), (Tk, Hkv, D) and (Tk, Hkv, Dv).
 
     ``paged``: key and value are (num_pages, page_size, Hkv, D) and (num_pages, page_size, Hkv, Dv).
+    ``names``: the names of query, key and value in errors.
     """
-    tokens = {"query": query, "key": key, "value": value}
+    (query, key, value), (of_query, of_key, of_value) = tensors, names
+    tokens = dict(zip(names, tensors, strict=True))
     if paged:
-        for name, x in (("key", key), ("value", value)):
+        for name, x in ((of_key, key), (of_value, value)):
             check_dense(name, x)
             if x.dim() != 4 or x.shape[1] == 0:
                 raise ValueError(
@@ -137,15 +141,16 @@ def check_tokens(
     check_tensors("T, H, D", tokens)
     if key.shape[-1] != query.shape[2]:
         raise ValueError(
-            f"key must have query's head dimension {query.shape[2]}, got {tuple(key.shape)}"
+            f"{of_key} must have {of_query}'s head dimension {query.shape[2]}, got "
+            f"{tuple(key.shape)}"
         )
     if value.shape[:-1] != key.shape[:-1]:
         what = "pages, tokens" if paged else "tokens"
         raise ValueError(
-            f"value must have as many {what} and heads as key, {tuple(key.shape[:-1])}, got "
-            f"{tuple(value.shape)}"
+            f"{of_value} must have as many {what} and heads as {of_key}, {tuple(key.shape[:-1])}, "
+            f"got {tuple(value.shape)}"
         )
-    check_heads(("query", "key"), query.shape[1], key.shape[-2], enable_gqa)
+    check_heads((of_query, of_key), query.shape[1], key.shape[-2], enable_gqa)
 
 
 def _check_used(
@@ -192,7 +197,7 @@ def _check_pages(table: Tensor, keys: list[int], key: Tensor) -> None:
         for page in entries[: -(-number // size)]:
             if not 0 <= page < pages:
                 allowed = (
-                    f"pages from 0 to {pages - 1}" if pages else "no entries, as key has no page,"
+                    f"pages from 0 to {pages - 1}" if pages else "no entries, as there is no page,"
                 )
                 raise ValueError(
                     f"block_table must have {allowed} where keys are used, got {page} for sequence "
@@ -210,7 +215,7 @@ def _check_int32(name: str, x: Any, shape: tuple[int | str, ...], like: Tensor) 
         wanted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{name} must have shape ({wanted}), got {tuple(x.shape)}")
     if x.device != like.device:
-        raise ValueError(f"{name} must be on key's device {like.device}, got {x.device}")
+        raise ValueError(f"{name} must be on the keys' device {like.device}, got {x.device}")
 
 
 def check_ends(name: str, ends: Tensor, of: str, like: Tensor, tokens: int) -> list[int] | None:

@@ -90,7 +90,7 @@ class Visibility:
 
     @property
     def sees_no_later_key(self) -> bool:
-        """Whether the call is causal, or all queries stand at or behind the last key."""
+        """Whether the call is causal, or all queries stand at or after the last key."""
         causal = self.right is not None and self.right <= 0
         return causal or self.keys == 0 or self.query_origin - self.key_origin >= self.keys - 1
 
@@ -218,8 +218,8 @@ class Visibility:
     def with_cache(self) -> Self:
         """A copy that caches counts and log_n, and in small calls visible and distance.
 
-        The call must have no mask, ALiBi or segments. ``dataclasses.replace`` of the copy gives an
-        object that caches nothing.
+        The call must have no mask, ALiBi, relative bias or segments. ``dataclasses.replace`` of the
+        copy gives an object that caches nothing.
         """
         copy = replace(self)
         object.__setattr__(copy, "cache", TensorCache(self.device))

@@ -153,7 +153,7 @@ def attention(
         alibi: Slopes (H,); −slope·|p − j| is added to the scores (after any gain).
         relative_bias: A table r (H, 2R + 1), instead of slopes: r[h, R + clamp(j − p, −R, R)] is
             added to the scores (after any gain). All keys R or more positions before a query share
-            the first entry, all R or more behind it the last. `attnzoo.nn.RelativeBias` is T5's.
+            the first entry, all R or more after it the last. `attnzoo.nn.RelativeBias` is T5's.
         segment_ids: Int (B, N), or a pair (B, Nq), (B, Nk). A query sees only the keys of its own
             segment.
         softcap: c > 0; the logits become c·tanh(scale·q·k/c), before any gain. None: no softcap.
@@ -235,7 +235,9 @@ def attention(
             largest = max_logits_of(ready, backend)
     if out.dtype != call.input_dtype:
         out = out.to(call.input_dtype)
-    return out if lse is largest is None else Results(out, lse, largest).returned
+    if lse is None and largest is None:
+        return out
+    return Results(out, lse, largest).returned
 
 
 def with_signature_of(source: F) -> Callable[[Callable[..., Any]], F]:

@@ -65,7 +65,7 @@ def attention_received(
 
     Notes:
         It costs a forward and a backward with one column of values per query head of a group.
-        `torch.compile` breaks the graph at this call.
+        `torch.compile` breaks the graph at this call, and `torch.func.vmap` does not support it.
     """
     for name, x in (("q", q), ("k", k)):
         check_dense(name, x)

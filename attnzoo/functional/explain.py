@@ -60,7 +60,8 @@ class Plan:
         split = {None: "", 1: ", split by segments into one batch"}
         words = split.get(self.parts, f", split by segments into {self.parts} calls")
         gathered = ", with keys gathered from their pages" if self.gathers else ""
-        lines = [f"{self.variant}: {self.chosen}{gathered}{words}"]
+        backend = self.chosen or "the named backend cannot run this call"
+        lines = [f"{self.variant}: {backend}{gathered}{words}"]
         seen = False
         for backend, form, reason, note in self.candidates:
             chosen = reason is None and backend == self.chosen and not seen
@@ -171,7 +172,9 @@ def _paged_inputs(
     most = table.shape[-1] * k.shape[1] if table.dim() == 2 and k.dim() == 4 else 0
     inputs = q.transpose(1, 2).flatten(0, 1), k, v
     longest = queries, most
-    return check_packed(inputs, (ends, None), longest, arguments["enable_gqa"], used, table)
+    return check_packed(
+        inputs, (ends, None), longest, arguments["enable_gqa"], used, table, names=("q", "k", "v")
+    )
 
 
 def _plan_of_pages(

@@ -86,7 +86,7 @@ def linear_attention(
     arguments: dict[str, Any] = dict(
         attn_mask=attn_mask, is_causal=True, scale=scale, enable_gqa=enable_gqa, **params
     )
-    seen = 0 if state is None else _length(state)
+    seen = 0 if state is None else check_state(state)
     ready = prepare(q, k, v, variant, arguments, positions=(seen, seen))
     check_supported(ready)
     call = ready.call
@@ -123,7 +123,8 @@ def scan_for(form: Linear, call: Call, name: str | None = None) -> Backend:
     return next(able)
 
 
-def _length(state: Any) -> int:
+def check_state(state: Any) -> int:
+    """The number of keys in a state, after checking it."""
     if not isinstance(state, LinearState):
         raise TypeError(f"state must be a LinearState or None, got {type(state).__name__}")
     if not is_int(state.length):

@@ -72,8 +72,8 @@ def runs_of(ready: ValidatedCall, backend: str | None) -> Runs | None:
     """The runs of a call with segments; None if it must run as one call.
 
     That is so if the call is not split for the backend, if the tokens of a segment are not
-    contiguous, if no query has a key, and if a parameter per key belongs to a query whose position
-    is outside of its segment.
+    contiguous, if no query has a key, or if the variant has a parameter per key and a query does
+    not stand at a key of its segment.
     """
     call = ready.call
     if call.segments is None or not splits(ready.q, backend):
@@ -281,8 +281,8 @@ def attend_segments(
     if not call.return_lse:
         return out.transpose(1, 2), None
     nothing = ready.q.new_full((1, call.heads), float("-inf"), dtype=call.dtype)
-    turned = [[None if x is None else x.mT for x in row_lses] for row_lses in lses]
-    return out.transpose(1, 2), _join(turned, runs, nothing).transpose(1, 2)
+    transposed = [[None if x is None else x.mT for x in row_lses] for row_lses in lses]
+    return out.transpose(1, 2), _join(transposed, runs, nothing).transpose(1, 2)
 
 
 def _join(pieces: list[list[Tensor | None]], runs: Runs, nothing: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends import BACKENDS
-from attnzoo.backends.selection import candidates
+from attnzoo.backends.selection import Candidate, candidates
 from attnzoo.core.call import Pages, in_full_precision
 from attnzoo.core.registry import get_variant
 from attnzoo.core.varlen_arguments import Packed, TokenParams
@@ -111,7 +111,8 @@ def padded_attention(
     for rows, names in ((queries, token_params.of_queries), (keys, token_params.of_keys)):
         for name in names:
             params[name] = rows.take_parameter(params[name])  # [S, H, width]
-    # A repeated gate would be summed over the padding, and cumulative sums lose digits.
+    # Padding repeats a token's value. A cumulative sum over it would grow and lose digits, so
+    # padding gets the neutral value.
     neutral = get_variant(variant).identity or {}
     for name in neutral.keys() & set(token_params.of_keys):
         params[name] = params[name].where(keys.valid[:, None], neutral[name])
@@ -136,6 +137,13 @@ def padded_attention(
 
     out, lse, largest = result
     return Results(unpadded(out), None if lse is None else unpadded(lse).T, largest)
+
+
+def first_able(ready: ValidatedCall, backend: str | None) -> Candidate | None:
+    """The backend and the form that run a call; None if none can."""
+    forms = (*ready.forms, ready.definition)
+    considered = candidates(ready.variant.name, forms, ready.call, backend)
+    return next((candidate for candidate in considered if candidate.reason is None), None)
 
 
 def reads_pages(inputs: Packed, backend: str | None) -> bool:
@@ -177,8 +185,7 @@ def _read_pages(
     check_supported(ready)
     call = ready.call
     with in_full_precision(call.device):
-        able = candidates(variant, (*ready.forms, ready.definition), call, backend)
-        if (first := next((c for c in able if c.reason is None), None)) is None:
+        if (first := first_able(ready, backend)) is None:
             return None
         out, lse = BACKENDS[first.backend].run(ready.q, ready.k, ready.v, call, first.form)
     return Results(out.to(call.input_dtype), lse, None)

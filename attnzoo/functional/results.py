@@ -16,7 +16,7 @@ class Results(NamedTuple):
 
     @staticmethod
     def of(result: Tensor | tuple[Tensor, ...], arguments: dict[str, Any]) -> Results:
-        """Undo `returned`, with the ``arguments`` of the call."""
+        """The `Results` of a call from what it returned, with its ``arguments``."""
         if isinstance(result, Tensor):
             return Results(result, None, None)
         lse = result[1] if arguments["return_lse"] else None

@@ -17,7 +17,7 @@ from torch import Tensor
 import attnzoo.variants  # noqa: F401  (registers the shipped variants)
 from attnzoo.backends import eager
 from attnzoo.core.call import Call, score_dtype
-from attnzoo.core.checks import DTYPES, check_dense, is_int, plain, shown
+from attnzoo.core.checks import DTYPES, broadcasts, check_dense, is_int, plain, shown
 from attnzoo.core.forms import Pairwise
 from attnzoo.core.parameters import bind, check_names, checked_vectors
 from attnzoo.core.registry import get_variant
@@ -180,19 +180,12 @@ def _row_values(what: str, value: Tensor, lead: tuple[int, ...], example: Tensor
         )
     if value.dim() == 0 or value.shape == (1,):
         return value.reshape(())
-    if not _broadcasts(value, lead):
+    if not broadcasts(value, lead):
         shapes = f"() or one that broadcasts to {lead} (one value per row)" if lead else "()"
         raise ValueError(
             f"{what} must be a number or a tensor of shape {shapes}, got {tuple(value.shape)}"
         )
     return value.expand(lead).reshape(-1)
-
-
-def _broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
-    # `in` would fail: torch.compile does not find a symbolic size in a tuple.
-    return x.dim() <= len(shape) and all(
-        have == 1 or have == want for have, want in zip(reversed(x.shape), reversed(shape))
-    )
 
 
 class ScoreRows(NamedTuple):
@@ -239,9 +232,13 @@ def as_rows(
 
 
 def _row_mask(mask: Any, scores: Tensor, dim: int, rows: tuple[int, int]) -> Tensor:
-    check_mask("mask", mask, scores)
+    check_dense("mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool (True = takes part), got {mask.dtype}")
+    if mask.device != scores.device:
+        raise ValueError(f"mask must be on the scores' device {scores.device}, got {mask.device}")
     shape = tuple(scores.shape)
-    if not _broadcasts(mask, shape):
+    if not broadcasts(mask, shape):
         raise ValueError(
             f"mask must broadcast to the shape of scores {shape}, got {tuple(mask.shape)}"
         )
@@ -249,11 +246,3 @@ def _row_mask(mask: Any, scores: Tensor, dim: int, rows: tuple[int, int]) -> Ten
     if all(n == 1 for n in mask.shape[:-1]):  # one mask for all rows
         return mask.reshape(1, -1).expand(1, rows[1])
     return mask.expand(scores.movedim(dim, -1).shape).reshape(rows)
-
-
-def check_mask(what: str, mask: Any, scores: Tensor) -> None:
-    check_dense(what, mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"{what} must be bool (True = takes part), got {mask.dtype}")
-    if mask.device != scores.device:
-        raise ValueError(f"{what} must be on the scores' device {scores.device}, got {mask.device}")

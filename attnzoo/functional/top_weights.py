@@ -1,7 +1,7 @@
 """The k largest weights of some rows of scores, from the variant's pairwise form if possible.
 
-If the form's φ is increasing, the k largest weights belong to the k largest scores. Besides these,
-only a sum over the row or a threshold is needed.
+With φ = exp, with a threshold, and with an increasing φ without a normalizer, the k largest weights
+belong to the k largest scores. Besides these, only a sum over the row or a threshold is needed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.tiled.threshold import solve_threshold
+from attnzoo.core.checks import has_values
 from attnzoo.core.device import is_cpu
 from attnzoo.core.forms import FromStatistics, Pairwise
 from attnzoo.functional.largest import Blocks, largest
@@ -46,8 +47,8 @@ def top_weights(
     if form is None or not _in_order_of_scores(form):
         return _from_definition(bound, x, mask, k, dtype)
     gain = _column(form.gain)
-    if torch.compiler.is_compiling():
-        return _in_a_graph(bound, call, x, mask, gain, k)
+    if not has_values(x):
+        return _without_values(bound, call, x, mask, gain, k)
     if not bool((gain > 0).all() if isinstance(gain, Tensor) else gain > 0):
         # The order changes with the sign, and 0 · −∞ would be NaN.
         x, inplace, gain = x.mul_(gain) if inplace else x * gain, True, 1.0
@@ -94,12 +95,13 @@ def _in_order_of_scores(form: Pairwise) -> bool:
     return form.normalize == "threshold" or phi.exponential
 
 
-def _in_a_graph(
+def _without_values(
     bound: BoundVariant, call: RowCall, x: Tensor, mask: Tensor | None, gain: Column, k: int
 ) -> tuple[Tensor, Tensor]:
     """The weights of the largest scores, from all weights.
 
-    Fewer weights would suffice, but how many depends on values, which a graph does not read.
+    Fewer weights would suffice, but how many depends on values, which cannot be read in a graph, in
+    a transform or on meta.
     """
     weights = bound.weights(call)
     if isinstance(gain, Tensor) or gain <= 0:  # the order changes with the sign

@@ -48,8 +48,9 @@ def topk_probabilities(
 
     Formula: w as in `probabilities`. If the largest scores have the largest probabilities, only
     these k probabilities are computed, with a sum or a threshold over the line. That is so for a
-    pairwise form with an increasing activation (`Activation.increasing`). For other variants all
-    probabilities are computed, for a few rows at a time.
+    pairwise form with φ = exp, with a threshold, or with an increasing activation and
+    ``normalize="none"``, if it has no factor. For other variants all probabilities are computed,
+    for a few rows at a time.
 
     Args:
         scores: Logits of any shape (…, n, …) in fp16, bf16, fp32 or fp64.
@@ -86,7 +87,8 @@ def topk_probabilities(
     Notes:
         No gradients are computed. The result is exact: the k largest entries lie in the k blocks of
         64 entries with the largest maxima, and a threshold that is found from some entries is
-        checked against all others. A graph of `torch.compile` computes all probabilities at once.
+        checked against all others. All probabilities are computed at once where values cannot be
+        read: in a graph of `torch.compile`, in a transform of `torch.func` and on meta.
     """
     check_dense("scores", scores)
     with in_full_precision(scores.device):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import Tensor
 
 from attnzoo.backends import BACKENDS
-from attnzoo.backends.selection import candidates, check_backend
+from attnzoo.backends.selection import check_backend
 from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.call import in_full_precision
-from attnzoo.core.checks import is_recorded
+from attnzoo.core.checks import check_bool, is_recorded
 from attnzoo.core.varlen_arguments import (
     Packed,
     TokenParams,
@@ -27,6 +27,7 @@ from attnzoo.functional.max_logits import max_logits, max_logits_of_segments
 from attnzoo.functional.packed import runs_of_sequences
 from attnzoo.functional.padded import (
     as_one_row,
+    first_able,
     padded_attention,
     reads_pages,
     sequences,
@@ -213,8 +214,8 @@ def varlen_attention(
         alibi: Slopes (H,), as for `attention`.
         relative_bias: A table (H, 2R + 1), as for `attention`.
         dropout_p: As for `attention`.
-        seqused_k: Int32 (S,): so many first keys of each sequence take part. Others are neither
-            visible nor counted, and may be NaN. None: all keys do.
+        seqused_k: Int32 (S,): only the first ``seqused_k[s]`` keys of sequence s take part. Others
+            are neither visible nor counted, and may be NaN. None: all keys do.
         block_table: Int32 (S, max_blocks): key t of sequence s is entry t % page_size of the page
             ``block_table[s, t // page_size]``. Entries beyond the keys that take part may have any
             value. Needs ``seqused_k``.
@@ -264,7 +265,8 @@ def varlen_attention(
         ``max_q`` and ``max_k`` are read; a graph of `torch.compile` cannot read them, and pads to
         the number of all tokens.
     """
-    return_lse = return_lse or wants_lse(return_aux)
+    aux = wants_lse(return_aux)
+    return_lse = check_bool("return_lse", return_lse) or aux
     ends, longest = (cu_seq_q, cu_seq_k), (max_q, max_k)
     tensors = query, key, value
     inputs = check_packed(tensors, ends, longest, enable_gqa, seqused_k, block_table)
@@ -303,13 +305,18 @@ def _attend(
     """The output (Tq, H, Dv), and lse (H, Tq) and the maxima (H,) if the call asks for them."""
     options, lengths = arguments | token_params.values, inputs.lengths
     if not inputs.attends:
-        q = inputs.query.transpose(0, 1)[None]
+        # One query per row: a variant may limit the length of a sequence.
+        rows, q = inputs.query.shape[0], inputs.query[:, :, None]
         k, v = (x[:0].flatten(0, -3).transpose(0, 1)[None] for x in (inputs.key, inputs.value))
+        k, v = (x.expand(rows, -1, -1, -1) for x in (k, v))
+        for name in token_params.of_queries:
+            options[name] = options[name][0].T[..., None]
         for name in token_params.of_keys:
-            options[name] = token_params.values[name][..., :0].flatten(2)
+            options[name] = options[name][..., :0].flatten(2).expand(rows, -1, -1)
         result = attention(q, k, v, variant, backend=backend, **options)
         out, lse, largest = Results.of(result, options)
-    elif lengths is not None and not is_recorded() and not reads_pages(inputs, backend):
+        return Results(out[:, :, 0], None if lse is None else lse[..., 0].T, largest)
+    if lengths is not None and not is_recorded() and not reads_pages(inputs, backend):
         if inputs.used is not None:
             inputs, token_params = with_used_keys(inputs, token_params)
             options |= token_params.values
@@ -344,9 +351,7 @@ def _walked(
     call = replace(ready.call, longest=longest)
     with in_full_precision(call.device):
         ready = ready._replace(call=call)
-        forms = (*ready.forms, ready.definition)
-        able = (c for c in candidates(variant, forms, call, backend) if c.reason is None)
-        first = next(able, None)
+        first = first_able(ready, backend)
         if first is None or not BACKENDS[first.backend].walks_segments:
             return None
         runner = BACKENDS[first.backend]

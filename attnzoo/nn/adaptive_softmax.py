@@ -47,9 +47,10 @@ class AdaptiveSoftmax(nn.Module):
         cutoffs: J ascending ints from 1 to V − 1: the first class of each cluster.
         variant: the variant of the head: a name from `attnzoo.list_variants` of a variant that has
             a loss, or a pair (name, keywords of `OutputLayer`), such as
-            ("softmax", {"softcap": 30.0}). A number of keys n_i counts the entries of the head.
-        tail_variant: the variant of each cluster, likewise; None is ``variant``. A number of keys
-            n_i counts the classes of the cluster.
+            ("softmax", {"softcap": 30.0}). Where its formula has n, it is the number of entries of
+            the head.
+        tail_variant: the variant of each cluster, likewise; None is ``variant``. Where its formula
+            has n, it is the number of classes of the cluster.
         div_value: the base of the reduction of features.
         head_bias: whether the head learns a bias per entry. Head and clusters always have a bias if
             their variant has an `output_bias`.

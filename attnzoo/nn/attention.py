@@ -78,6 +78,7 @@ class Attention(VariantParameters):
     queries = 1  # per head; a wrapper may need more
     projections: Projections | None
     sharding: Sharding | None = None  # see `attnzoo.distributed.shard_sequence`
+    shards_heads = False  # whether `shard_heads` was called
     max_logits: Tensor | None = None  # (H,), if a `QKClip` records the largest logits
 
     def __init__(
@@ -341,14 +342,19 @@ class Attention(VariantParameters):
             The module itself.
 
         Raises:
-            ValueError: num_heads is not a multiple of the number of ranks, or the module's sequence
-                is already sharded.
+            ValueError: num_heads is not a multiple of the number of ranks, the heads or the
+                module's sequence are sharded already, or mesh has more than one dimension.
+            TypeError: mesh is not a DeviceMesh.
         """
-        from torch.distributed.tensor import Shard, distribute_tensor
+        from torch.distributed.tensor import Shard, distribute_tensor  # slow to import
 
+        from attnzoo.core.rank_agreement import ranks_of
+
+        if self.shards_heads:
+            raise ValueError("shard_heads must be called once")
         if self.sharding is not None:
             raise ValueError("shard_heads must be called before attnzoo.distributed.shard_sequence")
-        ranks = mesh.size()
+        ranks = ranks_of(mesh).count
         if self.num_heads % ranks:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of {ranks} ranks")
         for module in self.modules():
@@ -359,6 +365,7 @@ class Attention(VariantParameters):
                 if x.dim() > 0:
                     setattr(module, name, distribute_tensor(x, mesh, [Shard(0)]))
         self.num_heads //= ranks
+        self.shards_heads = True
         return self
 
     def extra_repr(self) -> str:

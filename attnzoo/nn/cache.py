@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.core.checks import check_dense, check_sizes, is_int, is_readable, shown
-from attnzoo.functional.linear_attention import LinearState
+from attnzoo.functional.linear_attention import LinearState, check_state
 
 
 class KVCache:
@@ -165,7 +165,8 @@ class StateCache:
     the variant's parameters. Every later call must use those of the first call.
 
     Attributes:
-        state: the `LinearState` after the tokens so far; None before the first call.
+        state: the `LinearState` after the tokens so far; None before the first call. To roll back,
+            save it and assign it later.
         made_by: the variant, its parameters and the scale of the first call; of tensors the shapes.
         length: the number of tokens in the state.
 
@@ -193,6 +194,14 @@ class StateCache:
         """The state after the tokens so far; None before the first call."""
         return None if self._sums is None else LinearState(self._sums, self.length)
 
+    @state.setter
+    def state(self, state: LinearState | None) -> None:
+        if state is None:
+            self._sums, self.length, self.made_by = None, 0, {}
+        else:
+            self.length = check_state(state)
+            self._sums = state.sums
+
     def update(self, state: LinearState, made_by: dict[str, Any]) -> LinearState:
         """Stores and returns ``state``, which includes the next tokens."""
         self._sums, self.length, self.made_by = state.sums, state.length, made_by
@@ -201,7 +210,7 @@ class StateCache:
     def crop(self, length: int) -> None:
         """Accepts only 0 (reset) and the current length: a sum does not keep single tokens."""
         if _checked_length(length, self.length) == 0:
-            self._sums, self.length = None, 0
+            self.state = None
         elif length != self.length:
             raise ValueError(
                 f"length must be 0 or {self.length}, got {length}: a state does not keep single "

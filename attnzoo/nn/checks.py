@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attnzoo.core.arguments import ARGUMENTS
@@ -25,9 +26,9 @@ def check_like(name: str, x: Tensor, weight: Any) -> None:
     """Raises unless an input has the dtype, after autocast, and the device of a layer's weight."""
     if not isinstance(weight, Tensor) or weight.is_meta:
         return  # a method of a quantized layer, or on meta until an offloaded layer runs
-    wanted, came = autocast_dtype(weight), autocast_dtype(x)
-    if came != wanted and wanted in DTYPES:  # a quantized weight has another dtype
-        raise TypeError(f"{name} must have the dtype of the layer, {wanted}, got {came}")
+    wanted, actual = autocast_dtype(weight), autocast_dtype(x)
+    if actual != wanted and wanted in DTYPES:  # a quantized weight has another dtype
+        raise TypeError(f"{name} must have the dtype of the layer, {wanted}, got {actual}")
     if x.device != weight.device:
         raise ValueError(f"{name} must be on the layer's device {weight.device}, got {x.device}")
 
@@ -139,7 +140,9 @@ def check_queries(attend: Any, had: int, options: dict[str, Any]) -> None:
         )
 
 
-def check_range(name: str, value: Any, low: float, high: float) -> float:
+def check_range(
+    name: str, value: Any, low: float, high: float = torch.finfo(torch.float32).max
+) -> float:
     """The value as a float; raises unless it is a number from ``low`` to ``high``."""
     value = plain(value)
     if not is_number(value):

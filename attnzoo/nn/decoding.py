@@ -7,7 +7,8 @@ from typing import Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from attnzoo.core.arguments import Segments, Window
+from attnzoo.core.arguments import Segments, Window, check_scale
+from attnzoo.core.call import score_dtype
 from attnzoo.core.checks import check_dense, is_number, plain, shown
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.attention import attention
@@ -143,9 +144,8 @@ def _attend_to_state(
 ) -> Tensor:
     for name, default in STATE_DEFAULTS.items():
         value = plain(arguments.pop(name, default))
-        # For values of other types, != may not return a bool.
-        comparable = isinstance(value, bool) or is_number(value)
-        if value is not None and (not comparable or value != default):
+        both_numbers = is_number(value) and is_number(default)
+        if not (value == default if both_numbers else value is default):
             raise ValueError(f"{name} must be {default} with a StateCache, got {shown(value)}")
     for param in get_variant(variant).params:
         if (param.per_key or param.per_token) and _is_per_token(arguments.get(param.name)):
@@ -153,12 +153,12 @@ def _attend_to_state(
                 f"{variant}'s {param.name} must be a number or have one value per head (H,) with a "
                 f"StateCache, got {tuple(arguments[param.name].shape)}: use a KVCache"
             )
-    made_by = {"variant": variant, "scale": None}
-    made_by |= {n: x for n, x in arguments.items() if not isinstance(x, Tensor)}
+    scale = check_scale(arguments.get("scale"), q.shape[-1], score_dtype(q))
+    made_by = {"variant": variant, "scale": scale}
     for param in get_variant(variant).params:  # of a tensor only the shape is compared
-        if isinstance(x := arguments.get(param.name), Tensor):
-            made_by[param.name] = x.shape
-    if cache.state is not None:
+        x = plain(arguments.get(param.name, param.default))
+        made_by[param.name] = x.shape if isinstance(x, Tensor) else x
+    if cache.made_by:  # empty for an assigned state
         _check_same(cache.made_by, made_by)
     mask = arguments.get("attn_mask")
     if mask is not None:
@@ -175,13 +175,11 @@ def _is_per_token(value: Any) -> bool:
 
 def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises if a call changes the variant, its parameters or the scale of the first call."""
-    names = ["variant", "scale", *(param.name for param in get_variant(now["variant"]).params)]
-    names += [name for name in before if name != "enable_gqa"]
-    for name in dict.fromkeys(names):
-        if now.get(name) != before.get(name):
+    for name, value in now.items():  # the variant comes first
+        if value != before[name]:
             raise ValueError(
-                f"{name} must be {_described(before.get(name))} as in the first call of this "
-                f"StateCache, got {_described(now.get(name))}"
+                f"{name} must be {_described(before[name])} as in the first call of this "
+                f"StateCache, got {_described(value)}"
             )
 
 

@@ -40,7 +40,7 @@ def attended(
     if padding is not None:
         padding = padding[:, None, None]
     if mask is not None:
-        mask = mask.unflatten(0, (batch, -1)) if mask.dim() == 3 else mask[None, None]
+        mask = mask.unflatten(0, (batch, num_heads)) if mask.dim() == 3 else mask[None, None]
     return both_masks(padding, mask), is_causal
 
 

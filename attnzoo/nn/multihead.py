@@ -65,7 +65,8 @@ class MultiheadAttention(nn.Module):
         layer: number of the layer in its model, from 0, for wrappers that depend on it.
         **params: parameters of the variant, as for `Attention`. If a parameter has a projection,
             and no value is given here, the layer learns the projection: from ``key`` for one value
-            per key, from ``query`` for one per query.
+            per key, from ``query`` for one per query. The parameter ``bias`` of the variant sigmoid
+            is set by ``layer.attend = Attention("sigmoid", num_heads, bias=…)``.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -120,9 +121,9 @@ class MultiheadAttention(nn.Module):
         check_sizes(optional=True, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
         kv_heads = check_heads(num_heads, num_kv_heads, embed_dim=embed_dim)
         dropout = check_probability("dropout", dropout)
-        flags = {"bias": bias, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn}
-        for name, flag in {**flags, "batch_first": batch_first}.items():
-            check_bool(name, flag)
+        bias, batch_first = check_bool("bias", bias), check_bool("batch_first", batch_first)
+        add_bias_kv = check_bool("add_bias_kv", add_bias_kv)
+        add_zero_attn = check_bool("add_zero_attn", add_zero_attn)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim

@@ -219,8 +219,13 @@ class VariantParameters(nn.Module):
         bounded = self._bounded()
         if name not in bounded:
             return super().__setattr__(name, value)
-        check_dense(bounded[name].name, value)
-        assign(bounded[name].original, bounded[name].inverse(value))
+        what, original = bounded[name].name, bounded[name].original
+        check_dense(what, value)
+        if value.shape not in ((), original.shape):
+            raise ValueError(
+                f"{what} must have shape () or {tuple(original.shape)}, got {tuple(value.shape)}"
+            )
+        assign(original, bounded[name].inverse(value))
 
     def _params(self) -> dict[str, Any]:
         """The parameters that the module owns. A sharded tensor is replaced by this rank's part."""

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from attnzoo.core.checks import shown
+from attnzoo.core.registry import get_variant
+from attnzoo.nn.checks import check_options_of
 
 
 def per_layer(
-    variant: str | Sequence[str | tuple[str, dict[str, Any]]], depth: int, params: dict[str, Any],
-    softcap: float | None,
+    layer: nn.Module, variant: str | Sequence[str | tuple[str, dict[str, Any]]], depth: int,
+    params: dict[str, Any], softcap: float | None,
 ) -> list[tuple[str, dict[str, Any]]]:  # fmt: skip
-    """The variant and its parameters in each layer; the arguments are those of `Transformer`."""
+    """The variant and its parameters in each layer of a `Transformer`, from its arguments."""
     if isinstance(variant, str):
         return [(variant, {"softcap": softcap, **params})] * depth
     if not isinstance(variant, Sequence):
         raise TypeError(
             f"variant must be a name from list_variants() or a list of {depth} entries, got "
             f"{shown(variant)}"
-        )
-    if params:
-        names = ", ".join(params)
-        raise TypeError(
-            f"{names} must be given in pairs (name, parameters) when variant is a list of layers"
         )
     if len(variant) != depth:
         raise ValueError(
@@ -41,4 +40,11 @@ def per_layer(
             raise ValueError(
                 f"variant must hold names or pairs (name, parameters), got {shown(pair)}"
             )
+    if params:
+        owned = {param.name for name, _ in pairs for param in get_variant(name).params}
+        check_options_of(layer, pairs[0][0], [name for name in params if name not in owned])
+        names = ", ".join(params)
+        raise TypeError(
+            f"{names} must be given in pairs (name, parameters) when variant is a list of layers"
+        )
     return [(name, {"softcap": softcap, **values}) for name, values in pairs]

@@ -98,13 +98,13 @@ class RelativeBias(nn.Module):
             -self.max_distance, self.max_distance + 1, device=self.weight.device
         )
         side = self.num_buckets // 2 if self.bidirectional else self.num_buckets
-        behind = (position > 0).long() * side if self.bidirectional else torch.zeros_like(position)
+        after = (position > 0).long() * side if self.bidirectional else torch.zeros_like(position)
         away = position.abs() if self.bidirectional else -position.clamp(max=0)
         exact = side // 2
         growth = torch.log(away.clamp(min=1).float() / exact)
         growth = growth / math.log(self.max_distance / exact) * (side - exact)
         shared = (exact + growth.long()).clamp(max=side - 1)
-        return behind + torch.where(away < exact, away, shared)
+        return after + torch.where(away < exact, away, shared)
 
     def forward(self) -> Tensor:
         return self.weight[self.buckets()].mT

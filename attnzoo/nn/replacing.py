@@ -40,7 +40,8 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         model: the model to change.
         variant: a name from `attnzoo.list_variants`.
         **options: ``learn``, ``softcap``, ``wrapper`` and parameters of the variant, as for
-            `MultiheadAttention`.
+            `MultiheadAttention`. The parameter ``bias`` of the variant sigmoid is set in each new
+            layer by ``layer.attend = Attention("sigmoid", num_heads, bias=…)``.
 
     Returns:
         The model; or the new layer if the model is itself a `torch.nn.MultiheadAttention`.

@@ -15,8 +15,6 @@ from attnzoo.core.call import widened
 from attnzoo.core.checks import check_sizes, did_you_mean, shown
 from attnzoo.nn.checks import check_range
 
-LARGEST = torch.finfo(torch.float32).max
-
 
 def frequencies(pair: Tensor, head_dim: int, base: float) -> Tensor:
     """The angle per token of each pair of features, θ_p = base^(−2p/D).
@@ -157,7 +155,7 @@ def parse_scaling(scaling: Any, head_dim: int, base: float) -> Scaling:
         if key == "original_max_position_embeddings":
             check_sizes(**{what: value})
         elif value is not None or default is not None:
-            values[key] = check_range(what, value, 1 if key == "factor" else 0, LARGEST)
+            values[key] = check_range(what, value, 1 if key == "factor" else 0)
     made = SCALINGS[name](**values)
     made.check(head_dim, base)
     return made

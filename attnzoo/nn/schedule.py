@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from attnzoo.core.checks import did_you_mean, is_int, shown
+from attnzoo.core.checks import check_callable, check_type, did_you_mean, is_int, shown
 from attnzoo.core.parameters import check_value
+from attnzoo.nn.checks import check_module
 from attnzoo.nn.parameters import VariantParameters
 
 
@@ -26,7 +27,8 @@ class ParameterSchedule:
 
     Raises:
         ValueError: no layer has this setting, or a value is not allowed. No layer changes.
-        TypeError: ``model`` is not a module, ``value`` is not a function, or it returns no number.
+        TypeError: ``model`` is not a module, ``name`` not a str, ``value`` not a function, or it
+            returns no number.
 
     Notes:
         ``save_pretrained`` of a converted Hugging Face model stores the values given to `convert`,
@@ -42,10 +44,9 @@ class ParameterSchedule:
     """
 
     def __init__(self, model: nn.Module, name: str, value: Callable[[int], float]) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
-        if not callable(value):
-            raise TypeError(f"value must be a function of the step, got {shown(value)}")
+        check_module("model", model)
+        check_type("name", name, str)
+        check_callable("value", value)
         self.name, self.value = name, value
         owners = [x for x in model.modules() if isinstance(x, VariantParameters)]
         self.layers = [x for x in owners if name in [spec.name for spec in x.settings()]]

@@ -62,10 +62,10 @@ class TiedOutput(OutputLayer):
         """
         weight, shape = getattr(embed, "weight", None), (self.num_classes, self.in_features)
         if not isinstance(weight, Tensor) or weight.shape != shape:
-            came = shown(embed) if not isinstance(weight, Tensor) else tuple(weight.shape)
+            actual = shown(embed) if not isinstance(weight, Tensor) else tuple(weight.shape)
             raise ValueError(
                 f"embed must have a weight of shape {shape}, because the output layer shares it, "
-                f"got {came}"
+                f"got {actual}"
             )
         self.__dict__["tied"] = embed  # not as a submodule, because the model has it already
 

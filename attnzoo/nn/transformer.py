@@ -40,7 +40,6 @@ from attnzoo.nn.tied_output import TiedOutput, output_of
 from attnzoo.nn.wrappers import Choice, Wrapper
 
 POSITIONS = ("rope", "p-rope", "alibi", "nape", "t5", "none")
-LARGEST = torch.finfo(torch.float32).max
 
 
 class Transformer(nn.Module):
@@ -61,7 +60,7 @@ class Transformer(nn.Module):
             "alibi" adds −slope·|i − j| to the scores, with slopes 2^{−8h/H}. "nape" does so in the
             second half of the heads, with slopes 1, 1/2, 1/3, …, and the first half has no encoding
             (Vasylenko et al. 2025, arXiv:2506.16640, and their code). "t5" adds a learned bias, a
-            `RelativeBias` that all layers share, with all 32 buckets behind the query. "none" has
+            `RelativeBias` that all layers share, with all 32 buckets before the query. "none" has
             no encoding besides the causal mask.
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
         mlp_dim: number of hidden features of each MLP; None is 4·E.
@@ -180,13 +179,13 @@ class Transformer(nn.Module):
             )
         head_dim = qk_dim or embed_dim // num_heads
         if "rope" in positions and head_dim % 2:
-            came = f"qk_dim = {qk_dim}" if qk_dim else f"{embed_dim} // {num_heads} = {head_dim}"
-            raise ValueError(f"positions={positions!r} needs an even head dimension, got {came}")
+            actual = f"qk_dim = {qk_dim}" if qk_dim else f"{embed_dim} // {num_heads} = {head_dim}"
+            raise ValueError(f"positions={positions!r} needs an even head dimension, got {actual}")
         check_bool("qk_norm", qk_norm)
         if layer_scale is not None:
-            layer_scale = check_range("layer_scale", layer_scale, 0, LARGEST)
+            layer_scale = check_range("layer_scale", layer_scale, 0)
         rope_share = check_range("rope_share", rope_share, 0, 1)
-        rope_base = check_range("rope_base", rope_base, 1, LARGEST)
+        rope_base = check_range("rope_base", rope_base, 1)
         dropout = check_probability("dropout", dropout)
         self.positions, self.window, self.num_heads = positions, window, num_heads
         self.rotated_pairs = 0
@@ -199,20 +198,13 @@ class Transformer(nn.Module):
         heads, dims = (num_heads, kv_heads), (head_dim, embed_dim // num_heads)
         self.layers = nn.ModuleList(
             DecoderLayer(
-                embed_dim,
-                heads,
-                dims,
-                mlp_dim or 4 * embed_dim,
-                dropout,
-                qk_norm,
-                layer_scale,
-                name,
-                values,
-                wrapper,
-                number,
+                embed_dim, heads, dims, mlp_dim or 4 * embed_dim, dropout, qk_norm, layer_scale,
+                name, values, wrapper, number,
             )
-            for number, (name, values) in enumerate(per_layer(variant, depth, params, softcap))
-        )
+            for number, (name, values) in enumerate(
+                per_layer(self, variant, depth, params, softcap)
+            )
+        )  # fmt: skip
         t5 = positions == "t5"
         self.relative_bias = RelativeBias(num_heads, bidirectional=False) if t5 else None
         self.norm = nn.RMSNorm(embed_dim)

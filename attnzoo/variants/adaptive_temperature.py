@@ -61,10 +61,6 @@ def scores(q: Tensor, k: Tensor, call: Call, differentiable: bool) -> Tensor:
     return gain[..., None] * z + call.bias
 
 
-def weights(q: Tensor, k: Tensor, call: Call, differentiable: bool) -> Tensor:
-    return call.softmax(scores(q, k, call, differentiable))
-
-
 def forms(call: Call, differentiable: bool) -> tuple[Form, ...]:
     def gain(statistics: Statistics) -> Tensor:
         return beta(statistics.entropy)
@@ -81,7 +77,6 @@ VARIANT = Variant(
     ),
     paper="Veličković et al. 2024, arXiv:2410.01104",
     aliases=("adaptive softmax", "entropy temperature", "polynomial temperature"),
-    weights=weights,
     params=(Param("differentiable", False, kind="bool", doc="whether gradients flow through β"),),
     forms=forms,
     scores=scores,

@@ -74,6 +74,7 @@ VARIANT = Variant(
     paper="Qin et al. 2022, arXiv:2202.08791",
     aliases=("cos reweighting",),
     weights=weights,
+    normalized=False,
     params=(
         Param(
             "max_length",

@@ -58,10 +58,6 @@ def scores(q: Tensor, k: Tensor, call: Call, log_gates: PerKey) -> Tensor:
     return call.scores(q, k) + call.bias + (queries[..., None] - keys[..., None, :])
 
 
-def weights(q: Tensor, k: Tensor, call: Call, log_gates: PerKey) -> Tensor:
-    return call.softmax(scores(q, k, call, log_gates))
-
-
 def forms(call: Call, log_gates: PerKey) -> tuple[Form, ...]:
     keys, queries = decays(call, log_gates)
     return (Pairwise(EXP, "sum", key_bias=-keys, offset=-queries),)
@@ -73,7 +69,6 @@ VARIANT = Variant(
     use="Use for a learned, data-dependent decay in place of a position encoding; causal only.",
     paper="Lin et al. 2025, arXiv:2503.02130",
     aliases=("forgetting transformer", "forgetting attention", "fox", "forget gate"),
-    weights=weights,
     params=(
         Param(
             "log_gates",

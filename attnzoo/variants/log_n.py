@@ -40,10 +40,6 @@ def scores(q: Tensor, k: Tensor, call: Call, train_length: float, clip: bool) ->
     return gain(call, train_length, clip)[..., None] * call.scores(q, k) + call.bias
 
 
-def weights(q: Tensor, k: Tensor, call: Call, train_length: float, clip: bool) -> Tensor:
-    return call.softmax(scores(q, k, call, train_length, clip))
-
-
 def forms(call: Call, train_length: float, clip: bool) -> tuple[Form, ...]:
     return (Pairwise(EXP, "sum", gain=gain(call, train_length, clip)),)
 
@@ -54,7 +50,6 @@ VARIANT = Variant(
     use="Extend a trained softmax model; clip=True keeps softmax up to train_length keys.",
     paper="Chiang & Cholak 2022, arXiv:2202.12172; Su 2021",
     aliases=("log-length scaling", "logn scaling", "entropy invariance"),
-    weights=weights,
     params=(
         Param(
             "train_length",

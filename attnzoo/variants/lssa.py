@@ -51,6 +51,7 @@ VARIANT = Variant(
     paper="Gao & Spratling 2025, arXiv:2501.13428",
     aliases=("length scaled softplus attention", "softplus attention"),
     weights=weights,
+    normalized=False,
     params=(
         Param(
             "eps",

@@ -3,9 +3,9 @@
 Formula:
     w_ij = exp(z_ij + σ ε_ij) / Σ_l exp(z_il + σ ε_il), ε ~ N(0, 1) independent
 
-Effect: Noise makes close decisions of a head random, so training tries several keys, and the model
-learns larger leads. A module in evaluation mode is a softmax module. std can also fall to 0 in
-training; this schedule was not measured here.
+Effect: Where two keys have nearly equal logits, noise decides which gets more weight, so training
+sees both, and the model learns larger leads. A module in evaluation mode is a softmax module. std
+can also fall to 0 in training; this schedule was not measured here.
 
 Source: after Noisy Softmax, Chen, Deng & Du 2017, arXiv:1708.03769, which adds noise to the
 target's logit of an output layer.

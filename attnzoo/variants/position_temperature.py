@@ -43,12 +43,6 @@ def scores(
     return gains * call.scores(q, k) + call.bias
 
 
-def weights(
-    q: Tensor, k: Tensor, call: Call, beta: PerQuery, train_length: float, one_based: bool
-) -> Tensor:
-    return call.softmax(scores(q, k, call, beta, train_length, one_based))
-
-
 def forms(call: Call, beta: PerQuery, train_length: float, one_based: bool) -> tuple[Form, ...]:
     return (Pairwise(EXP, "sum", gain=gain(call.places, beta, train_length, one_based)),)
 
@@ -59,7 +53,6 @@ VARIANT = Variant(
     use="Sharpen attention slightly at positions beyond the train length, as Llama 4 does.",
     paper="Llama 4, Meta 2025",
     aliases=("llama 4 scaling", "attention temperature tuning", "temperature tuning"),
-    weights=weights,
     params=(
         Param("beta", 0.1, doc="growth of the gain; a number, or one per head (H,)"),
         Param(

@@ -31,10 +31,6 @@ def scores(q: Tensor, k: Tensor, call: Call, tau: PerQuery) -> Tensor:
     return call.scores(q, k) * (1 + growth).sqrt() - growth + call.bias
 
 
-def weights(q: Tensor, k: Tensor, call: Call, tau: PerQuery) -> Tensor:
-    return call.softmax(scores(q, k, call, tau))
-
-
 def forms(call: Call, tau: PerQuery) -> tuple[Form, ...]:
     return (Pairwise(EXP, "sum", distance=LOGARITHMIC, decay=tau),)
 
@@ -45,7 +41,6 @@ VARIANT = Variant(
     use="Use in place of a position encoding, where near and distant keys should count alike.",
     paper="Anson et al. 2025, arXiv:2505.17083",
     aliases=("scale-invariant attention",),
-    weights=weights,
     params=(
         Param(
             "tau",

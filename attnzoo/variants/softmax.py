@@ -21,10 +21,6 @@ def scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
     return call.scores(q, k) + call.bias
 
 
-def weights(q: Tensor, k: Tensor, call: Call) -> Tensor:
-    return call.softmax(scores(q, k, call))
-
-
 def forms(call: Call) -> tuple[Form, ...]:
     return (Pairwise(EXP, "sum"),)
 
@@ -35,7 +31,6 @@ VARIANT = Variant(
     use="The baseline: compare every other variant with it.",
     paper="Vaswani et al. 2017, arXiv:1706.03762",
     aliases=("scaled dot product", "sdpa", "vanilla"),
-    weights=weights,
     forms=forms,
     scores=scores,
     identity={},

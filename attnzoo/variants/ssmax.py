@@ -38,10 +38,6 @@ def scores(q: Tensor, k: Tensor, call: Call, s: PerQuery, b: PerQuery) -> Tensor
     return gain(call.log_n[..., None], s, b) * call.scores(q, k) + call.bias
 
 
-def weights(q: Tensor, k: Tensor, call: Call, s: PerQuery, b: PerQuery) -> Tensor:
-    return call.softmax(scores(q, k, call, s, b))
-
-
 def forms(call: Call, s: PerQuery, b: PerQuery) -> tuple[Form, ...]:
     return (Pairwise(EXP, "sum", gain=gain(call.log_n, s, b)),)
 
@@ -52,7 +48,6 @@ VARIANT = Variant(
     use="Train from scratch for longer contexts. It beat softmax in some tasks here, not in all.",
     paper="Nakanishi 2025, arXiv:2501.19399",
     aliases=("scalable softmax",),
-    weights=weights,
     params=(
         Param(
             "s",

@@ -40,10 +40,6 @@ def scores(q: Tensor, k: Tensor, call: Call, p: float) -> Tensor:
     return s.masked_fill(dropped, float("-inf"))
 
 
-def weights(q: Tensor, k: Tensor, call: Call, p: float) -> Tensor:
-    return call.softmax(scores(q, k, call, p))
-
-
 def forms(call: Call, p: float) -> tuple[Form, ...]:
     return (Pairwise(EXP, "sum") if p == 1 else Pairwise(EXP, "select", mass=p),)
 
@@ -54,7 +50,6 @@ VARIANT = Variant(
     use="Give each query as many keys as hold the share p of its softmax weight.",
     paper="Holtzman et al. 2020, arXiv:1904.09751 (nucleus)",
     aliases=("nucleus", "nucleus sampling"),
-    weights=weights,
     params=(
         Param(
             "p",

@@ -33,10 +33,6 @@ def scores(q: Tensor, k: Tensor, call: Call, top_k: int) -> Tensor:
     return s.masked_fill(dropped, float("-inf"))
 
 
-def weights(q: Tensor, k: Tensor, call: Call, top_k: int) -> Tensor:
-    return call.softmax(scores(q, k, call, top_k))
-
-
 def forms(call: Call, top_k: int) -> tuple[Form, ...]:
     return (Pairwise(EXP, "select", keep=top_k),)
 
@@ -47,7 +43,6 @@ VARIANT = Variant(
     use="Limit each query to top_k keys; all other weights are exactly 0.",
     paper="Sun et al. 2021, arXiv:2112.12433",
     aliases=("sparse softmax", "top-k attention"),
-    weights=weights,
     params=(
         Param(
             "top_k",

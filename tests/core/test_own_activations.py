@@ -239,6 +239,13 @@ def test_lse_is_computed_from_the_form_only_if_the_form_is_a_softmax(normalize: 
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"name": 5}, TypeError, "name of Activation must be a str, got 5"),
+    ({"value": None}, TypeError, "activation 'mine': value must be a function, got None"),
+    ({"slope": "x"}, TypeError, "activation 'mine': slope must be a function, got 'x'"),
+    ({"shape_slope": 1}, TypeError, "shape_slope must be a function or None, got 1"),
+    ({"integral": 1}, TypeError, "integral must be a function or None, got 1"),
+    ({"triton": 3}, TypeError, "triton must be 'module:name' or None, got 3"),
+    ({"unit": "1"}, TypeError, "unit must be a number, got '1'"),
     ({"exponential": 1}, TypeError, "activation 'mine': exponential must be a bool, got 1"),
     ({"increasing": 1}, TypeError, "increasing must be a bool, got 1"),
     ({"alpha": 1.0}, ValueError, r"alpha must be a float in \(1, 2\] or None, got 1.0"),
@@ -260,7 +267,7 @@ def test_wrong_activation_raises(
     fields: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        Activation("mine", EXP.value, EXP.slope, **fields)
+        Activation(**{"name": "mine", "value": EXP.value, "slope": EXP.slope, **fields})
 
 
 @pytest.mark.parametrize(

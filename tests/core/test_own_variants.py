@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo import FromStatistics, Pairwise, Param, Projection
+from attnzoo import FromStatistics, Linear, NoForm, Pairwise, Param, Projection
 from attnzoo.core import registry
 from attnzoo.core.activations import EXP, SIGMOID
 from helpers.cases import rand
@@ -191,6 +191,9 @@ WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"example": {}}, TypeError, r"example must be a function of \(length\), got {}"),
     ({"inference_only": 1}, TypeError, "'mine': inference_only must be a bool, got 1"),
+    ({"identity": 1}, TypeError, "'mine': identity must be a dict, got 1"),
+    ({"identity": {"b": 1}}, ValueError, r"identity must name parameters \(none\), got {'b': 1}"),
+    ({"output_defaults": 5}, TypeError, "'mine': output_defaults must be a dict, got 5"),
     ({"calibrate": 1.0}, TypeError, r"calibrate must be a function of \(log_n\), got 1.0"),
     ({"params": A}, TypeError, r"params must be a tuple of Param, got Param\(name='a'"),
     ({"params": [A]}, TypeError, r"params must be a tuple of Param, got \[Param"),
@@ -260,6 +263,27 @@ WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_wrong_projections_raise(fields: dict[str, Any], error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         Projection(**{"value": torch.tanh, **fields})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: NoForm("liner", "-"), "kind of NoForm must be one of .*, linear, .*got 'liner'"),
+        (lambda: NoForm("linear", None), "why of NoForm must be a str, got None"),
+        (lambda: Linear(3, lambda d: d), "features of Linear must be a function, got 3"),
+        (lambda: Linear(torch.relu, 4), "size of Linear must be a function, got 4"),
+        (
+            lambda: Linear(torch.relu, lambda d: d, query_features=1),
+            "query_features of Linear must be a function or None, got 1",
+        ),
+        (lambda: Linear(torch.relu, lambda d: d, 1), "cancels of Linear must be a bool, got 1"),
+        (lambda: FromStatistics(3, True), "gain of FromStatistics must be a function, got 3"),
+        (lambda: FromStatistics(abs, "x"), "differentiable of FromStatistics .*bool, got 'x'"),
+    ],
+)
+def test_wrong_forms_raise_at_construction(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        make()
 
 
 @pytest.mark.parametrize("case", WRONG_FIELDS, ids=lambda case: case[2][:30])
@@ -351,6 +375,24 @@ def test_vectors_of_a_form_are_used_in_the_dtype_of_the_scores(
 
     for have, want in zip(results(exact=False), results(exact=True), strict=True):
         assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+def test_weights_are_a_softmax_of_the_scores_by_default(backend: str) -> None:
+    def scores(q: Tensor, k: Tensor, call: Any, a: Any) -> Tensor:
+        return a * call.scores(q, k) + call.bias
+
+    fields = {"params": (Param("a", 2.0),), "scores": scores}
+    variant = attnzoo.register_variant(attnzoo.Variant("mine", "-", "-", **fields))
+    assert variant.weights.__module__ == __name__
+    q, k, v = rand(3, 2, 4, 6, 8).unbind()
+    options: dict[str, Any] = {"is_causal": True, "return_lse": True, "backend": backend}
+    out, lse = attnzoo.attention(q, k, v, "mine", **options)
+    expected = attnzoo.attention(q, k, v, "softmax", scale=2 * 8**-0.5, **options)
+    assert torch.allclose(out, expected[0])
+    assert torch.allclose(lse, expected[1])
+    with pytest.raises(TypeError, match=r"weights must be a function of \(q, k, call\), got None"):
+        attnzoo.register_variant(attnzoo.Variant("neither", "-", "-"))
 
 
 def test_unsupported_must_return_a_str_or_none() -> None:

@@ -160,6 +160,14 @@ def test_explain_shows_the_calls_on_gathered_keys() -> None:
             attnzoo.explain(q, pages, pages, "softmax", **{**options, **changes})
     with pytest.raises(TypeError, match="k must be a tensor, got list"):
         attnzoo.explain(q, pages.tolist(), pages, **options)  # pyright: ignore[reportArgumentType]
+    for tensors, message in (
+        ((q, pages[0], pages), r"^k must have shape \(num_pages, .*, got \(4, 2, 8\)"),
+        ((q, pages, pages[0]), r"^v must have shape \(num_pages, "),
+        ((q, pages, pages[:, :3]), "^v must have as many pages, tokens and heads as k, "),
+        ((q, pages[..., :4], pages), "^k must have q's head dimension 8, got "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attnzoo.explain(*tensors, **options)
 
 
 PAGES = torch.zeros(3, 4, 2, 8)
@@ -178,7 +186,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"seqused_k": [5, 1]}, TypeError, "seqused_k must be a tensor, got list"),
     ({"seqused_k": USED.long()}, TypeError, "seqused_k must be int32, got torch.int64"),
     ({"seqused_k": USED[:1]}, ValueError, r"seqused_k must have shape \(2,\), got \(1,\)"),
-    ({"seqused_k": USED.to("meta")}, ValueError, "seqused_k must be on key's device cpu, got meta"),
+    ({"seqused_k": USED.to("meta")}, ValueError, "must be on the keys' device cpu, got meta"),
     ({"seqused_k": USED + 4}, ValueError, "seqused_k must be .*, 8 for sequence 0, got 9"),
     ({"seqused_k": USED - 2}, ValueError, "seqused_k must be .*, 8 for sequence 1, got -1"),
     ({"max_k": 4}, ValueError, "max_k must be at least the length of the longest sequence, 5, got"),
@@ -187,7 +195,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"block_table": TABLE[0]}, ValueError, r"block_table must have shape \(2, max_blocks\), got"),
     ({"block_table": TABLE + 1}, ValueError, "block_table must have pages from 0 to 2.*, got 3"),
     ({"block_table": TABLE - 2}, ValueError, "must have pages .* got -2 for sequence 0"),
-    ({"key": PAGES[:0], "value": PAGES[:0]}, ValueError, "have no entries, as key has no page, .*"),
+    ({"key": PAGES[:0], "value": PAGES[:0]}, ValueError, "no entries, as there is no page, .*"),
     ({"cu_seq_k": ends_of((5, 1))}, TypeError, "cu_seq_k must be None with block_table"),
     ({"key": PAGES[0]}, ValueError, r"key must have shape \(num_pages, page_size, Hkv, D\) with"),
     ({"key": PAGES[:, :0]}, ValueError, r"key must have shape .* got \(3, 0, 2, 8\)"),

@@ -103,6 +103,7 @@ def test_explain_gives_reasons_for_unsupported_calls() -> None:
     assert "attn_mask must be bool" in str(plan)
     plan = attnzoo.explain(q, k, v, "taylor", backend="sdpa")
     assert plan.chosen is None
+    assert str(plan).startswith("taylor: the named backend cannot run this call\n")
     assert "supports only softmax" in str(plan)
     plan = attnzoo.explain(q, k, v, "softmax", backend="tiled")
     assert plan.chosen == "tiled"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnzoo import linear_topk, probabilities, topk_probabilities
 from attnzoo.functional import topk as module
@@ -205,6 +206,24 @@ def test_no_gradients() -> None:
     scores = torch.randn(3, 5, requires_grad=True)
     assert not topk_probabilities(scores, 2).values.requires_grad
     assert not linear_topk(scores, torch.randn(4, 5, requires_grad=True), 2).values.requires_grad
+
+
+@pytest.mark.parametrize("variant", ["softmax", "entmax", "log_n", "topk", "sigmoid", "relu2"])
+def test_scores_without_values(variant: str) -> None:
+    """On meta, in a mode that only computes shapes, and in a transform."""
+    scores, weight, params = torch.randn(3, 5, 200), torch.randn(200, 8), params_of(variant)
+    expected = topk_probabilities(scores, 4, variant, **params)
+    by_rows = torch.func.vmap(lambda x: topk_probabilities(x, 4, variant, **params))
+    values, indices = by_rows(scores)
+    assert torch.allclose(values, expected.values, atol=1e-6)
+    assert torch.equal(indices, expected.indices)
+    meta = topk_probabilities(scores.to("meta"), 4, variant, **params)
+    assert meta.indices.is_meta
+    assert meta.values.shape == expected.values.shape
+    with FakeTensorMode() as mode:
+        fake, fake_weight = mode.from_tensor(scores), mode.from_tensor(weight)
+        assert topk_probabilities(fake, 4, variant, **params).values.shape == (3, 5, 4)
+        assert linear_topk(fake[..., :8], fake_weight, 4, variant, **params)[0].shape == (3, 5, 4)
 
 
 def test_inputs_are_not_written() -> None:

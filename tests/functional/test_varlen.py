@@ -234,6 +234,27 @@ def test_length_of_the_longest_sequence_counts_for_max_length() -> None:
     assert out.shape == q.shape
     with pytest.raises(ValueError, match="max_length=5 is below the length 6"):
         attnzoo.varlen_attention(q, q, q, ends, ends, 6, 6, "cosformer", max_length=5)
+    no_keys, ends_of_keys = q[:0], torch.zeros_like(ends)
+    out = attnzoo.varlen_attention(
+        q, no_keys, no_keys, ends, ends_of_keys, 6, 0, "cosformer", max_length=6
+    )
+    assert torch.equal(out, torch.zeros_like(q))
+
+
+def test_parameters_per_token_without_keys() -> None:
+    """One value per query, or one per key, of which there is none."""
+    q, ends = rand(6, 2, 8), ends_of((2, 4))
+    arguments = (q, q[:0], q[:0], ends, torch.zeros_like(ends), 4, 0)
+    beta, log_gates = torch.ones(2, 6).double(), torch.zeros(2, 0).double()
+    out = attnzoo.varlen_attention(*arguments, "asentmax", beta=beta, gamma=1.0)
+    assert torch.equal(out, torch.zeros_like(q))
+    out, lse, largest = attnzoo.varlen_attention(
+        *arguments, "forgetting", is_causal=True, log_gates=log_gates, return_lse=True,
+        return_max_logits=True,
+    )  # fmt: skip
+    assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full((2, 6), float("-inf")))
+    assert torch.equal(largest, torch.full((2,), float("-inf")))
 
 
 @pytest.mark.parametrize(
@@ -349,6 +370,9 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         "return_aux must be an AuxRequest of torch or None, got True",
     ),
+    ({"return_lse": True, "return_aux": "x"}, TypeError, "return_aux must be .*, got 'x'"),
+    ({"return_lse": 0}, TypeError, "return_lse must be a bool, got 0"),
+    ({"return_lse": None}, TypeError, "return_lse must be a bool, got None"),
     ({"attn_mask": None}, TypeError, "attn_mask"),
     ({"segment_ids": None}, TypeError, "segment_ids"),
 ]

@@ -372,12 +372,3 @@ def test_two_ranks_agree_with_one() -> None:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     assert all("agreed" in text for text in outputs)
-
-
-def test_shard_heads_with_indivisible_heads_raises() -> None:
-    class Mesh:
-        def size(self) -> int:
-            return 3
-
-    with pytest.raises(ValueError, match="num_heads=4 is not a multiple of 3 ranks"):
-        attnzoo.nn.Attention("ssmax", 4).shard_heads(Mesh())

@@ -20,8 +20,11 @@ from transformers import (
     SiglipForImageClassification,
 )
 
+from attnzoo.core.registry import RESERVED
+from attnzoo.integrations import transformers as integration
 from attnzoo.integrations.transformers import convert, revert
 from helpers.cases import CAUSAL_ONLY, params_of
+from helpers.errors import names_beside_parameters
 from helpers.hf_checks import configs, state
 from helpers.hf_models import (
     bart,
@@ -230,3 +233,7 @@ def test_sharded_models_are_refused(part: str, mesh: Any) -> None:
     with pytest.raises(ValueError, match="convert before fully_shard"):
         convert(model, "ssmax")
     assert not any("attnzoo" in name for name, _ in model.named_modules())
+
+
+def test_arguments_beside_parameters_are_reserved() -> None:
+    assert names_beside_parameters(integration) <= RESERVED

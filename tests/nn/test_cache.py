@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ def test_state_cache_with_changed_arguments_raises() -> None:
     attend(cache, *first, "cosformer", max_length=64, enable_gqa=True)
     for changed, message in (
         ({"max_length": 128}, "max_length must be 64 as in the first call.*, got 128"),
-        ({"max_length": 64, "scale": 3.0}, "scale must be None as in the first call.*, got 3.0"),
+        ({"max_length": 64, "scale": 3.0}, "scale must be 0.35.* as in the first.*, got 3.0"),
         ({}, "variant must be 'cosformer' as in .*, got 'taylor'"),
     ):
         variant = "cosformer" if changed else "taylor"
@@ -145,6 +146,30 @@ def test_both_caches_accept_default_values_of_keywords() -> None:
     assert torch.allclose(*outs)
     with pytest.raises(ValueError, match="dropout_p must be 0.0 with a StateCache, got 0.1"):
         attend(StateCache(), q, k, v, "taylor", dropout_p=0.1)
+
+
+def test_state_cache_with_equal_arguments_in_other_words() -> None:
+    (q, k, v), cache = (x[:, :2] for x in qkv()), StateCache()
+    scale = q.shape[-1] ** -0.5
+    for params in ({"order": 2}, {}, {"order": np.int64(2), "scale": scale}, {"scale": None}):
+        out = attend(cache, q, k, v, "taylor", **params)
+    twice = [torch.cat([x, x, x, x], dim=2) for x in (q, k, v)]
+    assert torch.allclose(out, in_one_call("taylor", twice)[:, :, 3 * LENGTH :])
+
+
+def test_rollback_to_a_saved_state() -> None:
+    tensors, cache = [x[:, :2] for x in qkv()], StateCache()
+    first, last = ([x[:, :, s] for x in tensors] for s in (slice(9), slice(9, None)))
+    attend(cache, *first, "taylor", scale=0.3)
+    saved = cache.state
+    expected = attend(cache, *last, "taylor", scale=0.3)
+    for rolled_back in (cache, StateCache()):
+        rolled_back.state = saved
+        assert rolled_back.length == 9
+        assert torch.equal(attend(rolled_back, *last, "taylor", scale=0.3), expected)
+    cache.state = None
+    assert cache.length == 0
+    attend(cache, *first, "cosformer", max_length=64)
 
 
 def test_prefill_in_inference_mode_then_decode_outside() -> None:
@@ -342,6 +367,7 @@ def test_wrong_argument_of_a_cached_call_raises(
         (lambda: StateCache().crop(-1), ValueError, "length must be an int from 0 to 0"),
         (lambda: KVCache(4).reorder([0]), TypeError, "index must be an int32 or int64 tensor"),
         (lambda: StateCache().reorder(torch.zeros(2)), TypeError, "got torch.float32"),
+        (lambda: setattr(StateCache(), "state", 3), TypeError, "state must be a LinearState or"),
         (lambda: KVCache(4).reorder(torch.zeros(2, 2).long()), ValueError, r"shape \(B,\)"),
         (lambda: Attention("ssmax", 2).new_cache(4, "state"), ValueError, "'ssmax' has no state"),
         (lambda: Attention("ssmax", 2).new_cache(4, "kv"), ValueError, "kind must be 'keys'"),
@@ -362,6 +388,9 @@ def test_state_cache_with_unsupported_arguments_raises() -> None:
     q, k, v = (x[:, :2] for x in qkv())
     for options, message in (
         ({"window": 3}, "window must be None with a StateCache, got 3"),
+        ({"return_lse": 0}, "return_lse must be False with a StateCache, got 0"),
+        ({"return_max_logits": None}, "return_max_logits must be False .*, got None"),
+        ({"dropout_p": False}, "dropout_p must be 0.0 with a StateCache, got False"),
         (
             {"attn_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
             "does not support a dense mask",

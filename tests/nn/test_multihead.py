@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import accelerate
+import numpy as np
 import pytest
 import torch
 import torch.nn.utils.parametrizations
 from torch import Tensor, nn
 
 import attnzoo
-from attnzoo.nn import MultiheadAttention, Taylor, replace
+from attnzoo.nn import Attention, MultiheadAttention, Taylor, replace
 from helpers.cases import VARIANTS, params_of, rand
 
 E, H = 12, 3
@@ -108,6 +110,15 @@ def test_unbatched_call_equals_torchs(options: dict[str, Any]) -> None:
         assert torch.allclose(actual, expected, atol=1e-9)
 
 
+def test_an_empty_batch_gives_torchs_shapes() -> None:
+    theirs, ours = pair(batch_first=True)
+    x, mask = torch.zeros(0, 4, E).double(), torch.zeros(0, 4, 4, dtype=torch.bool)
+    for expected, actual in zip(theirs(x, x, x, attn_mask=mask), ours(x, x, x, attn_mask=mask)):
+        assert actual.shape == expected.shape
+    # Torch's layer fails here.
+    assert ours(x, x, x, attn_mask=mask, need_weights=False)[0].shape == (0, 4, E)
+
+
 def test_is_causal_equals_the_causal_mask() -> None:
     theirs, ours = pair()
     inputs = tensors(theirs, 6, 6)
@@ -130,6 +141,17 @@ def test_appended_keys_are_visible_in_a_causal_call(options: dict[str, Any]) -> 
     weights = ours(*inputs, is_causal=True)[1]
     assert bool((weights[..., -1] > 0).all())
     assert torch.equal(weights[..., :5].triu(1), torch.zeros(2, 5, 5, dtype=torch.float64))
+
+
+def test_flags_may_be_numpy_bools() -> None:
+    flags = ("bias", "add_bias_kv", "add_zero_attn", "batch_first")
+    theirs, _ = pair(**dict.fromkeys(flags, True))
+    torch.manual_seed(3)
+    numpy_bools: Any = dict.fromkeys(flags, np.True_)
+    ours = MultiheadAttention(E, H, dtype=torch.float64, **numpy_bools)
+    inputs, mask = tensors(theirs), masks("padding")
+    for expected, actual in zip(theirs(*inputs, **mask), ours(*inputs, **mask), strict=True):
+        assert torch.allclose(actual, expected)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -221,6 +243,22 @@ def test_every_variant_supports_padding_and_grouped_heads(variant: str) -> None:
     )
     loaded.load_state_dict(state)
     assert torch.equal(loaded(x, x, x)[0], layer(x, x, x)[0])
+
+
+def test_the_bias_of_sigmoid_is_set_in_the_attention_of_a_layer() -> None:
+    """The argument ``bias`` of the layer is that of the projections."""
+    x = rand(5, E)
+    gated: Any = {"wrapper": "output_gate", "dtype": torch.float64}
+    layers = replace(pair()[0], "sigmoid"), MultiheadAttention(E, H, variant="sigmoid", **gated)
+    for layer in layers:
+        before = layer(x, x, x, average_attn_weights=False)[1].logit()  # with a bias of −log 5
+        attend = Attention("sigmoid", H, bias=-1.0)
+        if isinstance(layer.attend, Attention):
+            layer.attend = attend
+        else:
+            layer.attend.attention = attend
+        after = layer(x, x, x, average_attn_weights=False)[1].logit()
+        assert torch.allclose(after - before, torch.full_like(before, math.log(5) - 1))
 
 
 def test_torch_checkpoint_loads() -> None:

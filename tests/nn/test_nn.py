@@ -211,6 +211,10 @@ def test_bounded_parameter_has_torchs_parametrization_name_in_checkpoints() -> N
         attend.alpha = torch.full((4,), 2.5)
     with pytest.raises(TypeError, match="alpha must be a tensor, got float"):
         attend.alpha = 1.7
+    with pytest.raises(ValueError, match=r"alpha must have shape \(\) or \(4,\), got \(3,\)"):
+        attend.alpha = torch.full((3,), 1.7)
+    attend.alpha = torch.tensor(1.6)
+    assert torch.allclose(attend.alpha, torch.full((4,), 1.6))
 
 
 @every_variant

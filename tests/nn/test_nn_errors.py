@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from attnzoo import attention
 from attnzoo.nn import (
@@ -335,3 +337,27 @@ def test_dropout_applies_to_output_and_returned_weights() -> None:
 def test_truthy_flags_of_torchs_layer_become_bools() -> None:
     layer = nn.MultiheadAttention(8, 2, batch_first=1)  # type: ignore[arg-type]
     assert MultiheadAttention.of(layer, "ssmax").batch_first is True
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Any]:
+    """A mesh of two ranks, of which this process is the first; nothing is sent to the other."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield dist.init_device_mesh("cpu", (2,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("variant", ["softmax", "ssmax"])
+def test_wrong_sharding_of_heads_raises_and_shards_nothing(variant: str, two_ranks: Any) -> None:
+    attend = Attention(variant, 8).shard_heads(two_ranks)
+    with pytest.raises(ValueError, match="shard_heads must be called once"):
+        attend.shard_heads(two_ranks)
+    assert attend.num_heads == 4
+    attend = Attention(variant, 5)
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got str"):
+        attend.shard_heads("x")
+    with pytest.raises(ValueError, match="num_heads=5 is not a multiple of 2 ranks"):
+        attend.shard_heads(two_ranks)
+    assert attend.num_heads == 5

@@ -67,6 +67,7 @@ def test_a_schedule_changes_a_fixed_parameter_per_head() -> None:
         ((Attention("softmax", 2), "std", float), ValueError, "one of: none; got 'std'"),
         ((Attention("sink", 2), "b", float), ValueError, "one of: none; got 'b'"),
         ((Attention("noisy", 2, std=1.0), "std", 3), TypeError, "value must be a function"),
+        ((Attention("noisy", 2, std=1.0), 5, float), TypeError, "name must be a str, got 5"),
         (("x", "std", float), TypeError, "model must be a torch.nn.Module"),
         (
             (Attention("noisy", 2, std=1.0), "std", lambda step: -1.0),

@@ -224,6 +224,11 @@ def test_training_on_a_cycle_of_tokens_lowers_the_loss(variant: str) -> None:
             "variant must be one name or a list of 2 entries, one per layer, got 1",
         ),
         ({"variant": ["ssmax"] * 2, "s": 1.0}, TypeError, "s must be given in pairs"),
+        (
+            {"variant": ["softmax", "ssmax"], "postions": "none"},
+            TypeError,
+            "'softmax' has no parameter 'postions'.*; did you mean 'positions'",
+        ),
         ({"variant": "cosformer"}, TypeError, "max_length"),
         ({"variant": "nonsense"}, ValueError, "'nonsense'"),
     ],

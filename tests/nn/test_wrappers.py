@@ -343,7 +343,9 @@ def test_mixed_dtypes_under_autocast_and_wrong_caches(name: str) -> None:
     q, k, v, x = (leaf.float() for leaf in inputs(module))
     with torch.autocast("cpu", torch.bfloat16):
         out = module(q.bfloat16(), k, v, **module.projected(x, x))
-    assert out.shape == (B, H, N, v.shape[-1])
+        mask = torch.zeros(N, k.shape[2], dtype=torch.bfloat16)
+        masked = module(q, k, v, attn_mask=mask, **module.projected(x, x))
+    assert out.shape == masked.shape == (B, H, N, v.shape[-1])
     with pytest.raises(TypeError, match="cache must be a KVCache or a StateCache, got int"):
         module(q, k, v, cache=3, **module.projected(x, x))
 

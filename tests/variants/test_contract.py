@@ -163,7 +163,8 @@ def test_weights_of_masked_keys_are_exactly_zero(variant: str) -> None:
 @every_variant
 def test_rows_sum_to_one_if_normalized(variant: str) -> None:
     q, k, v = qkv(queries=9)  # if causal, the first Nq − Nk = 2 rows see no key
-    sums = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **params_of(variant)).sum(-1)
+    params = {"lssa": {"eps": 1.0}}.get(variant, params_of(variant))  # its default shows rarely
+    sums = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **params).sum(-1)
     if variant == "cosformer":  # rows without a positive product have weights 0
         products = (q.relu() @ k.relu().transpose(-1, -2)).tril(-2).sum(-1)
         assert torch.allclose(sums, (products > 0).double())

@@ -35,6 +35,12 @@ def check_layer(layer: Any) -> None:
         raise ValueError(f"layer must be an int >= 0, got {shown(layer)}")
 
 
+def check_per(per: Any) -> None:
+    """Raises unless ``per`` says what has one number: each element or each head."""
+    if per not in ("element", "head"):
+        raise ValueError(f"per must be 'element' or 'head', got {shown(per)}")
+
+
 class Wrapper(nn.Module):
     """The base class of wrappers: an `Attention` of M heads for each head of the output.
 
@@ -229,12 +235,15 @@ class Wrapper(nn.Module):
         options = {**keywords, "cache": cache, "enable_gqa": True}
         for name in ("alibi", "relative_bias"):
             if isinstance(values := options.get(name), Tensor):
-                options[name] = self._values_per_map(name, values)
+                check_shape(name, values, self.num_heads, "head")
+                options[name] = self._spread(values, 0)
+        kinds = {param.name: param.kind for param in get_variant(self.variant).params}
         for name in self.passed:
-            if isinstance(values := options.get(name), Tensor):
-                options[name] = self._parameter_per_map(name, values)
+            if isinstance(values := options.get(name), Tensor) and values.dim() > 0:
+                dim = 1 if kinds[name] == "per_head" and values.dim() == 3 else 0
+                options[name] = self._per_map(f"{self.variant}'s {name}", values, dim)
         if isinstance(mask := options.get("attn_mask"), Tensor) and mask.dim() in (3, 4):
-            options["attn_mask"] = self._mask_per_map(mask)
+            options["attn_mask"] = self._per_map("attn_mask", mask, -3, or_one=True)
         values = v
         q, k, v, options = self._inputs(q, k, v, options)
         check_bool("need_weights", need_weights)
@@ -272,33 +281,14 @@ class Wrapper(nn.Module):
                 f"v must have the (B, Hkv, Nk) of k, {tuple(k.shape[:3])}, got {tuple(v.shape)}"
             )
 
-    def _values_per_map(self, name: str, values: Tensor) -> Tensor:
-        """ALiBi's slopes or the rows of a table of H heads, for the M·H heads of the attention."""
-        check_shape(name, values, self.num_heads, "head")
-        return self._spread(values, 0)
-
-    def _parameter_per_map(self, name: str, values: Tensor) -> Tensor:
-        """A parameter of H heads, for the M·H heads of the attention."""
-        if values.dim() == 0:
-            return values
-        kind = next(p.kind for p in get_variant(self.variant).params if p.name == name)
-        dim = 1 if kind == "per_head" and values.dim() == 3 else 0
-        if values.shape[dim] != self.num_heads:
-            raise ValueError(
-                f"{self.variant}'s {name} must have {self.num_heads} heads, got "
-                f"{tuple(values.shape)}"
-            )
-        return self._spread(values, dim)
-
-    def _mask_per_map(self, mask: Tensor) -> Tensor:
-        """A mask of H heads, for the M·H heads of the attention."""
-        if mask.shape[-3] == 1:
-            return mask
-        if mask.shape[-3] != self.num_heads:
-            raise ValueError(
-                f"attn_mask must have 1 or {self.num_heads} heads, got {tuple(mask.shape)}"
-            )
-        return self._spread(mask, -3)
+    def _per_map(self, what: str, x: Tensor, dim: int, or_one: bool = False) -> Tensor:
+        """A tensor of H heads for the M·H heads of the attention; it may have 1 if ``or_one``."""
+        if or_one and x.shape[dim] == 1:
+            return x
+        if x.shape[dim] != self.num_heads:
+            allowed = f"1 or {self.num_heads}" if or_one else self.num_heads
+            raise ValueError(f"{what} must have {allowed} heads, got {tuple(x.shape)}")
+        return self._spread(x, dim)
 
     def _check_gate(self, gate: Any, q: Tensor) -> None:
         if not self.gates:

@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm, softplus
 
 from attnzoo.core.call import widened
 from attnzoo.core.checks import check_bool, shown
-from attnzoo.nn.wrappers.base import Wrapper
+from attnzoo.nn.wrappers.base import Wrapper, check_per
 
 
 class OutputGate(Wrapper):
@@ -26,7 +26,8 @@ class OutputGate(Wrapper):
         activation: "sigmoid" or "softplus".
         norm: whether o is divided by its root mean square over the features of each head. The norm
             has no factors, and its eps is 1e-5.
-        bias: whether to add b, one learned number per head, to g.
+        bias: whether to add b, one learned number per head, to g. The parameter ``bias`` of the
+            variant sigmoid is set by ``gate.attention = Attention("sigmoid", num_heads, bias=…)``.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -61,8 +62,7 @@ class OutputGate(Wrapper):
         bias: bool = False,
         **options: Any,
     ) -> None:
-        if per not in ("element", "head"):
-            raise ValueError(f"per must be 'element' or 'head', got {shown(per)}")
+        check_per(per)
         if activation not in ("sigmoid", "softplus"):
             raise ValueError(f"activation must be 'sigmoid' or 'softplus', got {shown(activation)}")
         self.per, self.activation = per, activation

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from attnzoo.core.arguments import check_call
 from attnzoo.core.call import in_full_precision, widened
-from attnzoo.core.checks import check_sizes, plain, shown
+from attnzoo.core.checks import check_sizes, plain
+from attnzoo.functional.prepare import cast_by_autocast
 from attnzoo.nn.cache import KVCache, StateCache
-from attnzoo.nn.wrappers.base import Wrapper
+from attnzoo.nn.wrappers.base import Wrapper, check_per
 
 LAYOUT = ("attn_mask", "is_causal", "window", "segment_ids")  # what the number of keys depends on
 
@@ -66,8 +67,7 @@ class QASSMax(Wrapper):
         hidden: int = 64,
         **options: Any,
     ) -> None:
-        if per not in ("element", "head"):
-            raise ValueError(f"per must be 'element' or 'head', got {shown(per)}")
+        check_per(per)
         hidden = plain(hidden)
         check_sizes(hidden=hidden)
         self.per, self.hidden = per, hidden
@@ -88,8 +88,9 @@ class QASSMax(Wrapper):
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        (like,) = cast_by_autocast(q)  # the mask has the dtype that q has in the attention
         with in_full_precision(q.device):
-            log_n = self._log_n(q, k, options)  # [B or 1, H or 1, Nq]
+            log_n = self._log_n(like, k, options)  # [B or 1, H or 1, Nq]
             last: Any = self.base_mlp[2]
             weight, bias = (
                 rearrange(x.to(log_n.dtype), "(h f) ... -> h ... f", h=self.num_heads)
