@@ -14,9 +14,17 @@ from commandline.errors import UsageError
 from commandline.table import Table
 from evals.reporting.tables import ERROR, number, shown
 from evals.results.rows import differing, distinct
-from evals.results.statistics import Estimate, estimate
+from evals.results.statistics import Estimate, estimate, holds
 from evals.results.store import read_rows
-from evals.results.summary import SPREAD, Group, Point, at, described_settings, groups
+from evals.results.summary import (
+    SPREAD,
+    Group,
+    Point,
+    at,
+    described_settings,
+    groups,
+    largest_change,
+)
 
 
 @dataclass(frozen=True)
@@ -78,17 +86,8 @@ class Change:
 
     @property
     def holds(self) -> bool:
-        """Whether the 95 % intervals of A and B overlap, and no seed's score changed by more than
-        `SPREAD`; a task without ``trained_score`` has no such limit.
-
-        False if B lacks a seed of A. A single seed's interval is its score. The intervals of seeds
-        that fail now and then are wide.
-        """
-        jumps = self.task.trained_score is not None and any(abs(x) > SPREAD for x in self.gains)
-        if self.problem or jumps:
-            return False
-        (low, high), (least, most) = (x.interval or (x.mean, x.mean) for x in self.means if x)
-        return low <= most and least <= high
+        """Whether A holds in B, see `evals.results.statistics.holds`."""
+        return holds(*self.scores, largest_change(self.task))
 
 
 def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
@@ -114,6 +113,16 @@ def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
         for key, point in group.points.items()
     ]
     return [change for change in every if change.scores[0]]
+
+
+def check_seeds(*sides: Sequence[Group]) -> None:
+    """Raise UsageError if intervals over seeds cannot show which rows hold."""
+    for group in (group for side in sides for group in side):
+        if len(group.seeds) < 2:
+            raise UsageError(
+                "which rows hold needs results of two or more seeds on both sides, got one of "
+                f"{group.task.name}"
+            )
 
 
 def table(changes: Sequence[Change]) -> Table:
@@ -192,6 +201,8 @@ def main(a: Path, b: Path, fail_below: float | None = None, hold: bool = False) 
         raise UsageError(f"--fail-below must be a finite number, got {fail_below}")
     before, after = (groups(read_rows([side])) for side in (a, b))
     all_changes = changes(before, after)
+    if hold:
+        check_seeds(before, [x for x in after if x.task in [one.task for one in before]])
     if not all_changes:
         raise UsageError(f"A must have at least one score, got none in {a}")
     for _, of_task in groupby(all_changes, key=lambda change: change.task.name):

@@ -32,8 +32,8 @@ from evals.reporting.tables import (
     shown,
     tables_of_experiment,
 )
-from evals.results.provenance import sentence
-from evals.results.summary import UNTRAINED
+from evals.results.provenance import holds, sentence
+from evals.results.summary import UNTRAINED, task_of
 from evals.results.summary_csv import read_summary
 from evals.tasks import EXPERIMENTS, TASKS
 
@@ -99,7 +99,9 @@ def _scores(path: Path) -> str:
 
 def _broken(path: Path) -> list[str]:
     """The labels of the rows of a summary that do not hold in its second arithmetic."""
-    held = _made(path).get("arithmetic", {}).get("holds", {})
+    if "arithmetic" not in (made := _made(path)):
+        return []
+    held = holds(made, task_of(path.stem.split(".")[0]))
     return [label for label, holds in held.items() if not holds]
 
 
@@ -163,8 +165,8 @@ def _made(path: Path) -> dict[str, Any]:
 
 def made_by(path: Path) -> str:
     """A paragraph that says what made a summary; empty for a file without provenance."""
-    made = _made(path)
-    return f"\n{sentence(made, f'results/{path.stem}.json')}\n" if made else ""
+    made, file = _made(path), f"results/{path.stem}.json"
+    return f"\n{sentence(made, file, bool(_broken(path)))}\n" if made else ""
 
 
 def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:

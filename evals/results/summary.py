@@ -8,6 +8,7 @@ pretrained model is a sample of its text.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,6 +41,12 @@ def task_of(name: str) -> Any:
     if name not in known:
         raise UsageError(f"unknown task {name!r}: load its file with --plugin")
     return known[name]
+
+
+def largest_change(task: Any) -> float:
+    """By how much the score of a seed may change in a second run that `holds`: infinity for a task
+    without ``trained_score``."""
+    return math.inf if task.trained_score is None else SPREAD
 
 
 def baseline_of(task: Any) -> str:
