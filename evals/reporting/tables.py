@@ -367,8 +367,8 @@ def notes(summary: Summary, metric: Metric | None = None) -> list[str]:
             f"paired t-test over seeds, Holm's correction for the {len(summary.p)} comparisons of "
             "the table)"
         )
-    if any(is_partial(summary, value) for (_, _, name), value in summary.means.items()
-           if metric is None or name == metric.name):  # fmt: skip
+    if any(is_partial(summary, value) for (_, x, name), value in summary.means.items()
+           if x in summary.xs and (metric is None or name == metric.name)):  # fmt: skip
         lines.append(f"{PARTIAL} some seeds failed or are missing; the mean leaves them out")
     return lines
 
