@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from commandline import arguments
 from commandline.errors import UsageError
 from commandline.table import Table
 from evals.reporting.tables import ERROR, number, shown
@@ -25,6 +27,8 @@ from evals.results.summary import (
     groups,
     largest_change,
 )
+
+NAME = "compare"
 
 
 @dataclass(frozen=True)
@@ -191,27 +195,44 @@ def _conditions(group: Group) -> dict[str, Any]:
     return {**described_settings(group), **values}
 
 
-def main(a: Path, b: Path, fail_below: float | None = None, hold: bool = False) -> int:
+def add_parser(commands: Any) -> None:
+    text = "Print the gain in score from results A to results B, paired by seed"
+    parser = commands.add_parser(NAME, help=text, description=f"{text}.")
+    add = parser.add_argument
+    add("a", type=Path, metavar="A", help="Read the first results from folder A")
+    add("b", type=Path, metavar="B", help="Read the second results from folder B")
+    text = "Exit with 1 if a gain is missing or below X (table units); -1 allows a drop of 1"
+    add("--fail-below", type=arguments.number, metavar="X", help=text)
+    text = (
+        "Print which rows of A hold in B: intervals overlap and no seed differs by more than 10 "
+        "points; exit with 1 if one does not"
+    )
+    add("--holds", action="store_true", help=text)
+    arguments.add_plugin(parser, " or tasks")
+
+
+def main(args: argparse.Namespace) -> int:
     """Print the gains and return the exit status.
 
-    It is 1 if ``fail_below`` is given and a gain is missing or less than ``fail_below``, or if
-    ``hold`` is true and a row of A does not hold in B.
+    It is 1 with ``--fail-below`` if a gain is missing or less, and with ``--holds`` if a row of A
+    does not hold in B.
     """
+    fail_below = args.fail_below
     if fail_below is not None and not math.isfinite(fail_below):
         raise UsageError(f"--fail-below must be a finite number, got {fail_below}")
-    before, after = (groups(read_rows([side])) for side in (a, b))
+    before, after = (groups(read_rows([side])) for side in (args.a, args.b))
     all_changes = changes(before, after)
-    if hold:
+    if args.holds:
         check_seeds(before, [x for x in after if x.task in [one.task for one in before]])
     if not all_changes:
-        raise UsageError(f"A must have at least one score, got none in {a}")
+        raise UsageError(f"A must have at least one score, got none in {args.a}")
     for _, of_task in groupby(all_changes, key=lambda change: change.task.name):
         print(f"{table(list(of_task)).text()}\n")
     for line in notes(before, after):
         print(line)
-    if hold:
+    if args.holds:
         print("\n".join(holding(all_changes)))
-    broken = hold and not all(change.holds for change in all_changes)
+    broken = args.holds and not all(change.holds for change in all_changes)
     failed = []
     if fail_below is not None:
         failed = [change for change in all_changes if change.fails(fail_below)]

@@ -21,7 +21,6 @@ from evals.reporting.pretrained_tables import published_tables, samples_text
 from evals.reporting.tables import (
     BETTER,
     EFFECTIVE_NOTE,
-    HALF,
     HALF_NOTE,
     MOST_LENGTHS,
     chance_text,
@@ -209,24 +208,27 @@ def documented(folder: Path, name: str) -> str:
     path = folder / f"{name}.csv"
     if not path.exists():
         return NONE_YET
-    summary, pictures, folded = read_summary(path), [], []
+    summary, pictures = read_summary(path), []
     if name in EXPERIMENTS:
         tables = tables_of_experiment(summary, curve_of=CURVE_OF)
         text = escaped("; ".join(notes_of_experiment(summary)))
         foot = f"{text[0].upper()}{text[1:]}.\n"
     else:
-        tables, intervals = published_tables(summary, HALF), published_tables(summary)
-        folded = [_folded("Both ends of each interval", "\n".join(map(_titled, intervals)))]
+        tables = published_tables(summary)
         files = [(text, figure_path(folder, name, figure)) for figure, text in FIGURES.items()]
         pictures = [f"![{t}]({folder.name}/{file.name})\n" for t, file in files if file.exists()]
-        foot = f"Over samples: {HALF_NOTE}. Samples: {samples_text(summary)}.\n{made_by(path)}"
+        foot = (
+            f"Over samples: {HALF_NOTE}. Both ends of each interval: "
+            f"{{download}}`{path.name} <{folder.name}/{path.name}>`. "
+            f"Samples: {samples_text(summary)}.\n{made_by(path)}"
+        )
     texts = [
         _short(_titled(table))
         if len(table.header) <= MOST_LENGTHS + 2
         else _folded(table.title, _titled(table))
         for table in tables
     ]
-    return "\n".join([*pictures, *texts, *folded, foot])
+    return "\n".join([*pictures, *texts, foot])
 
 
 def _titled(table: Table) -> str:

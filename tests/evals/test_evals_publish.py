@@ -228,7 +228,7 @@ def test_tables_of_a_pretrained_model_show_the_paired_rise_of_the_loss(tmp_path:
     (tmp_path / "pretrained.json").write_text(json.dumps(record))
     text = documented(tmp_path, "pretrained")
     # Samples differ by 1, but the rise is 0.25 in each of them.
-    assert "| `log_n` | +0.250 (0.250 … 0.250) | +0.250 (0.250 … 0.250) |" in text
+    assert "| `log_n` | +0.250 ±0.000 | +0.250 ±0.000 |" in text
     assert "**Retrieval at n = 128, %**" in text
     assert "Samples: 2 at n = 64, 2 at n = 128." in text
     assert documented(tmp_path, "adapt") == "Nothing has been measured yet.\n"
