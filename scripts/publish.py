@@ -183,7 +183,7 @@ def _difference(group: Group, other: Group) -> str:
         if len(sizes) > 1:
             shown = " and ".join(map(str, sizes))
             return f"as many test sequences as DIR, {label} at n = {length} has {shown}"
-    # The vector instructions of the CPU that made the rows. Older rows do not name them.
+    # The vector instructions of the CPU that made the rows.
     ours, theirs = (
         {row["arithmetic"] for row in one.rows if row["device"] == "cpu" and row.get("arithmetic")}
         for one in (group, other)

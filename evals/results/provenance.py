@@ -10,7 +10,6 @@ from typing import Any
 
 from commandline.errors import UsageError
 from evals.results import statistics
-from evals.results.old_rows import converted
 from evals.results.rows import Row, differing, distinct, is_pretrained, is_validation
 from evals.results.summary import largest_change, series_of
 
@@ -31,7 +30,6 @@ def provenance(rows: Sequence[Row], command: str, note: str | None = None) -> di
     """
     if not rows:
         raise UsageError("the folder must have results, got none")
-    rows = list(map(converted, rows))
     commits = distinct(rows, "commit")
     unknown = [x for x in commits if x == "unknown" or x.endswith("-dirty")]
     if unknown and not note:
@@ -91,7 +89,7 @@ def sentence(made_by: Mapping[str, Any], file: str, broken: bool = False) -> str
         line += f" {note}"
     if second := made_by.get("arithmetic"):
         run = f"a second run with `{second['environment']}`"
-        # Older files do not have the seeds of the second run, which are the same.
+        # A file without the seeds of the second run has the same ones there.
         if second.get("seeds", seeds) != seeds:
             run += f", of {_seeds_text(second['seeds'])}"
         line += f" {BROKEN}: the row does not hold" if broken else " Every row holds"
@@ -102,7 +100,7 @@ def sentence(made_by: Mapping[str, Any], file: str, broken: bool = False) -> str
 def holds(made_by: Mapping[str, Any], task: Any) -> dict[str, bool]:
     """Whether each row of a table with a second run holds there, by its label, from the scores.
 
-    Older files have the answers in place of the scores of the second run.
+    A file without the scores of the second run has the answers.
     """
     second = made_by["arithmetic"]
     if "scores" not in second:

@@ -51,7 +51,7 @@ class Summary:
 
     @cached_property
     def lines(self) -> dict[Series, SeriesFacts]:
-        """What is known of each series. Experiments and older files lack some of the columns."""
+        """What is known of each series; results other than those of tasks lack some columns."""
         return {
             series: SeriesFacts(
                 int(line.get("untrained") or 0), line.get("unstable") == "1",

@@ -90,7 +90,7 @@ def test_compare_prints_which_rows_hold(tmp_path: Path, capsys: pytest.CaptureFi
     assert "1 of 2 rows hold: at every length their 95 % intervals" in text
     assert main(["compare", folders[0], folders[0], "--holds"]) == 0
     assert "2 of 2 rows hold" in capsys.readouterr().out
-    less = [one for one in rows(0.5, 0.9) if one["seed"] == 0 or one["length"] == 64]
+    less = [one for one in rows(0.5, 0.9) if one["seed"] == 0 or one["x"] == 64]
     written(tmp_path / "c", less)
     assert main(["compare", folders[0], str(tmp_path / "c"), "--holds"]) == 1
     assert "0 of 2 rows hold" in capsys.readouterr().out  # seed 1 is missing

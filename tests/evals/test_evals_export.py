@@ -18,7 +18,7 @@ from evals.reporting.pages import overview
 from evals.results.store import Row
 from evals.results.summary import Series, groups
 from evals.results.summary_csv import csv_text, read_summary, summary_of
-from helpers.evals_rows import grid, row, written
+from helpers.evals_rows import grid, row, trial, written
 
 
 def rows(scores: dict[str, tuple[float | None, ...]], lengths: tuple[int, ...]) -> list[Row]:
@@ -271,8 +271,7 @@ def test_wrong_arguments_are_errors_and_write_nothing(
 def test_results_without_figures_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trial = row("sink", 0.7) | {"task": "classification", "condition": "clean"}
-    folder = written(tmp_path / "results", [trial])
+    folder = written(tmp_path / "results", [trial(row("sink", 0.7))])
     assert main(["export", str(folder), "--figures", "svg", "--out", str(tmp_path / "out")]) == 2
     assert "error: --figures needs results that have figures" in capsys.readouterr().err
 

@@ -12,8 +12,9 @@ from evals.reporting.pages import documented, overview, scores
 from evals.results.provenance import holds, provenance, sentence
 from evals.results.summary import groups
 from evals.results.summary_csv import csv_text
+from evals.results.tuned import TUNED
 from evals.tasks import TASKS
-from helpers.evals_rows import SETTINGS, row, written
+from helpers.evals_rows import SETTINGS, group, pretrained, row, trial, written
 from scripts import publish
 
 COMMAND = "python -m evals max-retrieval"
@@ -22,7 +23,7 @@ SECOND = ("--environment", "ATEN_CPU_CAPABILITY=default", "--against")
 
 def rows(**more: Any) -> list:
     """Two variants with two seeds and tuned learning rates, and a row of the sweep."""
-    more |= {"shared": {"learning_rate": "tuned: 0.001, 0.003"}}
+    more |= {"shared": {"learning_rate": TUNED}}
     reported = [
         row(v, score, seed=seed, settings={**SETTINGS, "learning_rate": rate}, **more)
         for v, score, rate in (("softmax", 0.97, 0.001), ("ssmax", 0.99, 0.003))
@@ -126,7 +127,7 @@ def test_which_rows_hold_follows_from_the_scores_of_both_runs() -> None:
 def test_a_row_that_failed_in_another_arithmetic_does_not_hold(tmp_path: Path) -> None:
     """The folder of the second run may have other tasks and lengths."""
     other = changed("ssmax", status="nan", metrics={})
-    other.append(rows()[0] | {"length": 32, "key": "longer"})
+    other.append(rows()[0] | {"x": 32, "key": "longer"})
     other.append(row("softmax", 0.5, task="needle"))
     assert published(tmp_path, rows(), *SECOND, str(written(tmp_path / "default", other))) == 0
     record = json.loads((tmp_path / "docs" / "max-retrieval.json").read_text())
@@ -137,20 +138,13 @@ def test_a_row_that_failed_in_another_arithmetic_does_not_hold(tmp_path: Path) -
 
 
 def pretrained_row(variant: str, length: int, sample: int, loss: float, **more: Any) -> dict:
-    return {
-        "task": "pretrained", "variant": variant, "layers": "all", "model": "tiny",
-        "fingerprint": "f", "limit": 64, "dtype": "float32", "text": "text.txt", "data": "d",
-        "seed": 0, "planted": True, "length": length, "sample": sample, "status": "ok",
-        "message": "", "curves": {}, "cpu_seconds": 1.0, "version": "1", "commit": "abc",
-        "torch": "2", "attnzoo": "0", "device": "cpu", "key": f"{variant} {length} {sample}",
-        "metrics": {"loss": loss, "retrieval": 0.5, "one_needle": 1.0}, **more,
-    }  # fmt: skip
+    metrics = {"loss": loss, "retrieval": 0.5, "one_needle": 1.0}
+    return pretrained(variant, length, sample, metrics=metrics, **more)
 
 
 OTHER_STEPS = [
     row("softmax", 0.5, key=str(steps), settings={**SETTINGS, "steps": steps}) for steps in (10, 11)
 ]
-CLASSIFICATION = {"task": "classification", "condition": "clean"}
 # The rows and options, and the message
 WRONG = [
     (rows(commit="abc-dirty"), (), "must be made by committed code"),
@@ -162,7 +156,7 @@ WRONG = [
     (changed(status="nan", metrics={}), (), "DIR must have at least one score, got none"),
     ([*rows(), row("softmax", 0.5, task="needle")], (), "of one task, got max-retrieval, needle"),
     (OTHER_STEPS, (), "equal settings, got 2 groups: steps 10; steps 11"),
-    ([one | CLASSIFICATION for one in OTHER_STEPS], (), "got 2 groups: steps 10; steps 11"),
+    ([trial(one, key=one["key"]) for one in OTHER_STEPS], (), "got 2 groups: steps 10; steps 11"),
     ([pretrained_row("log_n", 64, 0, 3.0, dtype=dtype, key=dtype)
       for dtype in ("float32", "bfloat16")], (), "float32, seed 0; tiny, text.txt, bfloat16, se"),
 ]  # fmt: skip
@@ -172,7 +166,7 @@ WRONG_SECOND = [
     (rows()[:1], "must have every row of DIR, it lacks ssmax at n = 16"),
     (changed(sequences=3), "must have as many test sequences as DIR, softmax at n = 16 has"),
     (
-        changed(settings={**SETTINGS, "learning_rate": 0.1, "steps": 9999}),
+        changed(group=group({**SETTINGS, "learning_rate": "tuned", "steps": 9999}, "made by hand")),
         "must have the settings of DIR, steps = 10, got 9999",
     ),
     (

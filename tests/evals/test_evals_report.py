@@ -76,9 +76,7 @@ def rows() -> list[Row]:
             for seed in (0, 1):
                 value = None if score is None else score + 0.01 * (2 * seed - 1)
                 result_rows.append(row("needle", variant, length, seed, value, 16))
-    result_rows = [
-        r for r in result_rows if (r["variant"], r["length"], r["seed"]) != ("ssmax", 64, 1)
-    ]
+    result_rows = [r for r in result_rows if (r["variant"], r["x"], r["seed"]) != ("ssmax", 64, 1)]
     for variant, scores in BITS.items():
         for length, score in zip(LENGTHS, scores):
             result_rows.append(row("language-model", variant, length, 0, score, 16))
@@ -292,7 +290,7 @@ def test_pictures_are_embedded_in_the_page(drawn: list[ShownGroup]) -> None:
 
 
 def test_groups_of_one_task_have_their_own_headings() -> None:
-    other = [r | {"settings": r["settings"] | {"steps": 40}} for r in rows()]
+    other = [r | {"group": r["group"] | {"steps": 40}} for r in rows()]
     page = Page(report_html(shown([*rows(), *other]), ""))
     assert {"needle-1", "needle-2"} <= set(page.ids)
     assert len(set(page.ids)) == len(page.ids)
