@@ -39,6 +39,7 @@ from evals.tasks import EXPERIMENTS, TASKS
 MEASURED = Path(__file__).parents[2] / "docs" / "results"
 FOLDED = "All lengths, intervals, notes and settings"
 NONE_YET = "Nothing has been measured yet.\n"
+OVERVIEW = "max-retrieval"  # the task of the README
 CURVE_OF = "softmax"  # the documentation shows the curve of this output layer only
 FIGURES = {  # of pretrained models
     "loss-by-position": "Loss by position at the longest length",
@@ -168,16 +169,16 @@ def made_by(path: Path) -> str:
     return f"\n{sentence(made, file, bool(_broken(path)))}\n" if made else ""
 
 
-def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
-    """A table of one task: variant, score at the train length, score at the longest eval length,
+def overview(folder: Path = MEASURED) -> str:
+    """A table of `OVERVIEW`: variant, score at the train length, score at the longest eval length,
     and effective length."""
-    path = folder / f"{task}.csv"
+    path = folder / f"{OVERVIEW}.csv"
     if not path.exists():
         return NONE_YET
     summary, broken = read_summary(path), _broken(path)
     cells = {place: line for place, line in summary.cells.items() if place[0].label not in broken}
     if not cells:
-        return f"No row of `{task}` holds on another CPU.\n"
+        return f"No row of `{OVERVIEW}` holds on another CPU.\n"
     summary = replace(summary, cells=cells)
     score, ends = summary.task.score, (summary.train_length, summary.xs[-1])
     name = score.title.split(":")[0].lower().replace(", %", " (%)")
@@ -187,7 +188,7 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
                        lambda s, x: shown(summary.mean(s, x, score.name), score), ends)  # fmt: skip
     seeds = "one seed" if summary.seeds == 1 else f"mean of {summary.seeds} seeds"
     lines = [
-        f"`{task}`, {seeds}, chance {chance_text(score, summary.chance or 0.0)}.",
+        f"`{OVERVIEW}`, {seeds}, chance {chance_text(score, summary.chance or 0.0)}.",
         f"Effective length: {EFFECTIVE_NOTE}. Variants with {UNTRAINED} have none.",
         *[f"Left out, because it does not hold on another CPU: `{x}`." for x in broken],
         *(f"{x}." for x in notes(summary, score) if x[0] != BETTER),  # it has no marks of tests
@@ -195,9 +196,9 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     return f"{_markdown(Table('', header, rows))}\n{' '.join(lines)}\n"
 
 
-def legend(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
+def legend(folder: Path = MEASURED) -> str:
     """The names of the numbered lines of a figure, in one paragraph."""
-    summary = read_summary(folder / f"{task}.csv")
+    summary = read_summary(folder / f"{OVERVIEW}.csv")
     ranked = summary.ranked(summary.task.score)
     return " · ".join(f"{n}\u00a0`{series.label}`" for n, series in enumerate(ranked, 1)) + "\n"
 
