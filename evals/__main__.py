@@ -110,7 +110,8 @@ def _run(args: argparse.Namespace) -> int:
         for name in Experiment.refused:
             if any(getattr(one, name) not in (None, False) for one in options.values()):
                 print(f"{flag(name)} applies to the tasks only, not to {', '.join(EXPERIMENTS)}")
-    return run_tasks([EVALS[name] for name in names], options, out)
+    tasks = [EVALS[name] for name in names]
+    return run_tasks(tasks, options, out, artifacts.write_results, artifacts.scores_so_far)
 
 
 if __name__ == "__main__":

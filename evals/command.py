@@ -19,7 +19,6 @@ from evals.options import Options
 from evals.plan import plan_study
 from evals.plugins import load_plugins
 from evals.progress import Progress, clock, counted
-from evals.reporting.artifacts import scores_so_far, write_results
 from evals.results.rows import Row, is_validation
 from evals.results.store import Folder
 from evals.run import Message, Run, RunContext, point_text
@@ -27,6 +26,10 @@ from evals.sweeps import RECORD, record
 from evals.task import NOTES, Task, trained_encoding
 from evals.tasks.digits.experiment import Experiment
 
+# Writes and prints results, given (rows, results folder, note, verbose).
+Write = Callable[[list[Row], Path, str, bool], None]
+# The text that shows rows while runs are in progress.
+SoFar = Callable[[list[Row]], str]
 # Shows results, given the rows of the command, the other rows in its folders, and whether no row of
 # the command is missing.
 Show = Callable[[list[Row], list[Row], bool], None]
@@ -45,8 +48,8 @@ class Studies:
 
     studies: each a `Study` or a `PretrainedStudy` (`evals.pretrained`). options: an `Options`, or
     the options of `pretrained` or `adapt`, which have the same names.
-    plugins: maps the names that a plugin registers to the hash of its file. so_far: whether
-    to show the scores of the seeds that all variants have, each time their number has doubled.
+    plugins: maps the names that a plugin registers to the hash of its file. so_far: shows the
+    scores of the seeds that all variants have, each time their number has doubled; None: nothing.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Studies:
         options: Any,
         out: Path,
         plugins: Mapping[str, str],
-        so_far: bool = False,
+        so_far: SoFar | None = None,
     ) -> None:
         self.options, self.out, self.so_far = options, out, so_far
         self.plugin_hash = next(iter(plugins.values()), None)
@@ -121,14 +124,14 @@ class Studies:
         """Show that a run is finished and, if more seeds follow, the scores of those so far."""
         self.progress.finish(run.name, status)
         to_do = self.to_do[run.study]
-        if run.candidate or not self.so_far:
+        if run.candidate or self.so_far is None:
             return
         to_do[run.seed] -= 1
         seeds = min((+to_do).keys(), default=0)  # + leaves out counts of 0
         if seeds >= max(1, 2 * self.shown[run.study]):
             self.shown[run.study] = seeds
             rows = [row for row in self.rows(run.study) if row["seed"] < seeds]
-            if text := scores_so_far(rows):
+            if text := self.so_far(rows):
                 self.progress.show(f"\nso far: {text}\n")
 
     def _store(
@@ -298,6 +301,8 @@ def run_tasks(
     tasks: Sequence[Task | Experiment],
     options: Mapping[str, Options],
     out: Path,
+    write: Write,
+    so_far: SoFar,
 ) -> int:
     """Run tasks or experiments, show their rows, and return the exit status."""
     shared = next(iter(options.values()))
@@ -307,7 +312,7 @@ def run_tasks(
     planned = [plan_study(task, options[task.name], plugins, several) for task in tasks]
     # A shard has only some of the variants of a seed.
     one_shard = shared.shard.count == 1
-    studies = Studies(planned, shared, out, plugins, so_far=one_shard)
+    studies = Studies(planned, shared, out, plugins, so_far if one_shard else None)
     if not any(map(studies.total, studies.studies)):
         raise UsageError(f"nothing to run: {', '.join(studies.studies)} has no variant")
     if shared.record:
@@ -327,7 +332,7 @@ def run_tasks(
             note += f" The folder also has {len(others)} results made with other options."
         # If rows have different versions of a variant, the version in the last of them is shown.
         # The rows of this command are therefore last.
-        write_results([*others, *rows], out, note, shared.verbose)
+        write([*others, *rows], out, note, shared.verbose)
 
     return carry_out(studies, show)
 

@@ -67,7 +67,7 @@ def t_quantile(count: int) -> float:
     return float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
 
 
-def holds(before: Mapping[int, float], after: Mapping[int, float], most: float) -> bool:
+def holds(before: Mapping[Key, float], after: Mapping[Key, float], most: float) -> bool:
     """Whether the scores of a run hold in a second one, both by seed.
 
     They hold if the second run has all seeds of the first, no seed's score differs by more than
