@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from commandline.arguments import Parser, add_plugin, integer, number, seed
+from commandline.arguments import Parser
 from commandline.errors import UsageError
 from commandline.start import start
 from evals.command import run_tasks
@@ -24,7 +24,12 @@ from evals.theory import ranks, ties
 
 ALL = "all"
 # Modules with a function ``add_parser`` and a function ``main`` of the parsed arguments.
-COMMANDS = {module.NAME: module for module in (export, in_context, harness, sharpness, ties)}
+COMMANDS = {
+    module.NAME: module
+    for module in (
+        artifacts, compare, laws, ranks, export, in_context, harness, sharpness, ties
+    )
+}  # fmt: skip
 
 
 def parser() -> Parser:
@@ -32,53 +37,10 @@ def parser() -> Parser:
     top = Parser(prog="python -m evals", description=__doc__)
     top.command_hint = "A task of your own needs --plugin FILE.py"
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=text, description=f"{text}.")
-
-    one = command(ALL, "Run all tasks and the experiments on digits, and write one report")
-    add_arguments(one, next(iter(TASKS.values())))
-    text = f"Run {sharpness.NAME} on this pretrained model too (with --shard: in shard 0 only); "
-    text += "needs --text"
-    one.add_argument("--model", metavar="PATH_OR_NAME", help=text)
-    text = "Measure --model on this UTF-8 text"
-    one.add_argument("--text", type=Path, metavar="FILE", help=text)
-
-    one = command("report", "Write one HTML report of several results folders")
-    text = "Read results from DIR"
-    one.add_argument("folders", type=Path, nargs="+", metavar="DIR", help=text)
-    text = "Write the report to FILE (default: report.html in the first DIR)"
-    one.add_argument("--out", type=Path, metavar="FILE", help=text)
-    add_plugin(one, " or tasks")
-
-    one = command("compare", "Print the gain in score from results A to results B, paired by seed")
-    one.add_argument("a", type=Path, metavar="A", help="Read the first results from folder A")
-    one.add_argument("b", type=Path, metavar="B", help="Read the second results from folder B")
-    text = "Exit with 1 if a gain is missing or below X (table units); -1 allows a drop of 1"
-    one.add_argument("--fail-below", type=number, metavar="X", help=text)
-    text = "Print which rows of A hold in B: their intervals overlap; exit with 1 if one does not"
-    one.add_argument("--holds", action="store_true", help=text)
-    add_plugin(one, " or tasks")
-
-    text = "Compare the largest weight of each variant with its formula; exit with 1 if they differ"
-    one = command("laws", text)
-    text = "Write laws.csv and laws.png to DIR"
-    one.add_argument("--out", type=Path, metavar="DIR", help=text)
-    text = "Show only these variants: names, separated by commas (default: all)"
-    one.add_argument("--variants", metavar="LIST", help=text)
-    add_plugin(one)
-
-    text = (
-        "Print ranks of attention matrices, and of mixtures of attentions, softmaxes and contexts"
+    text = "Run all tasks and the experiments on digits, and write one report"
+    add_arguments(
+        commands.add_parser(ALL, help=text, description=f"{text}."), next(iter(TASKS.values()))
     )
-    one = command("ranks", text)
-    one.add_argument("--out", type=Path, metavar="DIR", help="Write ranks.csv to DIR")
-    text = "Draw the matrices with seed N (default: 0)"
-    one.add_argument("--seed", type=seed, default=0, metavar="N", help=text)
-    text = "Also compare initializations of mixtures of softmaxes, over N seeds from --seed on"
-    one.add_argument("--initializations", type=integer(0), default=0, metavar="N", help=text)
-    add_plugin(one)
-
     for module in COMMANDS.values():
         module.add_parser(commands)
     pretrained_options.add_parsers(commands)
@@ -128,34 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def dispatch(args: argparse.Namespace) -> int:
     if args.command == ALL or args.command in EVALS:
         return _run(args)
-    if args.command == "laws":
-        names = None if args.variants is None else args.variants.replace(" ", "").split(",")
-        return laws.command(args.out, args.plugin, names)
     if args.command in pretrained_options.NAMES:
         return pretrained.main(args)
     load_plugins(getattr(args, "plugin", None))
-    if args.command == "ranks":
-        return ranks.main(args.out, args.seed, initializations=args.initializations)
-    if args.command == "report":
-        return artifacts.main(args.folders, args.out)
-    if args.command == "compare":
-        return compare.main(args.a, args.b, args.fail_below, args.holds)
     return COMMANDS[args.command].main(args)
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run one task or experiment, or all of them and, with ``--model``, `sharpness`."""
+    """Run one task or experiment, or all of them."""
     names = list(EVALS) if args.command == ALL else [args.command]
-    model, text = (getattr(args, name, None) for name in ("model", "text"))
-    if (model is None) != (text is None):
-        raise UsageError("--model and --text must be given together")
     options = gather(args, names)
     shared = options[names[0]]
-    if model is not None and shared.shard.index > 0:  # shards would write the same files
-        print(f"left out: {sharpness.NAME} runs in shard 0 only")
-        model = text = None
-    if model is not None and text is not None:  # the tasks may take hours
-        sharpness.check(model, text)
     out = shared.out or Path("results") / shared.preset
     for name in names.copy() if args.command == ALL else ():
         if shared.preset not in EVALS[name].presets:
@@ -166,12 +111,7 @@ def _run(args: argparse.Namespace) -> int:
             if any(getattr(one, name) not in (None, False) for one in options.values()):
                 print(f"{flag(name)} applies to the tasks only, not to {', '.join(EXPERIMENTS)}")
     tasks = [EVALS[name] for name in names]
-    status = run_tasks(tasks, options, out, artifacts.write_results, artifacts.scores_so_far)
-    if model is not None and not shared.dry_run:
-        line = [sharpness.NAME, "--model", model, "--text", str(text)]
-        line += ["--out", str(out / sharpness.NAME)]
-        return max(status, sharpness.main(parser().parse_args(line)))
-    return status
+    return run_tasks(tasks, options, out, artifacts.write_results, artifacts.scores_so_far)
 
 
 if __name__ == "__main__":

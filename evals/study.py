@@ -10,6 +10,7 @@ reports warn if these differ.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -19,7 +20,6 @@ from typing import Any
 from commandline.variants import Spec, VariantCall
 from evals.measures.metrics import Outcome
 from evals.progress import counted
-from evals.results.old_rows import version_of
 from evals.results.rows import Row, key_of, origin
 from evals.results.store import UNSHARDED, Shard
 from evals.results.tuned import values_text
@@ -48,6 +48,12 @@ def row_of(run: Run, key: str, outcome: Outcome, fields: Mapping[str, Any]) -> R
         **origin(),
         **fields,
     }
+
+
+def version_of(version: str, differing: Mapping[str, Any]) -> str:
+    """What all rows of a line share: the version of the variant, and the settings that differ from
+    those of other variants."""
+    return f"{version} {json.dumps(differing, sort_keys=True)}" if differing else version
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ def cost_table(file: Path = RESULTS / "cpu" / "attention.json") -> str:
     first, by_name = rows[0], {(row["case"], row["direction"]): row for row in rows}
     mask = "causal" if first["causal"] else "full"
     with_memory = any(row["peak_bytes"] is not None for row in rows)
+    threads = "one thread" if where["threads"] == 1 else f"{where['threads']} threads"
     memory = ("MB forward", "MB with backward") if with_memory else ()
     table = [("variant", "work", "forward", "backward", *memory)]
     for name in attnzoo.list_variants():
@@ -96,7 +97,7 @@ def cost_table(file: Path = RESULTS / "cpu" / "attention.json") -> str:
         used = map(megabytes, lines) if with_memory else ()
         table.append((f"`{name}`", work, *map(relative_time, lines), *used))
     return (
-        f"{where['cpu']}, one thread, torch {where['torch']}, {where['date']}: {mask}, "
+        f"{where['cpu']}, {threads}, torch {where['torch']}, {where['date']}: {mask}, "
         f"{first['dtype']}, B = {first['batch']}, H = {first['heads']}, N = {first['length']}, "
         f"D = {first['head_dim']}. Median of the CPU time divided by that of `softmax` in the same "
         f"rounds{', and peak memory without the inputs' if with_memory else ''}.\n\n"

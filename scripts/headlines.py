@@ -35,7 +35,7 @@ from scripts.variant_facts import linked
 
 CLAIMS = Path(__file__).with_suffix(".toml")
 # A verdict is one of these, in the order of the overview.
-VERDICTS = ("reproduced", "partly", "not shown", "refuted", "small tasks only", "needs a GPU")
+VERDICTS = ("reproduced", "partly", "not shown", "small tasks only", "needs a GPU")
 FIELD = re.compile(r"\{([^{}]+)\}")
 MINUS = " − "
 

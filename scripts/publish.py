@@ -145,7 +145,7 @@ def _scores(task_groups: Sequence[Group]) -> dict[str, dict[str, dict[str, float
 
 
 def _second_run(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
-    """Whether each row of the table holds in other results, by its label; and their scores.
+    """The scores of the rows in other results, from which tables tell whether they hold there.
 
     The other results may have fewer seeds. The rows are compared over these seeds.
     """
@@ -158,16 +158,13 @@ def _second_run(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     if extra := sorted(seeds - every):
         raise UsageError(f"--against must have seeds of DIR only, got also {extra[0]}")
     ours = groups([row for row in rows if row["seed"] in seeds or is_validation(row)])
-    changes = compare.changes(ours, theirs)  # raises if a side has several groups
+    compared = compare.changes(ours, theirs)  # raises if a side has several groups
     if difference := _difference(ours[0], theirs[0]):
         raise UsageError(f"--against must have {difference}")
-    holds: dict[str, bool] = {}
-    for change in changes:
-        holds[change.label] = holds.get(change.label, True) and change.holds
+    compare.check_seeds(ours, theirs)
     scores = _scores(theirs)
-    return {
-        "seeds": sorted(seeds), "holds": holds, "scores": {label: scores[label] for label in holds}
-    }  # fmt: skip
+    labels = dict.fromkeys(change.label for change in compared)
+    return {"seeds": sorted(seeds), "scores": {label: scores[label] for label in labels}}
 
 
 def _difference(group: Group, other: Group) -> str:
@@ -186,7 +183,7 @@ def _difference(group: Group, other: Group) -> str:
         if len(sizes) > 1:
             shown = " and ".join(map(str, sizes))
             return f"as many test sequences as DIR, {label} at n = {length} has {shown}"
-    # The vector instructions of the CPU that made the rows. Older rows do not name them.
+    # The vector instructions of the CPU that made the rows.
     ours, theirs = (
         {row["arithmetic"] for row in one.rows if row["device"] == "cpu" and row.get("arithmetic")}
         for one in (group, other)

@@ -222,12 +222,10 @@ def test_cost_table_has_ratios_to_softmax_and_a_row_for_every_variant(tmp_path: 
     ratios = {"softmax": {"median": 1.26, "lower": 1.0, "upper": 1.5, "count": 7}}
     other = {**row, "case": "entmax", "direction": "backward", "ratios": ratios, "peak_bytes": None}
     wrong = {**other, "case": "taylor", "seconds": None, "ratios": {}}
-    where = {"cpu": "Test CPU", "torch": "2.11.0", "date": "2026-01-31"}
+    where = {"cpu": "Test CPU", "torch": "2.11.0", "date": "2026-01-31", "threads": 2}
     file.write_text(json.dumps({"environment": where, "rows": [row, other, wrong]}))
     about, _, _, _, *lines = cost_table(file).splitlines()
-    assert about.startswith(
-        "Test CPU, one thread, torch 2.11.0, 2026-01-31: causal, float32, B = 1"
-    )
+    assert about.startswith("Test CPU, 2 threads, torch 2.11.0, 2026-01-31: causal, float32, B = 1")
     assert [line.split("`")[1] for line in lines] == attnzoo.list_variants()
     assert "| `softmax` | N²·D | 1 | – | 3 | – |" in lines
     assert "| `entmax` | N²·D, and a threshold solved per row | – | 1.3 | – | – |" in lines

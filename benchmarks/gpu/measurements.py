@@ -16,11 +16,11 @@ Figures = dict[str, float]
 HALF = torch.bfloat16
 
 
-def milliseconds(call: Callable[[], object], repeats: int = 5) -> float:
-    """The median time of a call that has run before, with the host's part."""
+def milliseconds(call: Callable[[], object]) -> float:
+    """The median time of five calls, after one that is not timed, with the host's part."""
     call()
     times = []
-    for _ in range(repeats):
+    for _ in range(5):
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()

@@ -184,7 +184,7 @@ def by_call(attend: Attend, inputs: Inputs, ranges: list[range], pairs: Pairs) -
 
 
 def _finite(part: Tensor, full: Tensor) -> Tensor:
-    """``part``, or NaN everywhere if a value in ``whole`` is not finite."""
+    """``part``, or NaN everywhere if a value in ``full`` is not finite."""
     return part if full.isfinite().all() else torch.full_like(part, torch.nan)
 
 
@@ -231,7 +231,9 @@ class Reference:
         if inputs.q.shape[2] == 1 and plan.chosen == "sdpa" and inputs.q.device.type == "cpu":
             slack += SDPA_EXP * torch.finfo(torch.float32).eps
         growth = linear_condition(plan, inputs) ** 0.5
-        deviations = {n: self.deviation(n, x, slack, growth) for n, x in results.items()}
+        deviations = {
+            n: deviation(x, self.plain[n], self.exact[n], slack, growth) for n, x in results.items()
+        }
         return Check(sum(map(len, self.ranges)), len(self.pairs), deviations)
 
     def relative_error(self, attend: Attend, inputs: Inputs) -> float:
@@ -243,22 +245,25 @@ class Reference:
         exact = self.exact["out"]
         return _errors(out, exact)[0] / _errors(exact, torch.zeros_like(exact))[0]
 
-    def deviation(self, name: str, actual: Tensor, slack: float, growth: float) -> Deviation:
-        """The errors of the tensor ``found`` and their budgets.
 
-        slack: an additional allowed error, relative to the exact values. growth: a factor on the
-        errors of the plain computation.
-        """
-        exact = self.exact[name]
-        error, largest = _errors(actual, exact)
-        plain_error, plain_largest = _errors(self.plain[name], exact)
-        rms, peak = _errors(exact, torch.zeros_like(exact))
-        return Deviation(
-            error,
-            2 * growth * plain_error + slack * rms,
-            largest,
-            8 * growth * plain_largest + slack * peak,
-        )
+def deviation(
+    actual: Tensor, plain: Tensor, exact: Tensor, slack: float, growth: float = 1.0
+) -> Deviation:
+    """The errors of the tensor ``actual`` and their budgets.
+
+    plain, exact: the same from a plain computation, in the dtype of the inputs and in fp64. slack:
+    an additional allowed error, relative to the exact values. growth: a factor on the errors of the
+    plain computation.
+    """
+    error, largest = _errors(actual, exact)
+    plain_error, plain_largest = _errors(plain, exact)
+    rms, peak = _errors(exact, torch.zeros_like(exact))
+    return Deviation(
+        error,
+        2 * growth * plain_error + slack * rms,
+        largest,
+        8 * growth * plain_largest + slack * peak,
+    )
 
 
 def plan_of(case: Case, inputs: Inputs, backend: str | None) -> attnzoo.Plan:

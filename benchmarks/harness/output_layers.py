@@ -20,7 +20,7 @@ from torch import Tensor
 
 import attnzoo
 from benchmarks.harness.cases import Attend, Case, Inputs, Setting
-from benchmarks.harness.correctness import RESIDUAL, Check, Deviation
+from benchmarks.harness.correctness import RESIDUAL, Check, deviation
 from commandline.errors import UsageError
 
 # The layer on which results are checked. It has enough classes that the threshold solver
@@ -191,7 +191,7 @@ def check_loss(attend: Attend, name: str, case: Case, setting: OutputSetting) ->
     gradients = torch.autograd.grad(loss, (inputs.q, inputs.k))
     results = dict(zip(exact, (loss.detach(), *gradients), strict=True))
     slack = torch.finfo(inputs.q.dtype).eps + (RESIDUAL if case.has_threshold else 0.0)
-    deviations = {n: _deviation(x, plain[n], exact[n], slack) for n, x in results.items()}
+    deviations = {n: deviation(x, plain[n], exact[n], slack) for n, x in results.items()}
     return Check(len(inputs.q), 1, deviations)
 
 
@@ -203,24 +203,6 @@ def error_of_loss(attend: Attend, case: Case, setting: OutputSetting) -> float:
         warnings.simplefilter("ignore")
         loss = attend(inputs.q, inputs.k, inputs.v)
     return ((loss - exact) / exact).abs().item()
-
-
-def _deviation(actual: Tensor, plain: Tensor, exact: Tensor, slack: float) -> Deviation:
-    """As `correctness.Reference.deviation`."""
-    errors = [(x.double() - exact).abs() for x in (actual, plain)]
-    (error, plain_error), (largest, plain_largest) = (
-        [norm(x).item() for x in errors] for norm in (_rms, torch.max)
-    )
-    return Deviation(
-        error,
-        2 * plain_error + slack * _rms(exact).item(),
-        largest,
-        8 * plain_largest + slack * exact.abs().max().item(),
-    )
-
-
-def _rms(x: Tensor) -> Tensor:
-    return x.square().mean().sqrt()
 
 
 # ---- the k most probable classes ----------------------------------------------------------------
@@ -249,4 +231,4 @@ def check_top(attend: Attend, setting: OutputSetting) -> Check:
     scores, reference = top_inputs(setting).q, softmax_then_topk(setting.top)
     exact, plain = (reference(x, x, x) for x in (scores.double(), scores))
     slack, actual = torch.finfo(scores.dtype).eps, attend(scores, scores, scores)
-    return Check(len(scores), 1, {"out": _deviation(actual, plain, exact, slack)})
+    return Check(len(scores), 1, {"out": deviation(actual, plain, exact, slack)})

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def has_form(case: Case) -> bool:
-    return case.pairwise is not None or case.linear is not None
+    return any(form is not None for form in (case.pairwise, case.linear, case.shares))
 
 
 def ragged(sequences: int, length: int) -> list[int]:

@@ -84,17 +84,6 @@ def add_parser(commands: Any) -> None:
     add_plugin(parser)
 
 
-def check(name: str, file: Path) -> None:
-    """Raise UsageError unless `main` can load this model and measure it on the text in ``file``."""
-    _, _, most = read(name, file)
-    from_source(Source(name), "AutoModel")
-    if most < SHORTEST:
-        raise UsageError(
-            f"--model {name} and --text {file} must both allow {SHORTEST} tokens or more, "
-            f"got {most}"
-        )
-
-
 def main(line: argparse.Namespace) -> int:
     args = read_options(SharpnessOptions, line)
     check_folder("--out", args.out)

@@ -25,6 +25,7 @@ import attnzoo
 from commandline.errors import UsageError
 from commandline.files import write_whole
 from commandline.variants import VariantCall, identity_of, parse_spec
+from evals.conversion import moves
 from evals.pretrained.loading import Loaded
 from evals.pretrained.reading import surprisal
 from evals.pretrained.substitution import Substitution, parse_substitution
@@ -33,7 +34,6 @@ from evals.task import Schedule
 from evals.tasks import draws
 
 VERSION = 2  # change it when a training with the same settings gives other values
-_LEAST_GRADIENT = 1e-11  # a thousandth of AdamW's eps: smaller gradients move nothing
 _LORA = "lora_"  # in the names of the parameters that peft adds
 
 
@@ -226,11 +226,7 @@ def check_gradients(model: Any, spec: Adapted, sequences: Sequences) -> None:
     """Raise if a learned parameter of the variant has no gradient at the start in any layer."""
     loss_of(model, sequences.batch(0, 1)[:, :64]).backward()
     for name in spec.learn:
-        # A bounded parameter is stored under a longer name.
-        grads = [x.grad for layer in attentions(model) for key, x in layer.named_parameters()
-                 if name in key.split(".")]  # fmt: skip
-        largest = max((float(g.abs().max()) for g in grads if g is not None), default=0.0)
-        if largest < _LEAST_GRADIENT:
+        if not moves(name, attentions(model)):
             raise UsageError(
                 f"--variants {spec.call}: {name} has no gradient there, so training cannot move "
                 f"it; give another initial value, such as {spec.call.name}({name}=…)"

@@ -1,14 +1,17 @@
 """Prints the tables of results, and writes one report of all results and each task's summary.csv
-and figures."""
+and figures. The command ``report`` writes one of several folders."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from commandline.arguments import add_plugin
 from commandline.files import write_whole
 from evals.reporting.report import stored, write_page
 from evals.reporting.shown import ShownGroup, drawn
@@ -18,6 +21,7 @@ from evals.results.store import read_rows
 from evals.results.summary import failures, groups, version_warnings
 from evals.results.summary_csv import csv_text
 
+NAME = "report"
 FEW = 5  # without --verbose, at most this many failures are listed
 
 
@@ -71,11 +75,22 @@ def write_group_files(shown: Sequence[ShownGroup], folder: Path) -> None:
             write_whole(folder / f"{picture.name}{suffix}.png", picture.data)
 
 
-def main(folders: Sequence[Path], out: Path | None) -> int:
-    """Write a report of the results in these folders to ``out`` (default: in the first folder)."""
+def add_parser(commands: Any) -> None:
+    text = "Write one HTML report of several results folders"
+    parser = commands.add_parser(NAME, help=text, description=f"{text}.")
+    text = "Read results from DIR"
+    parser.add_argument("folders", type=Path, nargs="+", metavar="DIR", help=text)
+    text = "Write the report to FILE (default: report.html in the first DIR)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+    add_plugin(parser, " or tasks")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write a report of the results in some folders."""
+    folders = args.folders
     shown = [drawn(group) for group in groups(read_rows(folders))]
     note = f"results of {', '.join(map(str, folders))}"
-    page = out or folders[0] / "report.html"
+    page = args.out or folders[0] / "report.html"
     print(f"Report: {write_page(page, shown, note, stored(folders))}")
     return 0
 

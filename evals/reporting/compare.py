@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,24 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from commandline import arguments
 from commandline.errors import UsageError
 from commandline.table import Table
 from evals.reporting.tables import ERROR, number, shown
 from evals.results.rows import differing, distinct
-from evals.results.statistics import Estimate, estimate
+from evals.results.statistics import Estimate, estimate, holds
 from evals.results.store import read_rows
-from evals.results.summary import SPREAD, Group, Point, at, described_settings, groups
+from evals.results.summary import (
+    SPREAD,
+    Group,
+    Point,
+    at,
+    described_settings,
+    groups,
+    largest_change,
+)
+
+NAME = "compare"
 
 
 @dataclass(frozen=True)
@@ -78,17 +90,8 @@ class Change:
 
     @property
     def holds(self) -> bool:
-        """Whether the 95 % intervals of A and B overlap, and no seed's score changed by more than
-        `SPREAD`; a task without ``trained_score`` has no such limit.
-
-        False if B lacks a seed of A. A single seed's interval is its score. The intervals of seeds
-        that fail now and then are wide.
-        """
-        jumps = self.task.trained_score is not None and any(abs(x) > SPREAD for x in self.gains)
-        if self.problem or jumps:
-            return False
-        (low, high), (least, most) = (x.interval or (x.mean, x.mean) for x in self.means if x)
-        return low <= most and least <= high
+        """Whether A holds in B, see `evals.results.statistics.holds`."""
+        return holds(*self.scores, largest_change(self.task))
 
 
 def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
@@ -114,6 +117,16 @@ def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
         for key, point in group.points.items()
     ]
     return [change for change in every if change.scores[0]]
+
+
+def check_seeds(*sides: Sequence[Group]) -> None:
+    """Raise UsageError if intervals over seeds cannot show which rows hold."""
+    for group in (group for side in sides for group in side):
+        if len(group.seeds) < 2:
+            raise UsageError(
+                "which rows hold needs results of two or more seeds on both sides, got one of "
+                f"{group.task.name}"
+            )
 
 
 def table(changes: Sequence[Change]) -> Table:
@@ -182,25 +195,44 @@ def _conditions(group: Group) -> dict[str, Any]:
     return {**described_settings(group), **values}
 
 
-def main(a: Path, b: Path, fail_below: float | None = None, hold: bool = False) -> int:
+def add_parser(commands: Any) -> None:
+    text = "Print the gain in score from results A to results B, paired by seed"
+    parser = commands.add_parser(NAME, help=text, description=f"{text}.")
+    add = parser.add_argument
+    add("a", type=Path, metavar="A", help="Read the first results from folder A")
+    add("b", type=Path, metavar="B", help="Read the second results from folder B")
+    text = "Exit with 1 if a gain is missing or below X (table units); -1 allows a drop of 1"
+    add("--fail-below", type=arguments.number, metavar="X", help=text)
+    text = (
+        "Print which rows of A hold in B: intervals overlap and no seed differs by more than 10 "
+        "points; exit with 1 if one does not"
+    )
+    add("--holds", action="store_true", help=text)
+    arguments.add_plugin(parser, " or tasks")
+
+
+def main(args: argparse.Namespace) -> int:
     """Print the gains and return the exit status.
 
-    It is 1 if ``fail_below`` is given and a gain is missing or less than ``fail_below``, or if
-    ``hold`` is true and a row of A does not hold in B.
+    It is 1 with ``--fail-below`` if a gain is missing or less, and with ``--holds`` if a row of A
+    does not hold in B.
     """
+    fail_below = args.fail_below
     if fail_below is not None and not math.isfinite(fail_below):
         raise UsageError(f"--fail-below must be a finite number, got {fail_below}")
-    before, after = (groups(read_rows([side])) for side in (a, b))
+    before, after = (groups(read_rows([side])) for side in (args.a, args.b))
     all_changes = changes(before, after)
+    if args.holds:
+        check_seeds(before, [x for x in after if x.task in [one.task for one in before]])
     if not all_changes:
-        raise UsageError(f"A must have at least one score, got none in {a}")
+        raise UsageError(f"A must have at least one score, got none in {args.a}")
     for _, of_task in groupby(all_changes, key=lambda change: change.task.name):
         print(f"{table(list(of_task)).text()}\n")
     for line in notes(before, after):
         print(line)
-    if hold:
+    if args.holds:
         print("\n".join(holding(all_changes)))
-    broken = hold and not all(change.holds for change in all_changes)
+    broken = args.holds and not all(change.holds for change in all_changes)
     failed = []
     if fail_below is not None:
         failed = [change for change in all_changes if change.fails(fail_below)]

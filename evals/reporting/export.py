@@ -24,7 +24,6 @@ from evals.results.store import read_rows
 from evals.results.summary import Group, groups, version_warnings
 from evals.results.summary_csv import Summary, summary_of
 from evals.task import Metric
-from evals.theory.trained_heads import fitted
 
 NAME = "export"
 ALL = "all"
@@ -73,9 +72,8 @@ def main(args: argparse.Namespace) -> int:
             summary = summary_of(group, lengths)
             tables |= {f"{name}-{metric.name}": (summary, metric) for metric in metrics}
         if metrics and args.figures:
-            heads = fitted(group) if group.is_task else []
             for kind in args.figures:  # drawn anew, because saving a figure changes its layout
-                for picture in pictures(group, heads, metrics, FIGURES[kind]):
+                for picture in pictures(group, metrics, FIGURES[kind]):
                     files[args.out / f"{name}-{picture.name}.{kind}"] = picture.data
     if args.figures and not files:
         raise UsageError("--figures needs results that have figures of these metrics, got none")

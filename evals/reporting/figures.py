@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +14,11 @@ from evals.reporting import plots
 from evals.reporting.pretrained_tables import WINDOW, by_head, learned, trainings
 from evals.results import pretrained
 from evals.results.statistics import Estimate
-from evals.results.summary import BASELINE, Group, Series
+from evals.results.summary import Group, Series
 from evals.results.summary_csv import by_position
 from evals.task import Metric
-from evals.theory.trained_heads import Heads, fitted, head_names
+from evals.theory.trained_heads import head_names
 
-_LOWEST = 0.7  # the lower end of the axis of a law, as a multiple of the smallest weight
 # Of pretrained models, metrics by length: titles and factors.
 _CURVES = {
     "loss": ("Loss, nats per token", 1.0),
@@ -39,8 +37,8 @@ _MAPS = {
 
 
 class Picture(NamedTuple):
-    """A figure as the bytes of a file. name: its file name without suffix. kind: "curve", "theory"
-    or "map"."""
+    """A figure as the bytes of a file. name: its file name without suffix. kind: "curve" or
+    "map"."""
 
     name: str
     title: str
@@ -50,7 +48,6 @@ class Picture(NamedTuple):
 
 def pictures(
     group: Group,
-    heads: Sequence[Heads],
     metrics: Sequence[Metric] | None = None,
     write: Callable[[Figure], bytes] | None = None,
 ) -> list[Picture]:
@@ -58,7 +55,6 @@ def pictures(
 
     Args:
         group: the results.
-        heads: `evals.theory.trained_heads.fitted` of the group.
         metrics: of a task, those whose curves are drawn (default: all).
         write: makes the bytes of a file (default: `evals.reporting.plots.png`).
     """
@@ -66,7 +62,7 @@ def pictures(
     if group.is_pretrained:
         drawn = ((name, title, "curve", x) for name, title, x in pretrained_figures(group))
     elif group.is_task:
-        drawn = _of_task(group, heads, group.metrics if metrics is None else metrics)
+        drawn = _of_task(group, group.metrics if metrics is None else metrics)
     else:
         return []
     return [Picture(name, title, kind, write(figure)) for name, title, kind, figure in drawn]
@@ -75,17 +71,12 @@ def pictures(
 # ---- tasks
 
 
-def _of_task(
-    group: Group, heads: Sequence[Heads], metrics: Sequence[Metric]
-) -> Iterator[tuple[str, str, str, Figure]]:
-    """(name, title, kind, figure): curves of the metrics, fitted laws, and heat maps."""
+def _of_task(group: Group, metrics: Sequence[Metric]) -> Iterator[tuple[str, str, str, Figure]]:
+    """(name, title, kind, figure): curves of the metrics and of the training, and heat maps."""
     for metric in metrics:
         yield metric.name, metric.title, "curve", plots.metric_plot(group, metric)
     if (losses := _loss_by_step(group)) is not None:
         yield "training_loss", "Training loss by step", "curve", losses
-    if (law := theory_plot(group, heads)) is not None:
-        title = "Largest weight of each variant's sharpest head against n, and the fitted law"
-        yield "law", title, "theory", law
     for curve, (text, weights) in _MAPS.items():
         title = text + ", mean over seeds" * (len(group.seeds) > 1)
         layers = group.settings.get("depth", 1) if curve.startswith("head_") else 1
@@ -118,54 +109,6 @@ def _loss_by_step(group: Group) -> Figure | None:
     axes.set_ylabel("training loss")
     plots.add_title(axes, f"{group.task.name}: training loss", ["means of parts of the training"])
     plots.name_lines(axes, ends, log=False)
-    return figure
-
-
-def _between(keys: Sequence[int]) -> list[int]:
-    """``keys``, with the rounded geometric mean inserted between each pair of neighbours."""
-    return sorted({*keys, *(round(math.sqrt(a * b)) for a, b in pairwise(keys))})
-
-
-def theory_plot(group: Group, all_heads: Sequence[Heads] | None = None) -> Figure | None:
-    """Plot the largest weight of each series' sharpest head against n as marks, and its fitted law
-    as a line. None if no heads were measured.
-
-    all_heads: the result of `evals.theory.trained_heads.fitted` for the group; None computes it.
-    """
-    all_heads = fitted(group) if all_heads is None else all_heads
-    (figure, axes), ends, weights = plots.named_axes(group), [], []
-    looks = plots.looks_of([series.label for series in group.series])
-    for heads in all_heads:
-        look, peaks = looks[heads.series.label], heads.mean_peaks(0)
-        visible = [(n, w) for n, w in zip(heads.keys, peaks, strict=True) if w > 0]
-        if not visible:
-            continue
-        colour = look["color"]
-        x, y = zip(*visible, strict=True)
-        axes.plot(x, y, color=colour, marker=look["marker"], markersize=5, linestyle="")
-        weights += y
-        ends.append((heads.series.label, y[-1], colour))
-        if (best := heads.closer(0)) is not None:
-            dense = _between(heads.keys)
-            axes.plot(dense, heads.curve(best, 0, dense), color=colour, linewidth=1.4)
-        if heads.series.variant == BASELINE:
-            bound = [curves["head_bound"][heads.indices[0]] for curves in heads.curves]
-            axes.plot(heads.keys, bound, color=colour, linewidth=1.1, linestyle=(0, (4, 3)))
-    if not weights:
-        return None
-    keys = sorted({n for heads in all_heads for n in heads.keys})
-    plots.length_axis(axes, keys)
-    axes.set_xlim(keys[0] / 1.3, keys[-1] * 1.05)
-    lowest = _LOWEST * min(weights)
-    plots.log_axis(axes, lowest)
-    plots.tidy(axes)
-    axes.set_ylim(lowest, 1.3)
-    notes = ["marks: measured", "lines: the law with the smaller error"]
-    if any(heads.series.variant == BASELINE for heads in all_heads):
-        notes.append("dashed: upper bound for softmax, e^δ/n")
-    title = f"{group.task.name}: largest weight of the sharpest head, and the fitted law"
-    plots.add_title(axes, title, notes)
-    plots.name_lines(axes, ends, log=True)
     return figure
 
 

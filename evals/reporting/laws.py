@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
+from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 from commandline.files import check_writable
 from commandline.variants import load_plugin, unknown
@@ -20,6 +22,8 @@ from evals.theory.output import show
 
 if TYPE_CHECKING:
     import pandas as pd
+
+NAME = "laws"
 
 
 def csv_text(points: pd.DataFrame) -> str:
@@ -60,28 +64,35 @@ def plot(points: pd.DataFrame) -> Figure:
     return figure
 
 
-def command(
-    out: Path | None = None, plugin: Path | None = None, names: Sequence[str] | None = None
-) -> int:
-    """Check the laws, including those of a plugin, and measure the variants without a law.
+def add_parser(commands: Any) -> None:
+    text = "Compare the largest weight of each variant with its formula; exit with 1 if they differ"
+    parser = commands.add_parser(NAME, help=text, description=f"{text}.")
+    text = "Write laws.csv and laws.png to DIR"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+    text = "Show only these variants: names, separated by commas (default: all)"
+    parser.add_argument("--variants", metavar="LIST", help=text)
+    add_plugin(parser)
 
-    names: the variants to show; None shows all.
+
+def main(args: argparse.Namespace) -> int:
+    """Check the laws, including those of a plugin, and measure the variants without a law.
 
     Raises:
         UsageError: a name is not a registered variant, or it is repeated.
     """
-    laws = [*LAWS, *(() if plugin is None else stated(load_plugin(plugin).module))]
+    laws = [*LAWS, *(() if args.plugin is None else stated(load_plugin(args.plugin).module))]
     others = without_law(laws)
-    if names is not None:
+    if args.variants is not None:
+        names = args.variants.replace(" ", "").split(",")
         check_unique("--variants", names)
         for name in names:
             if (reason := unknown(name)) is not None:
                 raise UsageError(f"--variants: {reason}")
         laws, others = ([law for law in x if law.variant in names] for x in (laws, others))
-    return main(out, laws, others)
+    return check_laws(args.out, laws, others)
 
 
-def main(
+def check_laws(
     out: Path | None = None, laws: Sequence[Law] = LAWS, measured_only: Sequence[Law] = ()
 ) -> int:
     """Measure and print; with ``out``, write laws.csv and laws.png. Return 1 if a law is broken.
@@ -99,7 +110,7 @@ def main(
                 all_tables.append(measured_table(law))
             except (ValueError, TypeError, RuntimeError) as error:
                 unsupported.append(f"{law}: no closed form, and not measured: {error}\n")
-    show("laws", all_tables, out, note="\n".join(unsupported), csv=csv_text(points),
+    show(NAME, all_tables, out, note="\n".join(unsupported), csv=csv_text(points),
          png=lambda: png(plot(points)))  # fmt: skip
     failed = points.query("failed")
     columns = "variant gap size n measured predicted deviation tolerance".split()

@@ -21,7 +21,6 @@ from evals.reporting.pretrained_tables import published_tables, samples_text
 from evals.reporting.tables import (
     BETTER,
     EFFECTIVE_NOTE,
-    HALF,
     HALF_NOTE,
     MOST_LENGTHS,
     chance_text,
@@ -32,14 +31,15 @@ from evals.reporting.tables import (
     shown,
     tables_of_experiment,
 )
-from evals.results.provenance import sentence
-from evals.results.summary import UNTRAINED
+from evals.results.provenance import holds, sentence
+from evals.results.summary import UNTRAINED, task_of
 from evals.results.summary_csv import read_summary
 from evals.tasks import EXPERIMENTS, TASKS
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results"
 FOLDED = "All lengths, intervals, notes and settings"
 NONE_YET = "Nothing has been measured yet.\n"
+OVERVIEW = "max-retrieval"  # the task of the README
 CURVE_OF = "softmax"  # the documentation shows the curve of this output layer only
 FIGURES = {  # of pretrained models
     "loss-by-position": "Loss by position at the longest length",
@@ -99,7 +99,9 @@ def _scores(path: Path) -> str:
 
 def _broken(path: Path) -> list[str]:
     """The labels of the rows of a summary that do not hold in its second arithmetic."""
-    held = _made(path).get("arithmetic", {}).get("holds", {})
+    if "arithmetic" not in (made := _made(path)):
+        return []
+    held = holds(made, task_of(path.stem.split(".")[0]))
     return [label for label, holds in held.items() if not holds]
 
 
@@ -163,20 +165,20 @@ def _made(path: Path) -> dict[str, Any]:
 
 def made_by(path: Path) -> str:
     """A paragraph that says what made a summary; empty for a file without provenance."""
-    made = _made(path)
-    return f"\n{sentence(made, f'results/{path.stem}.json')}\n" if made else ""
+    made, file = _made(path), f"results/{path.stem}.json"
+    return f"\n{sentence(made, file, bool(_broken(path)))}\n" if made else ""
 
 
-def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
-    """A table of one task: variant, score at the train length, score at the longest eval length,
+def overview(folder: Path = MEASURED) -> str:
+    """A table of `OVERVIEW`: variant, score at the train length, score at the longest eval length,
     and effective length."""
-    path = folder / f"{task}.csv"
+    path = folder / f"{OVERVIEW}.csv"
     if not path.exists():
         return NONE_YET
     summary, broken = read_summary(path), _broken(path)
     cells = {place: line for place, line in summary.cells.items() if place[0].label not in broken}
     if not cells:
-        return f"No row of `{task}` holds on another CPU.\n"
+        return f"No row of `{OVERVIEW}` holds on another CPU.\n"
     summary = replace(summary, cells=cells)
     score, ends = summary.task.score, (summary.train_length, summary.xs[-1])
     name = score.title.split(":")[0].lower().replace(", %", " (%)")
@@ -186,7 +188,7 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
                        lambda s, x: shown(summary.mean(s, x, score.name), score), ends)  # fmt: skip
     seeds = "one seed" if summary.seeds == 1 else f"mean of {summary.seeds} seeds"
     lines = [
-        f"`{task}`, {seeds}, chance {chance_text(score, summary.chance or 0.0)}.",
+        f"`{OVERVIEW}`, {seeds}, chance {chance_text(score, summary.chance or 0.0)}.",
         f"Effective length: {EFFECTIVE_NOTE}. Variants with {UNTRAINED} have none.",
         *[f"Left out, because it does not hold on another CPU: `{x}`." for x in broken],
         *(f"{x}." for x in notes(summary, score) if x[0] != BETTER),  # it has no marks of tests
@@ -194,9 +196,9 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     return f"{_markdown(Table('', header, rows))}\n{' '.join(lines)}\n"
 
 
-def legend(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
+def legend(folder: Path = MEASURED) -> str:
     """The names of the numbered lines of a figure, in one paragraph."""
-    summary = read_summary(folder / f"{task}.csv")
+    summary = read_summary(folder / f"{OVERVIEW}.csv")
     ranked = summary.ranked(summary.task.score)
     return " · ".join(f"{n}\u00a0`{series.label}`" for n, series in enumerate(ranked, 1)) + "\n"
 
@@ -207,24 +209,27 @@ def documented(folder: Path, name: str) -> str:
     path = folder / f"{name}.csv"
     if not path.exists():
         return NONE_YET
-    summary, pictures, folded = read_summary(path), [], []
+    summary, pictures = read_summary(path), []
     if name in EXPERIMENTS:
         tables = tables_of_experiment(summary, curve_of=CURVE_OF)
         text = escaped("; ".join(notes_of_experiment(summary)))
         foot = f"{text[0].upper()}{text[1:]}.\n"
     else:
-        tables, intervals = published_tables(summary, HALF), published_tables(summary)
-        folded = [_folded("Both ends of each interval", "\n".join(map(_titled, intervals)))]
+        tables = published_tables(summary)
         files = [(text, figure_path(folder, name, figure)) for figure, text in FIGURES.items()]
         pictures = [f"![{t}]({folder.name}/{file.name})\n" for t, file in files if file.exists()]
-        foot = f"Over samples: {HALF_NOTE}. Samples: {samples_text(summary)}.\n{made_by(path)}"
+        foot = (
+            f"Over samples: {HALF_NOTE}. Both ends of each interval: "
+            f"{{download}}`{path.name} <{folder.name}/{path.name}>`. "
+            f"Samples: {samples_text(summary)}.\n{made_by(path)}"
+        )
     texts = [
         _short(_titled(table))
         if len(table.header) <= MOST_LENGTHS + 2
         else _folded(table.title, _titled(table))
         for table in tables
     ]
-    return "\n".join([*pictures, *texts, *folded, foot])
+    return "\n".join([*pictures, *texts, foot])
 
 
 def _titled(table: Table) -> str:

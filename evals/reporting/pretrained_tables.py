@@ -14,7 +14,7 @@ import numpy as np
 
 from commandline.table import Table
 from evals.progress import clock
-from evals.reporting.tables import NONE, WIDE_RANGE, by_x, entry, metric_table
+from evals.reporting.tables import HALF, NONE, WIDE_RANGE, by_x, entry, metric_table
 from evals.results.pretrained import BASELINE, RETRIEVAL, RISE
 from evals.results.rows import Row
 from evals.results.summary import Group, Point, Series, series_of
@@ -69,12 +69,12 @@ def retrieval(
     return Table(title.format(n=length), header, rows) if rows else None
 
 
-def published_tables(summary: Summary, spread: str = WIDE_RANGE) -> list[Table]:
+def published_tables(summary: Summary) -> list[Table]:
     """The tables of the documentation: some by length, and the retrieval tasks at the longest
     length that has the most samples."""
-    tables = by_length(summary, spread)
+    tables = by_length(summary, HALF)
     samples = [(mean.count, x) for (_, x, name), mean in summary.means.items() if name in RETRIEVAL]
-    tasks = retrieval(summary, max(samples)[1], spread=spread) if samples else None
+    tasks = retrieval(summary, max(samples)[1], spread=HALF) if samples else None
     chosen = [tables[name] for name in _PUBLISHED if name in tables]
     return [*chosen, *([tasks] if tasks else [])]
 

@@ -241,7 +241,7 @@ def _section(shown: ShownGroup, names: tuple[str, str]) -> Section:
     """The section of a group."""
     group = shown.group
     pictures = {kind: [x for x in shown.pictures if x.kind == kind]
-                for kind in ("curve", "theory", "map")}  # fmt: skip
+                for kind in ("curve", "map")}  # fmt: skip
     notes = list(shown.notes)
     if group.is_pretrained:
         kind, notes = "Pretrained models", []
@@ -250,7 +250,7 @@ def _section(shown: ShownGroup, names: tuple[str, str]) -> Section:
         kind, maps = "Tasks", "Each variant has a map with one row for each eval length n."
         blocks = [
             Block("Length curves", "", (), pictures["curve"]),
-            Block("Theory and measurement", "", shown.theory_tables, pictures["theory"]),
+            Block("Theory and measurement", "", shown.theory_tables),
             Block("Heat maps", maps, (), pictures["map"]),
             Block("Tables of all metrics", "", shown.tables),
         ]
@@ -324,6 +324,6 @@ def _read(folder: Path, name: str, number: int, many: bool) -> Section:
             f"{file}: {error}; write it again with python -m evals {name} --out {folder}"
         ) from error
     title = f"Figure of {name}"
-    pictures = [Picture(name, title, "theory", image.read_bytes())] if image.is_file() else []
+    pictures = [Picture(name, title, "curve", image.read_bytes())] if image.is_file() else []
     heading, ident = (f"{name} · {folder}", f"{name}-{number}") if many else (name, name)
     return Section(ident, heading, COMMANDS[name], "Theory", [Block("", "", tables, pictures)])

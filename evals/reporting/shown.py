@@ -17,10 +17,9 @@ from evals.theory import trained_heads
 
 @dataclass(frozen=True, eq=False)
 class ShownGroup:
-    """A group with its fitted heads, which only groups of tasks have, and its pictures."""
+    """A group with its pictures."""
 
     group: Group
-    heads: Sequence[trained_heads.Heads] = ()
     pictures: Sequence[Picture] = ()
 
     @cached_property
@@ -37,7 +36,7 @@ class ShownGroup:
 
     @cached_property
     def theory_tables(self) -> list[Table]:
-        return trained_heads.tables(self.group, self.heads) if self.heads else []
+        return trained_heads.tables(self.group) if self.group.is_task else []
 
     @property
     def printed(self) -> int:
@@ -65,6 +64,5 @@ class ShownGroup:
 
 
 def drawn(group: Group) -> ShownGroup:
-    """The group with its fitted heads and all pictures."""
-    heads = trained_heads.fitted(group) if group.is_task else []
-    return ShownGroup(group, heads, pictures(group, heads))
+    """The group with all pictures."""
+    return ShownGroup(group, pictures(group))

@@ -136,15 +136,14 @@ def by_x(
     summary: Summary,
     title: str,
     text: Callable[[Series, Any], str],
-    series: Iterable[Series] | None = None,
     note: str = "",
 ) -> Table | None:
-    """A line for each series, by default all, and a column for each x; None without any entry.
+    """A line for each series and a column for each x; None without any entry.
 
     Series and x without entries are left out. If there are more conditions than output layers, they
     are the lines.
     """
-    chosen = list(summary.lines if series is None else series)
+    chosen = list(summary.lines)
     cells = {(one, x): text(one, x) for one in chosen for x in summary.xs}
     filled = {key for key, cell in cells.items() if cell != NONE}
     chosen = [one for one in chosen if any((one, x) in filled for x in summary.xs)]
@@ -367,8 +366,8 @@ def notes(summary: Summary, metric: Metric | None = None) -> list[str]:
             f"paired t-test over seeds, Holm's correction for the {len(summary.p)} comparisons of "
             "the table)"
         )
-    if any(is_partial(summary, value) for (_, _, name), value in summary.means.items()
-           if metric is None or name == metric.name):  # fmt: skip
+    if any(is_partial(summary, value) for (_, x, name), value in summary.means.items()
+           if x in summary.xs and (metric is None or name == metric.name)):  # fmt: skip
         lines.append(f"{PARTIAL} some seeds failed or are missing; the mean leaves them out")
     return lines
 

@@ -46,7 +46,6 @@ def load(
 
     from commandline.errors import UsageError
     from commandline.variants import load_plugin
-    from evals.results.old_rows import converted
     from evals.results.rows import is_validation
     from evals.results.store import read_rows
 
@@ -65,7 +64,7 @@ def load(
             **{name: row[name] for name in ("status", "key", "version")},
             **{f"settings.{name}": setting for name, setting in _settings(row).items()},
         }
-        for row in map(converted, read_rows([Path(path) for path in folders]))
+        for row in read_rows([Path(path) for path in folders])
         if not is_validation(row)
         for metric, value in (row["metrics"] or {None: float("nan")}).items()
     ]

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from commandline.errors import UsageError
-from evals.results.old_rows import converted
+from evals.results import statistics
 from evals.results.rows import Row, differing, distinct, is_pretrained, is_validation
-from evals.results.summary import series_of
+from evals.results.summary import largest_change, series_of
 
 # Fields of rows that are stored if a row has them. The values of all rows are listed.
 _FIELDS = ("commit", "torch", "attnzoo", "device", "data", "schedule")
@@ -30,7 +30,6 @@ def provenance(rows: Sequence[Row], command: str, note: str | None = None) -> di
     """
     if not rows:
         raise UsageError("the folder must have results, got none")
-    rows = list(map(converted, rows))
     commits = distinct(rows, "commit")
     unknown = [x for x in commits if x == "unknown" or x.endswith("-dirty")]
     if unknown and not note:
@@ -69,8 +68,12 @@ def _by_variant(rows: Sequence[Row]) -> dict[str, Any]:
     return settings
 
 
-def sentence(made_by: Mapping[str, Any], file: str) -> str:
-    """A line for below the table. ``file`` is the path of the JSON file, for the link."""
+def sentence(made_by: Mapping[str, Any], file: str, broken: bool = False) -> str:
+    """A line for below the table.
+
+    file: the path of the JSON file, for the link. broken: whether a row of the table does not hold
+    in the second run.
+    """
     seeds = made_by["seeds"]
     seed_text = _seeds_text(seeds)
     if swept := made_by.get("sweep_seeds"):
@@ -86,13 +89,32 @@ def sentence(made_by: Mapping[str, Any], file: str) -> str:
         line += f" {note}"
     if second := made_by.get("arithmetic"):
         run = f"a second run with `{second['environment']}`"
-        # Older files do not have the seeds of the second run, which are the same.
+        # A file without the seeds of the second run has the same ones there.
         if second.get("seeds", seeds) != seeds:
             run += f", of {_seeds_text(second['seeds'])}"
-        some = not all(second["holds"].values())
-        line += f" {BROKEN}: the row does not hold" if some else " Every row holds"
+        line += f" {BROKEN}: the row does not hold" if broken else " Every row holds"
         line += f" in {run}."
     return line
+
+
+def holds(made_by: Mapping[str, Any], task: Any) -> dict[str, bool]:
+    """Whether each row of a table with a second run holds there, by its label, from the scores.
+
+    A file without the scores of the second run has the answers.
+    """
+    second = made_by["arithmetic"]
+    if "scores" not in second:
+        return second.get("holds", {})
+    seeds = set(map(str, second.get("seeds", made_by["seeds"])))
+
+    def held(label: str, n: str, after: Mapping[str, float]) -> bool:
+        before = {s: x for s, x in made_by["scores"][label].get(n, {}).items() if s in seeds}
+        return statistics.holds(before, after, largest_change(task))
+
+    return {
+        label: all(held(label, n, after) for n, after in by_length.items())
+        for label, by_length in second["scores"].items()
+    }
 
 
 def _seeds_text(seeds: Sequence[int]) -> str:

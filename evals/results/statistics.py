@@ -67,6 +67,23 @@ def t_quantile(count: int) -> float:
     return float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
 
 
+def holds(before: Mapping[Key, float], after: Mapping[Key, float], most: float) -> bool:
+    """Whether the scores of a run hold in a second one, both by seed.
+
+    They hold if the second run has all seeds of the first, no seed's score differs by more than
+    ``most``, and the 95 % intervals overlap. With a score of one seed there is no interval to test.
+    The intervals of seeds that fail now and then are wide, so that they test little.
+
+    >>> holds({0: 0.97, 1: 0.98}, {0: 0.96, 1: 0.98}, most=0.1)
+    True
+    """
+    if any(seed not in after or abs(after[seed] - before[seed]) > most for seed in before):
+        return False
+    ends = [x.interval for values in (before, after) if (x := estimate(list(values.values())))]
+    first, second = ends if len(ends) == 2 else (None, None)
+    return first is None or second is None or (first[0] <= second[1] and second[0] <= first[1])
+
+
 def t_test(differences: Sequence[float]) -> float | None:
     """The two-sided p value of the paired t-test; None for fewer than `LEAST` pairs.
 

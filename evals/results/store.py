@@ -19,7 +19,6 @@ from pathlib import Path
 
 from commandline.errors import UsageError
 from commandline.files import NotWritten
-from evals.results.old_rows import converted
 from evals.results.rows import Row, problem
 
 
@@ -39,7 +38,7 @@ class RowFile:
             if not line.strip():
                 continue
             try:
-                row = converted(json.loads(line))
+                row = json.loads(line)
             except (ValueError, RecursionError):
                 self.damaged += 1
                 continue

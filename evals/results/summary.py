@@ -8,6 +8,7 @@ pretrained model is a sample of its text.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +17,6 @@ from typing import Any, NamedTuple
 
 from commandline.errors import UsageError
 from evals.results import pretrained
-from evals.results.old_rows import converted
 from evals.results.rows import Row, differing, distinct, is_validation
 from evals.results.statistics import Estimate, estimate, holm, t_test
 from evals.results.tuned import TUNED, at_edge, values_text
@@ -40,6 +40,12 @@ def task_of(name: str) -> Any:
     if name not in known:
         raise UsageError(f"unknown task {name!r}: load its file with --plugin")
     return known[name]
+
+
+def largest_change(task: Any) -> float:
+    """By how much the score of a seed may change in a second run that `holds`: infinity for a task
+    without ``trained_score``."""
+    return math.inf if task.trained_score is None else SPREAD
 
 
 def baseline_of(task: Any) -> str:
@@ -305,7 +311,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
         UsageError: the task of a row is unknown.
     """
     keyed: dict[tuple[str, str], list[Row]] = {}
-    for row in map(converted, rows):
+    for row in rows:
         if not is_validation(row):
             task_of(row["task"])
             keyed.setdefault((row["task"], json.dumps(_shared(row), sort_keys=True)), []).append(
@@ -322,8 +328,8 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 
 
 def _shared(row: Row) -> dict[str, Any]:
-    """What the rows of a table share, without the settings of the test set, which older rows do not
-    name: the numbers of test sequences tell them apart."""
+    """What the rows of a table share, without the settings of the test set. Settings that give the
+    same number of test sequences at an x share rows, so these numbers tell the tables apart."""
     return {name: value for name, value in row["group"].items() if not name.startswith("test_")}
 
 

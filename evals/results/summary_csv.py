@@ -36,12 +36,14 @@ class Summary:
             has the columns NAME, NAME_se, NAME_low and NAME_high, and where the counts differ
             between metrics, NAME_seeds.
         distinction, remarks: texts for the title and the notes.
+        shown: the x that the tables show, None for all. Effective lengths are those of all x.
     """
 
     task: Any
     cells: dict[tuple[Series, Any], dict[str, str]]
     distinction: str = ""
     remarks: tuple[str, ...] = ()
+    shown: tuple[Any, ...] | None = None
 
     @cached_property
     def _first(self) -> dict[str, str]:
@@ -49,7 +51,7 @@ class Summary:
 
     @cached_property
     def lines(self) -> dict[Series, SeriesFacts]:
-        """What is known of each series. Experiments and older files lack some of the columns."""
+        """What is known of each series; results other than those of tasks lack some columns."""
         return {
             series: SeriesFacts(
                 int(line.get("untrained") or 0), line.get("unstable") == "1",
@@ -60,7 +62,12 @@ class Summary:
 
     @cached_property
     def xs(self) -> list[Any]:
-        """The eval lengths or conditions."""
+        """The eval lengths or conditions that the tables show."""
+        return [x for x in self._measured if self.shown is None or x in self.shown]
+
+    @cached_property
+    def _measured(self) -> list[Any]:
+        """All eval lengths or conditions."""
         xs = list(dict.fromkeys(x for _, x in self.cells))
         return sorted(xs) if self.task.axis == "n" else xs
 
@@ -148,7 +155,7 @@ class Summary:
         if start is None:
             return None
         chance = (self.chance or 0.0) if metric is self.task.score else 0.0
-        for x in [x for x in self.xs if x >= self.train_length]:
+        for x in [x for x in self._measured if x >= self.train_length]:
             mean = self.mean(series, x, metric.name)
             if mean is None:  # missing or failed, which says nothing about the score
                 continue
@@ -169,13 +176,15 @@ def gain(task: Any) -> str:
 
 
 def summary_of(group: Group, xs: Sequence[Any] | None = None) -> Summary:
-    """The summary of a group of rows, at these x (default: all)."""
+    """The summary of a group of rows. Its tables show these x (default: all), and Holm's correction
+    is for the comparisons there."""
     cells = cells_from(group.task, lines_of(group, xs))
     return Summary(
         group.task,
         dict(sorted(cells.items(), key=lambda item: group.series.index(item[0][0]))),
         group.title if group.is_pretrained else group.distinction,
         tuple(group.task.remarks(group.settings)),
+        None if xs is None else tuple(xs),
     )
 
 
@@ -221,21 +230,23 @@ def _statuses(point: Point) -> str:
 def lines_of(
     group: Group, xs: Sequence[Any] | None = None, metrics: Sequence[Metric] | None = None
 ) -> list[dict[str, str]]:
-    """The lines of a group in summary.csv, at these x and with these metrics (default: all)."""
-    points = [point for point in group.points.values() if xs is None or point.x in xs]
+    """The lines of a group in summary.csv, with these metrics (default: all).
+
+    xs: those whose p values are corrected and in the lines (default: all).
+    """
     if group.is_pretrained:
-        lines = _of_model(group, points)
+        lines = _of_model(group)
     else:
-        lines = _of_points(group, points, metrics or group.metrics)
+        lines = _of_points(group, xs, metrics or group.metrics)
     return [{name: str(value) for name, value in line.items()} for line in lines]
 
 
 def _of_points(
-    group: Group, points: Sequence[Point], metrics: Sequence[Metric]
+    group: Group, xs: Sequence[Any] | None, metrics: Sequence[Metric]
 ) -> Iterable[dict[str, Any]]:
     """The lines of a task, sorted by series, or of an experiment."""
     task, settings, of_length = group.task, group.settings, group.task.axis == "n"
-    score, p = task.score.name, group.p_values({point.x for point in points})
+    score, p, points = task.score.name, group.p_values(xs), list(group.points.values())
     if of_length:
         points = sorted(points, key=lambda p: (p.series.variant, p.series.detail or "none"))
     for point in points:
@@ -271,9 +282,9 @@ def _of_points(
         yield line | {"schedule": group.rows[0]["schedule"], "settings": group.distinction}
 
 
-def _of_model(group: Group, points: Sequence[Point]) -> Iterable[dict[str, Any]]:
+def _of_model(group: Group) -> Iterable[dict[str, Any]]:
     row, settings = group.rows[0], group.settings
-    for point in points:
+    for point in group.points.values():
         names = dict.fromkeys(name for row in point.rows for name in row["metrics"])
         means = {name: point.mean(name) for name in names}
         means[pretrained.RISE] = estimate(point.versus_baseline)

@@ -32,6 +32,8 @@ def _problems(task: Task) -> Iterator[tuple[str, str]]:
         yield "about", f"must be a description, got {task.about!r}"
     if not task.metrics:
         yield "metrics", "must have the score, got none"
+    if "" not in task.splits:
+        yield "splits", f"must have the key '', of the split with the score, got {task.splits!r}"
     if task.score.lower_is_better and task.trained_score is not None:
         reason = f"because lower values of {task.score.name} are better"
         yield "trained_score", f"must be None, {reason}, got {task.trained_score}"

@@ -20,7 +20,13 @@ _PER_COUNTER = 4  # uint64 values per Philox counter
 
 
 def words(seed: int, split: str, length: int, start: int, stop: int, count: int) -> np.ndarray:
-    """Draw ``count`` random uint64 values for each sequence start .. stop − 1: (B, count)."""
+    """Draw ``count`` random uint64 values for each sequence start .. stop − 1: (B, count).
+
+    Raises:
+        ValueError: the split is unknown.
+    """
+    if split not in _SPLITS:
+        raise ValueError(f"split must be one of {', '.join(_SPLITS)}, got {split!r}")
     blocks = -(-count // _PER_COUNTER)
     key = np.array([seed, (_SPLITS[split] << 32) | length], dtype=np.uint64)
     generator = np.random.Philox(counter=start * blocks, key=key)

@@ -25,14 +25,17 @@ References:
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import attnzoo
+from commandline import arguments
 from commandline.files import check_writable
 from commandline.table import Table
 from commandline.variants import VariantCall, complete, names
@@ -41,6 +44,7 @@ from evals.measures.ranks import log_rank, rank
 from evals.results.statistics import estimate
 from evals.theory.output import show
 
+NAME = "ranks"
 Sizes = tuple[int, int, int]
 Scales = tuple[float, float, float]
 TOKENS, WIDTH = 192, 16  # sizes of the attention matrices: N, d
@@ -270,7 +274,25 @@ def _mean(ranks: Sequence[int | None]) -> str:
 # ----------------------------------------------------------------------------------- command
 
 
-def main(
+def add_parser(commands: Any) -> None:
+    text = (
+        "Print ranks of attention matrices, and of mixtures of attentions, softmaxes and contexts"
+    )
+    parser = commands.add_parser(NAME, help=text, description=f"{text}.")
+    add = parser.add_argument
+    add("--out", type=Path, metavar="DIR", help="Write ranks.csv to DIR")
+    text = "Draw the matrices with seed N (default: 0)"
+    add("--seed", type=arguments.seed, default=0, metavar="N", help=text)
+    text = "Also compare initializations of mixtures of softmaxes, over N seeds from --seed on"
+    add("--initializations", type=arguments.integer(0), default=0, metavar="N", help=text)
+    arguments.add_plugin(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    return print_ranks(args.out, args.seed, initializations=args.initializations)
+
+
+def print_ranks(
     out: Path | None = None,
     seed: int = 0,
     tokens: int = TOKENS,
@@ -292,5 +314,5 @@ def main(
         ]
         if initializations:
             tables.append(scales_table(range(seed, seed + initializations), sizes))
-    show("ranks", tables, out, note=NOTE)
+    show(NAME, tables, out, note=NOTE)
     return 0

@@ -31,7 +31,7 @@ def test_table_and_file_list_every_variant_with_a_form_and_direction(
     rows = json.loads(file.read_text())["rows"]
     keys = [(row["variant"], row["direction"]) for row in rows]
     cases = [(v, Case.parse(v, 16)) for v in attnzoo.list_variants()]
-    with_forms = [v for v, case in cases if case.pairwise or case.linear]
+    with_forms = [v for v, case in cases if case.pairwise or case.linear or case.shares]
     assert keys == [(v, d) for v in with_forms for d in ("forward", "both")]
     for row in rows:
         assert row["wrong"] == []
@@ -64,6 +64,12 @@ def test_wrong_output_fails(
     assert capsys.readouterr().err == (
         "softmax, forward, varlen: wrong output\nsoftmax, forward, ragged segments: wrong output\n"
     )
+
+
+def test_a_variant_whose_form_is_shares_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    line = [*SMALL, "--variants", "stick_breaking", "--direction", "forward", "--most", "1e9"]
+    assert main(line) == 0
+    assert "stick_breaking        forward" in capsys.readouterr().out
 
 
 def test_variants_without_a_form_are_not_measured(

@@ -90,7 +90,8 @@ def test_compare_prints_which_rows_hold(tmp_path: Path, capsys: pytest.CaptureFi
     assert "1 of 2 rows hold: at every length their 95 % intervals" in text
     assert main(["compare", folders[0], folders[0], "--holds"]) == 0
     assert "2 of 2 rows hold" in capsys.readouterr().out
-    written(tmp_path / "c", [one for one in rows(0.5, 0.9) if one["seed"] == 0])
+    less = [one for one in rows(0.5, 0.9) if one["seed"] == 0 or one["x"] == 64]
+    written(tmp_path / "c", less)
     assert main(["compare", folders[0], str(tmp_path / "c"), "--holds"]) == 1
     assert "0 of 2 rows hold" in capsys.readouterr().out  # seed 1 is missing
     assert main(["compare", *folders]) == 0
@@ -110,6 +111,25 @@ def test_compare_reports_a_different_setting_and_rejects_several_settings_of_a_t
     assert "got 2 groups: steps 10; steps 11" in error
     needle = written(tmp_path / "c", [row("softmax", 0.5, task="needle")])
     assert main(["compare", str(needle), folders[1]]) == 0  # A has no results of max-retrieval
+
+
+def test_which_rows_hold_needs_two_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = both(tmp_path, [row("softmax", 0.5)], [row("softmax", 0.501)])
+    assert main(["compare", *folders, "--holds"]) == 2
+    assert "two or more seeds on both sides, got one of max-retrieval" in capsys.readouterr().err
+
+
+def test_a_row_with_one_seed_left_is_tested_by_its_change_only() -> None:
+    """The other seed failed in both runs, so that there is no interval."""
+    before, after, far = (
+        groups(grid({"softmax": {16: (score, None)}})) for score in (0.5, 0.51, 0.7)
+    )
+    (change,) = compare.changes(before, after)
+    assert change.holds
+    (change,) = compare.changes(before, far)
+    assert not change.holds
 
 
 def test_a_row_whose_seeds_change_places_does_not_hold() -> None:

@@ -18,7 +18,7 @@ from evals.reporting.pages import overview
 from evals.results.store import Row
 from evals.results.summary import Series, groups
 from evals.results.summary_csv import csv_text, read_summary, summary_of
-from helpers.evals_rows import grid, row, written
+from helpers.evals_rows import grid, row, trial, written
 
 
 def rows(scores: dict[str, tuple[float | None, ...]], lengths: tuple[int, ...]) -> list[Row]:
@@ -202,6 +202,21 @@ def test_figures_are_valid_and_reproducible(folder: Path, tmp_path: Path) -> Non
         assert (one / file).read_bytes() == (other / file).read_bytes()
 
 
+def test_effective_lengths_do_not_depend_on_the_lengths_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = {"ssmax": (0.98, 0.97, 0.9, 0.2), "softmax": (0.98, 0.5, 0.2, 0.1)}
+    folder = written(tmp_path / "results", rows(scores, (16, 32, 64, 128)))
+    for lengths in ("16,128", "32,128", "16,32,64,128"):
+        assert exported(folder, "--format", "csv", "--lengths", lengths) == 0
+        lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+        assert [line["length"] for line in lines] == 2 * lengths.split(",")
+        assert {line["variant"]: line["effective_length"] for line in lines} == {
+            "ssmax": "64",
+            "softmax": "16",
+        }
+
+
 def test_options_metric_and_lengths_select_results(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert exported(folder, "--format", "latex", "--metric", "all", "--out", str(out)) == 0
@@ -256,8 +271,7 @@ def test_wrong_arguments_are_errors_and_write_nothing(
 def test_results_without_figures_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trial = row("sink", 0.7) | {"task": "classification", "condition": "clean"}
-    folder = written(tmp_path / "results", [trial])
+    folder = written(tmp_path / "results", [trial(row("sink", 0.7))])
     assert main(["export", str(folder), "--figures", "svg", "--out", str(tmp_path / "out")]) == 2
     assert "error: --figures needs results that have figures" in capsys.readouterr().err
 

@@ -22,18 +22,11 @@ from evals.__main__ import main
 from evals.launch import execute, reason_of
 from evals.options import Options
 from evals.plan import plan_study
-from evals.results.old_rows import converted
-from evals.results.rows import Row
 from evals.results.store import RowFile
 from evals.run import NotFinite, Run, RunContext, fit
 from evals.task import Settings
 from evals.tasks import TASKS
-from helpers.evals_rows import row as old_row
-
-
-def row(*args: Any, **fields: Any) -> Row:
-    return converted(old_row(*args, **fields))
-
+from helpers.evals_rows import row
 
 SMALL = ["max-retrieval", "--preset", "smoke", "--seeds", "1", "--steps", "2", "--lengths", "16"]
 TASK = "max-retrieval"

@@ -258,6 +258,7 @@ def test_the_second_variant_learns_after_the_switch(tmp_path: Path) -> None:
     ("variants", "message"),
     [
         (["softmax=>sink"], "b has no gradient at its initial value"),
+        (["softmax=>sink(b=-30.0)"], "b has no gradient at its initial value"),
         (["softmax=>ssmax=>sink"], "expected name"),
         (["softmax->ssmax=>sink"], "cannot read variant"),
         (["softmax=>mixture(ssmax)"], "a and b of a=>b must have the same wrapper"),

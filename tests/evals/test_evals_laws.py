@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def test_wrong_names_are_errors(
 def test_wrong_law_is_reported_as_broken(
     wrong: Law, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(tmp_path, laws=(wrong,)) == 1
+    assert command.check_laws(tmp_path, laws=(wrong,)) == 1
     assert f"broken: {wrong.variant}" in capsys.readouterr().out
 
 
@@ -140,13 +141,17 @@ def plugin(folder: Path, stated: str) -> Path:
     return path
 
 
+def checked(path: Path, variants: str | None = None) -> int:
+    return command.main(Namespace(out=None, plugin=path, variants=variants))
+
+
 @pytest.mark.parametrize(("power", "status"), [("1", 0), ("2", 1)], ids=["right law", "wrong law"])
 @pytest.mark.usefixtures("only_plugin_laws")
 def test_laws_of_a_plugin_are_checked(
     power: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = plugin(tmp_path, f'(Law("stated", {{}}, uniform=lambda n: n ** -{power}),)')
-    assert command.command(plugin=path, names=["stated"]) == status
+    assert checked(path, "stated") == status
     text = capsys.readouterr().out
     assert ("broken: stated, Jacobian at equal scores, n = 16" in text) == bool(status)
     assert "stated " in text
@@ -156,14 +161,16 @@ def test_laws_of_a_plugin_are_checked(
 @pytest.mark.usefixtures("only_plugin_laws")
 def test_invalid_laws_of_a_plugin_raise(stated: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="LAWS of a plugin must"):
-        command.command(plugin=plugin(tmp_path, stated))
+        checked(plugin(tmp_path, stated))
 
 
 @pytest.mark.usefixtures("only_plugin_laws")
 def test_plugin_without_laws_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Law] = []
-    monkeypatch.setattr(command, "main", lambda out, held, others: measured.extend(others) or 0)
-    assert command.command(plugin=plugin(tmp_path, "()")) == 0
+    monkeypatch.setattr(
+        command, "check_laws", lambda out, held, others: measured.extend(others) or 0
+    )
+    assert checked(plugin(tmp_path, "()")) == 0
     assert {"stated", "topk(top_k=8)"} < set(map(str, measured))
 
 
@@ -188,5 +195,5 @@ def test_growth_is_the_exponent_between_the_two_largest_n() -> None:
 def test_laws_prints_the_reason_for_an_unsupported_length(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert command.main(laws=(), measured_only=[Law("cosformer", {"max_length": 16})]) == 0
+    assert command.check_laws(laws=(), measured_only=[Law("cosformer", {"max_length": 16})]) == 0
     assert "max_length=16 is below the length" in capsys.readouterr().out

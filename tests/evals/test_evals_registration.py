@@ -11,7 +11,7 @@ import pytest
 
 from evals import Preset, SequenceSettings, SequenceTask, register_task
 from evals.__main__ import main
-from evals.tasks import TASKS, two_back
+from evals.tasks import TASKS, draws, two_back
 from evals.tasks.checks import check_task
 from evals.tasks.families.answers import LOSS
 
@@ -62,6 +62,7 @@ LOWER = "because lower values of loss are better, got 0.95"
         ({"about": None}, "about of task 'mine' must be a description, got None"),
         ({"metrics": ()}, "metrics of task 'mine' must have the score, got none"),
         ({"metrics": (LOSS,)}, f"trained_score of task 'mine' must be None, {LOWER}"),
+        ({"splits": {"a_": "test"}}, "splits of task 'mine' must have the key '', of the split"),
         ({"vocabulary": 0}, "vocabulary of task 'mine' must be an int >= 1, got 0"),
         *(
             (
@@ -76,6 +77,11 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         register_task(task(**fields))
     assert "mine" not in TASKS
+
+
+def test_an_unknown_split_is_named() -> None:
+    with pytest.raises(ValueError, match="split must be one of train, test, .*, got 'far'"):
+        draws.words(0, "far", 8, 0, 1, 2)
 
 
 def test_a_wrong_task_in_a_plugin_is_one_line(

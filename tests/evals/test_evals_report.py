@@ -19,6 +19,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
+from evals.measures.sparsity import TITLES
 from evals.reporting import curves
 from evals.reporting.figures import pictures
 from evals.reporting.report import report_html
@@ -28,7 +29,6 @@ from evals.results.store import Row
 from evals.results.summary import groups
 from evals.results.summary_csv import summary_of
 from evals.tasks import TASKS
-from evals.theory.trained_heads import fitted
 from helpers import evals_rows
 
 EVIL = "</script><script>alert(1)</script>'\"&\u2028<img src=//evil.test/x onerror=alert(1)>"
@@ -53,7 +53,7 @@ def row(task: str, variant: str, length: int, seed: int, score: float | None, lo
     curves = {"best_keys": [0.5, 0.2, 0.1]} if task == "needle" else {"bits_by_position": [3.0] * 4}
     if peaks is not None and task == "needle":
         curves["head_peak"] = [peak * 16 / length for peak in peaks]
-        others = ("range", "bound", "strength", "alignment")
+        others = ("range", "bound", "strength", "alignment", *TITLES)
         curves |= {f"head_{name}": [0.5, 0.4] for name in others}
     ok = score is not None
     return evals_rows.row(
@@ -76,9 +76,7 @@ def rows() -> list[Row]:
             for seed in (0, 1):
                 value = None if score is None else score + 0.01 * (2 * seed - 1)
                 result_rows.append(row("needle", variant, length, seed, value, 16))
-    result_rows = [
-        r for r in result_rows if (r["variant"], r["length"], r["seed"]) != ("ssmax", 64, 1)
-    ]
+    result_rows = [r for r in result_rows if (r["variant"], r["x"], r["seed"]) != ("ssmax", 64, 1)]
     for variant, scores in BITS.items():
         for length, score in zip(LENGTHS, scores):
             result_rows.append(row("language-model", variant, length, 0, score, 16))
@@ -87,7 +85,7 @@ def rows() -> list[Row]:
 
 def shown(result_rows: list[Row]) -> list[ShownGroup]:
     """The groups that the report shows for these rows, without pictures."""
-    return [ShownGroup(group, fitted(group)) for group in groups(result_rows)]
+    return [ShownGroup(group) for group in groups(result_rows)]
 
 
 class Page(HTMLParser):
@@ -263,19 +261,18 @@ def test_theory_section_is_shown_only_if_heads_were_measured(html: str) -> None:
 @pytest.fixture(scope="module")
 def drawn() -> list[ShownGroup]:
     """The groups of needle and language-model, with their pictures."""
-    return [replace(one, pictures=pictures(one.group, one.heads)) for one in shown(rows())]
+    return [replace(one, pictures=pictures(one.group)) for one in shown(rows())]
 
 
 @pytest.mark.slow
 def test_pictures_are_embedded_in_the_page(drawn: list[ShownGroup]) -> None:
-    """Pictures: length curves of all metrics, fitted law of heads, heat maps that have data."""
+    """Pictures: length curves of all metrics, heat maps that have data."""
     needle, language = drawn
     names = [metric.name for metric in TASKS["needle"].metrics]
     picture_names = [picture.name for picture in needle.pictures]
-    assert picture_names == [*names, "law", "best_keys", "head_peak"]
+    assert picture_names == [*names, "best_keys", "head_peak", "head_entropy"]
     picture_names = [picture.name for picture in language.pictures]
     assert picture_names[-1] == "bits_by_position"
-    assert "law" not in picture_names
     for picture in needle.pictures:
         with Image.open(io.BytesIO(picture.data)) as image:
             assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 10
@@ -286,14 +283,14 @@ def test_pictures_are_embedded_in_the_page(drawn: list[ShownGroup]) -> None:
         f"data:image/png;base64,{b64encode(p.data).decode()}" for p in needle.pictures
     ]
     opened = [tag for tag, attrs in page.tags if tag == "details" and "open" in attrs]
-    assert len(opened) == 2  # failures and law
+    assert len(opened) == 1  # failures
     for heading in ("Length curves", "Heat maps"):
         assert f"<h3>{heading}" in html
         assert f"<h3>{heading}" not in report_html([replace(needle, pictures=())], "")
 
 
 def test_groups_of_one_task_have_their_own_headings() -> None:
-    other = [r | {"settings": r["settings"] | {"steps": 40}} for r in rows()]
+    other = [r | {"group": r["group"] | {"steps": 40}} for r in rows()]
     page = Page(report_html(shown([*rows(), *other]), ""))
     assert {"needle-1", "needle-2"} <= set(page.ids)
     assert len(set(page.ids)) == len(page.ids)

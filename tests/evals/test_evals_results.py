@@ -16,12 +16,12 @@ from evals.__main__ import main
 from evals.reporting.pages import scores as scores_table
 from evals.reporting.shown import ShownGroup
 from evals.results import load
-from evals.results.old_rows import converted
 from evals.results.statistics import estimate
 from evals.results.store import Folder, Shard, read_rows
 from evals.results.summary import Series, failures, groups, version_warnings
 from evals.results.summary_csv import csv_text
-from helpers.evals_rows import SETTINGS, grid, row, written
+from evals.results.tuned import TUNED
+from helpers.evals_rows import SETTINGS, grid, pretrained, row, trial, written
 
 SOFTMAX, SSMAX = Series("softmax"), Series("ssmax")
 
@@ -75,7 +75,7 @@ def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
 
 def test_a_repeated_run_of_another_shard_replaces_a_failure(tmp_path: Path) -> None:
     for shard, score in ((Shard(0, 2), 0.5), (Shard(0, 1), None)):
-        Folder(tmp_path, shard).append(converted(row("softmax", score, key="same")))
+        Folder(tmp_path, shard).append(row("softmax", score, key="same"))
     (read_row,) = read_rows([tmp_path])
     assert read_row["metrics"] == {"accuracy": 0.5}
 
@@ -126,7 +126,7 @@ def test_results_of_several_torch_versions_give_a_warning() -> None:
         lambda name, rate: {"version": name},
         lambda name, rate: {
             "settings": {**SETTINGS, "learning_rate": rate},
-            "shared": {"learning_rate": "tuned: 0.001, 0.003"},
+            "shared": {"learning_rate": TUNED},
         },
     ],
     ids=["versions", "tuned values"],
@@ -202,8 +202,7 @@ def test_the_readme_table_shows_the_summary(tmp_path: Path) -> None:
 
 def test_load_gives_a_tidy_table_of_all_kinds_of_results(tmp_path: Path) -> None:
     rows = grid({"softmax": {16: (0.5, None)}})
-    trial = row("sink", 0.7) | {"task": "classification", "condition": "clean", "key": "trial"}
-    table = load(written(tmp_path, [*rows, trial]))
+    table = load(written(tmp_path, [*rows, trial(row("sink", 0.7))]))
     columns = ["task", "variant", "positions", "x", "seed", "metric", "status", "settings.steps"]
     lines = table[[*columns, "value"]].astype(object).where(table.notna(), None).values.tolist()
     assert lines == [
@@ -216,14 +215,13 @@ def test_load_gives_a_tidy_table_of_all_kinds_of_results(tmp_path: Path) -> None
 def test_load_separates_rows_that_belong_to_different_tables_or_versions(tmp_path: Path) -> None:
     rows = [row("softmax", 0.5, version=text, key=text, data=text) for text in ("old", "new")]
     model = dict.fromkeys(("model", "text", "fingerprint", "dtype", "data"), "m")
-    read = row("softmax", 0.5, task="needle", key="read", sample=0, layers="all")
-    read |= model | {"task": "pretrained", "limit": None, "planted": True, "metrics": {"loss": 1.0}}
+    read = pretrained("softmax", 16, 0, **model)
     table = load(written(tmp_path, [*rows, read])).set_index("task")
-    trained, pretrained = table.loc["max-retrieval"], table.loc["pretrained"]
+    trained, loaded = table.loc["max-retrieval"], table.loc["pretrained"]
     for name in ("version", "settings.data"):
         assert sorted(trained[name]) == ["new", "old"]
     for name in model:
-        assert pretrained[f"settings.{name}"] == "m"
+        assert loaded[f"settings.{name}"] == "m"
     with pytest.raises(UsageError, match=r"folder must be a path or a list of paths, got \[\]"):
         load([])
 
@@ -246,7 +244,7 @@ def changed_row(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (changed_row(positions=..., seed=...), "seed is missing"),
+        (changed_row(seed=...), "seed is missing"),
         (
             changed_row(metrics={"accuracy": float("nan")}),
             "metrics.accuracy must be a finite number, got nan",
@@ -264,9 +262,9 @@ def changed_row(**changes: object) -> dict:
         (changed_row(status="fine"), "status must be 'ok', 'nan' or 'oom', got 'fine'"),
         (changed_row(settings={"steps": 3}), "settings.train_shortest is missing"),
         (changed_row(task=["x"]), "task must be text, got ['x']"),
-        (changed_row(length=0), "x must be a length >= 1 or a condition, got 0"),
-        (changed_row(condition="clean"), "x must be a length >= 1, got 'clean'"),
-        (changed_row(x=16, series={}, group={}), "group.train_shortest is missing"),
+        (changed_row(x=0), "x must be a length >= 1 or a condition, got 0"),
+        (changed_row(x="clean"), "x must be a length >= 1, got 'clean'"),
+        (changed_row(group={}), "group.train_shortest is missing"),
         (
             changed_row(task="classification"),
             "x must be among clean, label-noise, long-tail, got 16",

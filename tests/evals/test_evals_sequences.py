@@ -18,6 +18,7 @@ from commandline.variants import VariantCall, parse_spec
 from evals.measures.heads import learned, scaled_rope, substituted
 from evals.run import Substitutes, evaluate, train
 from evals.tasks import TASKS
+from evals.tasks.families.answers import whole_answers
 from evals.tasks.families.sequence import SequenceBatch, SequenceSettings, SequenceTask
 from evals.tasks.language_model import DIGITS
 from evals.tasks.texts import corpus
@@ -318,3 +319,13 @@ def test_scaled_rope_is_substituted_at_inference(positions: str) -> None:
     message = "needs an attnzoo.nn.Transformer, got a model Linear"
     with pytest.raises(TypeError, match=message), scaled_rope(torch.nn.Linear(2, 2), scaling):
         pass
+
+
+def test_exact_match_is_of_each_sequence_whatever_its_number_of_answers() -> None:
+    batch = SequenceBatch(torch.zeros(2, 4).long(), torch.tensor([[1, 1, 1, -1], [1, -1, -1, -1]]))
+    right, wrong = [0.0, 1.0], [1.0, 0.0]
+    result = whole_answers(torch.tensor([right, wrong, wrong, right]), batch)
+    assert result.metrics["exact"].tolist() == [0.0, 1.0]
+    batch = replace(batch, answers=torch.tensor([[1, 1, -1, -1], [-1, -1, 1, -1]]))
+    result = whole_answers(torch.tensor([right, right, [math.nan, 0.0]]), batch)
+    assert result.metrics["exact"].tolist() == pytest.approx([1.0, math.nan], nan_ok=True)

@@ -11,12 +11,10 @@ import torch
 import transformers
 
 from attnzoo.integrations.transformers import convert
-from evals.__main__ import main
 from evals.measures.sparsity import TITLES
 from evals.pretrained import sharpness
 from helpers.hf_models import gemma2, ids, llama, quiet
 from helpers.pretrained_runs import run
-from helpers.small_lm import ROOT, TEXT
 
 pytestmark = quiet
 Capture = pytest.CaptureFixture[str]
@@ -118,36 +116,3 @@ def test_pieces_are_spread_over_the_text() -> None:
     assert sharpness.cut(text, 100, 4).shape == (1, 100)
     assert sharpness.cut(text, 20, 1).shape == (1, 20)
     assert sharpness.usual_lengths(100) == [16, 32, 64]
-
-
-def test_command_all_runs_sharpness_if_a_model_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    task_calls: list[object] = []
-    monkeypatch.setattr("evals.__main__.run_tasks", lambda *args: task_calls.append(args) or 0)
-    calls: list[tuple[str, Path]] = []
-    monkeypatch.setattr(
-        sharpness, "main", lambda args: calls.append((args.model, Path(args.out))) or 1
-    )
-    line = ["all", "--preset", "smoke", "--out", str(tmp_path)]
-    with_model = [*line, "--model", MINILM, "--text", str(TEXT)]
-    assert main(line) == 0
-    assert calls == []
-    assert main(with_model) == 1
-    assert calls == [(MINILM, tmp_path / "sharpness")]
-    assert main([*with_model, "--shard", "1/2"]) == 0  # the files are those of shard 0
-    assert len(calls) == 1
-    assert "left out: sharpness runs in shard 0 only" in capsys.readouterr().out
-    assert main([*with_model, "--shard", "0/2"]) == 1
-    assert len(calls) == 2
-    task_calls.clear()
-    (tmp_path / "short.txt").write_text("one two three")
-    for model, text, message in (
-        (MINILM, None, "--model and --text must be given together"),
-        (MINILM, "nowhere", "--text must be a file, got 'nowhere'"),
-        (MINILM, str(tmp_path / "short.txt"), "must both allow 16 tokens or more, got 3"),
-        (str(ROOT / "docs"), str(TEXT), "docs has no tokenizer"),
-    ):
-        assert main([*line, "--model", model, *(() if text is None else ("--text", text))]) == 2
-        assert message in capsys.readouterr().err
-    assert task_calls == []  # the error comes before the tasks

@@ -72,13 +72,8 @@ def test_report_shows_a_pretrained_model_beside_experiments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(artifacts, "drawn", ShownGroup)
-    common = evals_rows.row("softmax", 0.5)
-    trial = common | {"key": "trial", "task": "classification", "condition": "clean"}
-    read = {"model": "tiny", "fingerprint": "f", "limit": 64, "dtype": "float32", "text": "a.txt",
-            "layers": "all", "sample": 0, "planted": True, "metrics": {"loss": 3.0}}  # fmt: skip
-    pretrained = common | {"task": "pretrained", "variant": "as loaded", **read}
-    del pretrained["training"]  # which rows of the command adapt have
-    folder = evals_rows.written(tmp_path, [trial, pretrained])
+    trial = evals_rows.trial(evals_rows.row("softmax", 0.5))
+    folder = evals_rows.written(tmp_path, [trial, evals_rows.pretrained("as loaded", 16, 0)])
     page = tmp_path / "page.html"
     assert main(["report", str(folder), "--out", str(page)]) == 0
     for name in ("classification", "pretrained"):

@@ -8,7 +8,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,8 +21,6 @@ from evals.plan import plan_study
 from evals.progress import Progress, clock
 from evals.reporting.plots import length_axis, name_lines
 from evals.reporting.tables import notes
-from evals.results.old_rows import converted
-from evals.results.rows import Row
 from evals.results.store import Folder, RowFile, Shard
 from evals.results.summary import groups
 from evals.results.summary_csv import summary_of
@@ -31,12 +28,7 @@ from evals.run import NOT_TRAINED
 from evals.study import Study
 from evals.tasks import TASKS
 from evals.tasks.families.retrieval import RetrievalSettings
-from helpers.evals_rows import row as old_row
-
-
-def row(*args: Any, **fields: Any) -> Row:
-    return converted(old_row(*args, **fields))
-
+from helpers.evals_rows import row
 
 TASK = TASKS["max-retrieval"]
 
@@ -323,17 +315,17 @@ def test_a_model_must_support_the_scaling() -> None:
         plan_study(TASKS["copy"], options, {})
 
 
-def test_rows_of_older_files_are_in_the_table_of_new_ones() -> None:
-    planned = study("softmax", "ssmax")
-    new, old = (
+def test_test_sets_of_equal_size_share_rows_and_tables() -> None:
+    first, second = study("softmax", "ssmax"), study("softmax", "ssmax", test_least=1)
+    assert first.settings.sequences(16) == second.settings.sequences(16)
+    row_a, row_b = (
         planned.row(run, run.keys[0], 16, Outcome("ok", "", {"accuracy": 0.5}), NOT_TRAINED)
-        for run in planned.runs({})
+        for planned, run in ((first, first.runs({})[0]), (second, second.runs({})[1]))
     )
-    # The group of a row of an older file lacks the sizes of the test sets.
-    old["group"] = {n: x for n, x in old["group"].items() if not n.startswith("test_")}
-    assert planned.rows({old["key"]: old}) == [old]
-    assert len(groups([new, old])) == 1
-    assert len(groups([new, old | {"sequences": 9}])) == 2
+    assert row_a["group"] != row_b["group"]
+    assert second.rows({row_a["key"]: row_a}) == [row_a]
+    assert len(groups([row_a, row_b])) == 1
+    assert len(groups([row_a, row_b | {"sequences": 9}])) == 2
 
 
 def test_a_folder_reads_the_files_of_all_shards(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from evals.reporting.tables import notes, settings_table
 from evals.results.store import Row, Shard
 from evals.results.summary import Series, groups
 from evals.results.summary_csv import summary_of
+from evals.results.tuned import TUNED
 from evals.run import NOT_TRAINED, Run
 from evals.sweeps import SWEEP_SEEDS, Sweep, choose
 from evals.tasks import TASKS
@@ -328,7 +329,7 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
     assert settings_table(plain) is None
     fields = {
         "settings": {**SETTINGS, "learning_rate": 1e-3},
-        "shared": {"learning_rate": "tuned: 0.001, 0.003"},
+        "shared": {"learning_rate": TUNED},
         "tuned": {
             "values": {"learning_rate": 1e-3},
             "tried": [

@@ -13,21 +13,23 @@ from evals.__main__ import main
 from evals.reporting.pages import documented
 from evals.reporting.report import report_html
 from evals.reporting.shown import ShownGroup
-from evals.results.old_rows import converted
 from evals.results.rows import problem
 from evals.results.summary import failures, groups
 from evals.results.summary_csv import csv_text
-from helpers.evals_rows import written
+from helpers.evals_rows import group, written
 
 SETTINGS = {"steps": 3, "noise": 0.2}
 
 
-def row(variant: str, condition: str, seed: int, **changes: Any) -> dict[str, Any]:
+def row(
+    variant: str, condition: str, seed: int, settings: dict[str, Any] = SETTINGS, **changes: Any
+) -> dict[str, Any]:
     fields = {
         "key": f"{variant} {condition} {seed}", "task": "classification", "variant": variant,
-        "condition": condition, "seed": seed, "status": "ok", "message": "",
+        "x": condition, "series": {}, "group": group(settings, "digits"), "seed": seed,
+        "status": "ok", "message": "",
         "metrics": {"accuracy": 0.5, "calibration_error": 0.1, "auroc": 0.75}, "curves": {},
-        "chance": 0.1, "settings": SETTINGS, "version": f"1 {variant}", "schedule": "short",
+        "chance": 0.1, "settings": settings, "version": f"1 {variant}", "schedule": "short",
         "data": "digits", "device": "cpu", "torch": "2", "attnzoo": "0", "commit": "c",
         "cpu_seconds": 0.0,
     }  # fmt: skip
@@ -140,14 +142,14 @@ def test_texts_in_the_report_are_escaped() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"condition": 3.5}, "x must be a length >= 1 or a condition, got 3.5"),
+        ({"x": 3.5}, "x must be a length >= 1 or a condition, got 3.5"),
         ({"settings": {}}, "settings.steps is missing"),
         ({"metrics": {}}, "metrics must have 'accuracy' where status is 'ok'"),
         ({}, None),
     ],
 )
 def test_rows_are_checked(changes: dict[str, Any], message: str | None) -> None:
-    assert problem(converted(row("softmax", "clean", 0) | changes)) == message
+    assert problem(row("softmax", "clean", 0) | changes) == message
 
 
 @pytest.mark.parametrize(

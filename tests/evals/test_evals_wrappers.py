@@ -12,9 +12,7 @@ from commandline.variants import VariantCall, parse_spec
 from evals.__main__ import main
 from evals.measures.heads import substituted
 from evals.results.store import read_rows
-from evals.results.summary import groups
 from evals.tasks import TASKS
-from evals.theory.trained_heads import fitted
 
 
 def call(text: str) -> VariantCall:
@@ -87,20 +85,6 @@ def test_a_run_measures_every_map(tmp_path: Path) -> None:
         assert len(row["curves"]["head_peak"]) == 2
         # λ of layer 0 is near 0.2, and both maps sum to 1.
         assert row["metrics"]["weight_sum"] == pytest.approx(0.8, abs=0.2)
-
-
-@pytest.mark.slow
-def test_laws_are_fitted_with_the_values_of_each_head(tmp_path: Path) -> None:
-    """The report of two seeds shows the laws of the sharpest heads."""
-    arguments = ["flip-flop", "--preset", "smoke", "--steps", "5", "--seeds", "2"]
-    arguments += ["--lengths", "64,128", "--variants", "asentmax(scaled=(1, 0))"]
-    assert main([*arguments, "--workers", "0", "--out", str(tmp_path)]) == 0
-    (group,) = groups(read_rows([tmp_path]))
-    (heads,) = fitted(group)
-    assert heads.why == ""
-    wanted = [1.0 if index % 2 == 0 else 0.0 for index in heads.indices]
-    assert heads.learned["scaled"].tolist() == [wanted] * 2
-    assert list(tmp_path.rglob("report.html"))
 
 
 def test_values_per_head_need_as_many_as_heads(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -42,8 +43,9 @@ def answers(logits: Tensor, batch: SequenceBatch) -> BatchResult:
 
 def whole_answers(logits: Tensor, batch: SequenceBatch) -> BatchResult:
     """The metric ``exact``, one value per sequence: 1.0 if all its answers are right; besides it
-    the metrics of `answers`. All sequences must have equally many answers."""
+    the metrics of `answers`."""
     metrics = answers(logits, batch).metrics
-    right = metrics["accuracy"].reshape(len(batch.tokens), -1)
+    right = torch.ones(batch.answers.shape).to(metrics["accuracy"])
+    right[batch.asked] = metrics["accuracy"]
     exact = (right.amin(dim=-1) == 1).double() + 0 * right.sum(dim=-1)
     return BatchResult({"exact": exact, **metrics})
