@@ -69,19 +69,20 @@ def map_size_of(q: Tensor, v: Tensor) -> tiles.MapTile:
 
 
 def factor_after_maximum(
-    q: Tensor, layout: Layout, vectors: Vectors, terms: Terms, arch: int
+    config: tiles.Config, q: Tensor, layout: Layout, vectors: Vectors, terms: Terms, arch: int
 ) -> str | None:
     """How a softmax applies the factor of q kᵀ after the maximum; None: before. See `factor_out`.
 
-    Possible only if scores are multiples of the products. A wide q in fp32 is read in parts from
-    memory, where its sign cannot be changed, and a changed q costs many registers.
+    Possible only if scores are multiples of the products. With ``part`` in the tile, q is read in
+    parts from memory, where its sign cannot be changed. A changed wide q costs many registers.
     """
     if kernel_operands.adds_terms(layout, vectors, terms):
         return None
     if vectors.gain is None and launch.outer_scale(layout) >= 0:
         return "keep"
     widest = 64 if arch // 10 == 10 else 128
-    return "flip" if q.element_size() == 2 and q.shape[3] <= widest else None
+    flips = config.part is None and q.element_size() == 2 and q.shape[3] <= widest
+    return "flip" if flips else None
 
 
 def describe_forward(
@@ -97,7 +98,7 @@ def describe_forward(
     config = config_of("forward", arch, q, v, layout, rule, vectors, terms, size, dropout)
     after = None
     if rule.online and solved.cut is None:
-        after = factor_after_maximum(q, layout, vectors, terms, arch)
+        after = factor_after_maximum(config, q, layout, vectors, terms, arch)
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
     rule_constants = launch.constants_of(rule, v, LATE=after)
     args = {
@@ -128,7 +129,7 @@ def describe_stats(
     results = new_vector(q) if only_peak else Statistics(new_vector(q), new_vector(q))
     outputs = {"peak": results} if isinstance(results, Tensor) else results._asdict()
     ranges, before = ranges_of(layout, config.block_m, arch)
-    after = factor_after_maximum(q, layout, Vectors(), Terms(), arch)
+    after = factor_after_maximum(config, q, layout, Vectors(), Terms(), arch)
     rule = constants(RuleConstants, UNIT=1.0 / LN2.value, LATE=after)
     args = {
         **launch.arguments_of(q, k, layout, rule, Vectors(), Terms(), ranges),
