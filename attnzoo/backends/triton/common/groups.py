@@ -93,9 +93,12 @@ class Saved(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Partial results of splits of the keys, fp32 [B·Hkv, splits, rows]; see `merge`."""
+    """Partial results of splits of the keys, fp32 [B, groups, splits, rows]; see `merge`.
 
-    o: Tensor | None = None  # [B·Hkv, splits, rows, DV]
+    A group is a key/value head in `decode`, a query head in `flash`.
+    """
+
+    o: Tensor | None = None  # [B, groups, splits, rows, DV]
     m: Tensor | None = None
     z: Tensor | None = None
     t: Tensor | None = None  # of statistics, see `flash.statistics`

@@ -109,14 +109,16 @@ def padded(dim: int) -> int:
 TMA = (0, 9, 10)
 
 
-def descriptors(config: Config, arch: int, rows: int, **tensors: Tensor) -> dict[str, Any]:
+def descriptors(config: Config, arch: int, **tensors: Tensor) -> dict[str, Any]:
     """Return "name_descriptor" for each tensor: its TMA descriptor, or None for all of them.
 
-    Blocks have ``rows`` rows. With ``part``, tiles are loaded in parts, for which there is no
-    descriptor. TMA for some tensors and pointers for others would need both kinds of barriers.
+    ``tensors``: those of q, k, v and do whose blocks a loop loads. With ``part``, tiles are loaded
+    in parts, for which there is no descriptor. TMA for some tensors and pointers for others would
+    need both kinds of barriers.
     """
     use = arch // 10 in TMA and config.part is None and all(map(fits_tma, tensors.values()))
-    return {f"{n}_descriptor": descriptor(x, rows) if use else None for n, x in tensors.items()}
+    rows = {"k": config.block_n, "v": config.block_n, "q": config.block_m, "do": config.block_m}
+    return {f"{n}_descriptor": descriptor(x, rows[n]) if use else None for n, x in tensors.items()}
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor | str:

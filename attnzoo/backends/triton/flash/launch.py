@@ -106,7 +106,7 @@ def describe_forward(
             q, k, layout, rule_constants, vectors, terms, ranges, solved, dropout=dropout
         ),
         **strides(unit_of(q), q=q, k=k, v=v, o=out), "v": v, "o": out,
-        **descriptors(config, arch, config.block_n, k=k, v=v),
+        **descriptors(config, arch, k=k, v=v),
         "maps": Maps(solved.blocks, solved.counts), "saved": Saved(stat, weight_sum, lse),
         "partials": Partials(), "eps": rule.eps or None, "splits": None,
         "tile": tile_constants(config, q, v, layout, MAP_M=size and size.queries),
@@ -133,7 +133,7 @@ def describe_stats(
     rule = constants(RuleConstants, UNIT=1.0 / LN2.value, LATE=after)
     args = {
         **launch.arguments_of(q, k, layout, rule, Vectors(), Terms(), ranges),
-        **strides(unit_of(q), q=q, k=k), **descriptors(config, arch, config.block_n, k=k),
+        **strides(unit_of(q), q=q, k=k), **descriptors(config, arch, k=k),
         "lse": None, "entropy": None, "peak": None, **outputs,
         "tile": tile_constants(config, q, None, layout),
     }  # fmt: skip
