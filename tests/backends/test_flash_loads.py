@@ -86,7 +86,9 @@ def test_other_keys_and_values_are_loaded_by_pointers(case: str, k: Tensor) -> N
 def test_the_gradient_of_a_mask_loads_all_tensors_by_tma_or_none(expanded: str | None) -> None:
     shape = 1, 2, 50, 64
     names = ("do", "q", "k", "v")
-    tensors = [meta(1, 1, *shape[2:]).expand(shape) if n == expanded else meta(*shape) for n in names]
+    tensors = [
+        meta(1, 1, *shape[2:]).expand(shape) if n == expanded else meta(*shape) for n in names
+    ]
     mask, stat = meta(1, 1, 50, 50), meta(1, 2, 50, dtype=torch.float32)
     operands = tensors[0], None, *tensors[1:], meta(*shape), stat, stat, CAUSAL._replace(mask=mask)
     rule = SOFTMAX, Vectors(), Terms(), Solved(), mask, ["mask"], 90, 132

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -34,7 +33,7 @@ from attnzoo.backends.triton.common.kernel_operands import (
     is_peaked,
     unit_of,
 )
-from attnzoo.backends.triton.common.tile import load_tile
+from attnzoo.backends.triton.common.tile import INTERPRETED
 from attnzoo.backends.triton.common.tiles import ALL, Config
 
 # Programs per multiprocessor, where a kernel's work can be split.
@@ -58,7 +57,7 @@ class Launch(NamedTuple):
 
 @cache
 def architecture(device: torch.device) -> int:
-    if interpreted():
+    if INTERPRETED.value:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
@@ -67,13 +66,9 @@ def architecture(device: torch.device) -> int:
 @cache
 def processors(device: torch.device) -> int:
     """Number of multiprocessors of the GPU."""
-    if interpreted():
+    if INTERPRETED.value:
         return 4  # so that short sequences are split among several programs
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def interpreted() -> bool:
-    return not isinstance(load_tile, triton.runtime.JITFunction)
 
 
 def run(launch: Launch) -> Any:
