@@ -160,7 +160,9 @@ def arguments_of(
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments shared by all kernels that read q and k. PLAIN and HIDES of ``rule`` are set.
 
-    The strides of the mask are in units of ``mask_unit`` entries, by default of `mask_align`.
+    The strides of the mask are in units of ``mask_unit`` entries, by default of `mask_align`. In
+    `decode`, which does not copy masks to align them, the unit is 1: otherwise a mask that grows
+    with the keys would change the compiled kernel.
     """
     heads, kv_heads, mask = q.shape[1], k.shape[1], layout.mask
     b = h = m = n = None

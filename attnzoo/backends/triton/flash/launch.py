@@ -48,8 +48,8 @@ def config_of(
     if kernel == "threshold":  # writes the map entries of its blocks
         config = measured.tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
         return config._replace(block_m=map_m, block_n=map_n)
-    # The lists of a map are of its tiles of keys. A measured tile with smaller blocks may not fit
-    # in shared memory with these.
+    # The lists of a map are of its tiles of keys. Measured tiles are not used: with the larger
+    # blocks of a map they may not fit in shared memory.
     config = tiles.tile_of_table(kernel, arch, bits, dim, safe)
     block_n = min(map_n, config.block_n) if kernel == "dkdv" else map_n
     return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
@@ -161,15 +161,16 @@ def describe_threshold(
     size = map_size_of(q, v)
     config = config_of("threshold", arch, q, v, layout, rule, vectors, terms, size)
     ranges, before = ranges_of(layout, config.block_m, arch)
+    flips = vectors.gain is not None or launch.outer_scale(layout) < 0.0
     rule_constants = constants(
         RuleConstants, ACT=launch.function("Activation.triton", phi.triton), UNIT=1.0,
         ALPHA=launch.alpha_of(rule), DISTANCE=launch.distance_of(rule),
+        LATE="flip" if flips else "keep",
     )  # fmt: skip
     args = {
         **launch.arguments_of(q, k, layout, rule_constants, vectors, terms, ranges),
         **strides(unit_of(q), q=q, k=k), "solved": solved,
         "tile": tile_constants(config, q, None, layout),
-        "FLIPS": vectors.gain is not None or launch.outer_scale(layout) < 0.0,
     }  # fmt: skip
     assert solved.live is not None
     programs = programs_of(q, config.block_m)

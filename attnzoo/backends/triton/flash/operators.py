@@ -152,7 +152,7 @@ def flash_backward(
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
     mask = layout.mask if "mask" in wanted else None
-    # What all queries share is a key bias to the kernels.
+    # The kernels treat a mask with one row for all queries as a key bias.
     of_keys = mask is not None and mask.shape[2] == 1
     computed = [n for n in wanted if n != "mask" or not of_keys]
     if of_keys and "key_bias" not in wanted:
