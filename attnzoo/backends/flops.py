@@ -50,6 +50,11 @@ def pairs(q: Tensor, k: Tensor, layout: Layout | None = None) -> int:
     return batch * heads * queries * k.shape[2]
 
 
+def one_pass(q: Tensor, k: Tensor, layout: Layout) -> int:
+    """The products q kᵀ. A solver's number of passes over the keys is not known, but at least 1."""
+    return 2 * pairs(q, k, layout) * q.shape[3]
+
+
 def attended(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None) -> int:
     """The products of a forward: q kᵀ, and weights times values."""
     return 2 * pairs(q, k, layout) * (q.shape[3] + v.shape[3])

@@ -33,6 +33,7 @@ WIDER_THAN_A_VECTOR = 64
 # is exact for entries down to twice the maximum. It is rounded for lower ones, whose weight is 0
 # unless their scores are higher by FAR.
 FAR = 4096.0
+OLD = "below compute capability 8.0"
 
 
 def unsupported(form: Form, call: Call) -> str | None:
@@ -81,21 +82,35 @@ def _unsupported_on_gpu(form: Pairwise, call: Call) -> str | None:
     a mask in another dtype, and store all scores for the others.
     """
     wide, mask = call.input_dtype == torch.float32, call.mask
-    if call.input_dtype.itemsize == 2 and isinstance(form.gain, (Tensor, FromStatistics)):
+    old, half = _is_before_ampere(call.device), call.input_dtype.itemsize == 2
+    if half and isinstance(form.gain, (Tensor, FromStatistics)):
         return "does not support a gain per query in 16 bits on a GPU (flash does)"
     if call.input_dtype == torch.float64:
         return "does not support fp64 on a GPU (tiled does)"
-    if call.group > 1 and (mask is not None or wide):
-        return "does not support enable_gqa with a mask or in fp32 on a GPU (tiled does)"
+    if old and call.input_dtype == torch.bfloat16:
+        return f"does not support bf16 on a GPU {OLD} (tiled does)"
+    # Torch's flash attention supports none of these, its efficient attention neither GQA nor rows
+    # at other addresses.
+    efficient = mask is not None or wide or call.head_dim > 256 or old
+    if call.group > 1 and efficient:
+        return (
+            "does not support enable_gqa with a mask, in fp32, with D above 256 or on a GPU "
+            f"{OLD} (tiled does)"
+        )
     if mask is not None and mask.dtype not in (torch.bool, call.input_dtype):
         return "does not support a mask in another dtype than q on a GPU (tiled does)"
     unit = 4 if wide else 8
-    if call.head_dim % unit and (mask is not None or wide or call.head_dim > 256):
+    if call.head_dim % unit and efficient:
         return (
-            "does not support a mask, fp32 or D above 256 on a GPU unless D is a multiple of "
+            f"does not support a mask, fp32, D above 256 or a GPU {OLD} unless D is a multiple of "
             f"{unit}, got {call.head_dim} (tiled does)"
         )
     return None
+
+
+def _is_before_ampere(device: torch.device) -> bool:
+    # Fake tensors may be on a device that this machine does not have.
+    return torch.cuda.is_available() and torch.cuda.get_device_properties(device).major < 8
 
 
 def _mask(call: Call, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

@@ -239,9 +239,9 @@ def chosen(option: str, text: str, known: tuple[str, ...]) -> list[str]:
 def require_compiler(what: str) -> None:
     if importlib.util.find_spec("triton") is None:
         raise UsageError(f"{what} requires Triton. Install it with: pip install -e '.[gpu]'")
-    from attnzoo.backends.triton.common.launch import interpreted
+    from attnzoo.backends.triton.common.tile import INTERPRETED
 
-    if interpreted():
+    if INTERPRETED.value:
         raise UsageError(f"{what} cannot run in Triton's interpreter. Unset TRITON_INTERPRET.")
 
 

@@ -264,8 +264,13 @@ def compile_tiles(
     return sorted(clean, key=lambda pair: (-pair[0].block_m * pair[0].block_n, pair[1].registers))
 
 
-def call_of(spec: Specialization, length: int, device: str) -> Callable[[], tuple[Tensor, tuple]]:
-    """A function that calls attention through the kernel and returns (output, (q, k, v))."""
+def call_of(
+    spec: Specialization, length: int, device: str, sign: float = 1.0
+) -> Callable[[], tuple[Tensor, tuple]]:
+    """A function that calls attention through the kernel and returns (output, (q, k, v)).
+
+    ``sign``: of the scale.
+    """
     kind: dict[str, Any] = {"dtype": DTYPES[spec.dtype], "device": device}
     few = spec.kernel == "decode"  # eight query heads per key/value head, see `describe_decode`
     batch, dim = max(1, TOKENS // length), spec.head_dim
@@ -274,7 +279,8 @@ def call_of(spec: Specialization, length: int, device: str) -> Callable[[], tupl
     k, v = (torch.randn(batch, heads, length, dim, **kind).requires_grad_() for _ in range(2))
     use, chosen = form_of(spec), extras_of(spec)
     params = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in use.params.items()}
-    options: dict[str, Any] = {"is_causal": True, "enable_gqa": few, **params}
+    scale = sign * dim**-0.5
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": few, "scale": scale, **params}
     if "window" in chosen:
         options["window"] = max(1, length // 4)
     if "alibi" in chosen:
@@ -307,13 +313,15 @@ def timings(
 ) -> dict[Any, Timed]:
     """The time of the whole pass with each tile: backward for dq and dkdv, otherwise forward.
 
-    Tiles that fail are printed and left out.
+    Tiles that fail are printed and left out. Results are also compared for a negative scale, which
+    some kernels apply in another way.
     """
-    call, calls, results = call_of(spec, length, device), {}, {}
+    call, negated = (call_of(spec, length, device, sign) for sign in (1.0, -1.0))
+    calls, results = {}, {}
     for config in (None, *configs):
         timed = timed_call(spec, config, call)
         try:
-            results[config] = timed()
+            results[config] = *timed(), *timed_call(spec, config, negated)()
             timer.synchronize()
         except Exception as error:
             if config is None:

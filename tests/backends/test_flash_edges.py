@@ -221,12 +221,12 @@ def test_blocks_without_weight_are_skipped(
     """Each query attends to one cluster of 110 keys. Blocks within other clusters are skipped."""
     n, maps = 330, []
 
-    def spy(original: Any = flash_ops.flash_threshold, **operands: Any) -> Any:
+    def spy(original: Any = flash_ops.flash_solve, **operands: Any) -> Any:
         solved = original(**operands)
         maps.append(solved.live)
         return solved
 
-    monkeypatch.setattr(flash_ops, "flash_threshold", spy)
+    monkeypatch.setattr(flash_ops, "flash_solve", spy)
     cluster = torch.arange(n) // 110
     # Queries of cluster c attend to cluster c if causal, and to cluster 2 − c otherwise.
     target = cluster if "is_causal" in options else 2 - cluster

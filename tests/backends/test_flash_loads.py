@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensorMode
 
 import attnzoo
 from attnzoo.backends.shared_operands import NO_DROPOUT, Layout, Rule, Terms, Vectors
-from attnzoo.backends.triton.common import launch, prepared
+from attnzoo.backends.triton.common import launch, measured, prepared
 from attnzoo.backends.triton.common.kernel_operands import Solved
-from attnzoo.backends.triton.common.tiles import map_tile
+from attnzoo.backends.triton.common.tiles import Config, map_tile
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.backends.triton.flash.launch import (
     describe_forward,
@@ -80,6 +80,22 @@ def test_other_keys_and_values_are_loaded_by_pointers(case: str, k: Tensor) -> N
     q = meta(*k.shape, dtype=k.dtype)
     args = arguments(q, k, q, 90)
     assert args["k_descriptor"] is args["v_descriptor"] is None, case
+
+
+@pytest.mark.parametrize("expanded", ["k", "do", None])
+def test_the_gradient_of_a_mask_loads_all_tensors_by_tma_or_none(expanded: str | None) -> None:
+    shape = 1, 2, 50, 64
+    names = ("do", "q", "k", "v")
+    tensors = [
+        meta(1, 1, *shape[2:]).expand(shape) if n == expanded else meta(*shape) for n in names
+    ]
+    mask, stat = meta(1, 1, 50, 50), meta(1, 2, 50, dtype=torch.float32)
+    operands = tensors[0], None, *tensors[1:], meta(*shape), stat, stat, CAUSAL._replace(mask=mask)
+    rule = SOFTMAX, Vectors(), Terms(), Solved(), mask, ["mask"], 90, 132
+    dbias = describe_backward(*operands, *rule)[0][-1]
+    assert dbias.kernel.__name__ == "flash_dbias"
+    descriptors = [dbias.args[f"{name}_descriptor"] for name in names]
+    assert {x is None for x in descriptors} == {expanded is not None}
 
 
 @pytest.mark.parametrize(
@@ -324,3 +340,21 @@ def test_heads_of_a_mask_may_be_more_than_2_31_entries_apart() -> None:
         gradients.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
     for have, want in zip(*gradients, strict=True):
         assert torch.allclose(have, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def test_tiles_that_read_a_head_in_parts_agree_for_both_signs_of_the_scale(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (rand(1, 2, 40, 64, seed=n).bfloat16() for n in range(3))
+    call: dict[str, Any] = {"scale": scale, "return_max_logits": True}
+    want, largest = attnzoo.attention(q, k, v, backend="eager", **call)
+    current = measured.tile_of_kernel
+
+    def in_parts(kernel: str, *others: Any) -> Config:
+        return current(kernel, *others)._replace(part=32)
+
+    monkeypatch.setattr(measured, "tile_of_kernel", in_parts)
+    out, flash_largest = attnzoo.attention(q, k, v, backend="flash", **call)
+    torch.testing.assert_close(out, want, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(flash_largest, largest, rtol=1e-5, atol=1e-5)

@@ -64,9 +64,8 @@ def operands(form: str, gradient: bool) -> dict[str, Any]:
     vectors, terms, layout, rule = FORMS[form]
     q, k, v = qkv(gradient=gradient)
     solved = Solved()
-    solvers = {"threshold": flash_ops.flash_threshold, "select": flash_ops.flash_selection}
-    if form in solvers:
-        solved = solvers[form](
+    if rule.normalize in ("threshold", "select"):
+        solved = flash_ops.flash_solve(
             q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, terms=terms, layout=layout,
             rule=rule,
         )  # fmt: skip
@@ -96,7 +95,7 @@ def test_opcheck_threshold(shape: Tensor | None) -> None:
     rule = ENTMAX if shape is None else Rule(activations.Q_EXP, "threshold")
     q, k, v = qkv()
     opcheck(
-        flash_ops.flash_threshold, q=q, k=k, v=v, vectors=Vectors(VECTOR, OFFSET, shape),
+        flash_ops.flash_solve, q=q, k=k, v=v, vectors=Vectors(VECTOR, OFFSET, shape),
         terms=KEY_BIAS, layout=ALL, rule=rule,
     )  # fmt: skip
 
@@ -105,7 +104,7 @@ def test_opcheck_threshold(shape: Tensor | None) -> None:
 def test_opcheck_selection(rule: Rule) -> None:
     q, k, v = qkv()
     opcheck(
-        flash_ops.flash_selection, q=q, k=k, v=v, vectors=Vectors(VECTOR, OFFSET), terms=KEY_BIAS,
+        flash_ops.flash_solve, q=q, k=k, v=v, vectors=Vectors(VECTOR, OFFSET), terms=KEY_BIAS,
         layout=ALL, rule=rule,
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ def selected(
     k = torch.zeros(1, 1, s.shape[1], 8)
     bias = s[None, None] if mask is None else s[None, None].masked_fill(~mask, float("-inf"))
     layout = LAYOUT._replace(right=right, mask=bias.contiguous())
-    solved = flash_ops.flash_selection(
+    solved = flash_ops.flash_solve(
         q=q, k=k, v=k, vectors=Vectors(), terms=Terms(), layout=layout,
         rule=Rule(activations.EXP, "select", **{"keep" if number >= 1 else "mass": number}),
     )  # fmt: skip

@@ -25,7 +25,7 @@ def solve(
     q: Tensor, k: Tensor, gain: Tensor | None, right: int | None, name: str, scale: float = 0.5
 ) -> Solved:
     layout = Layout(scale, None, right, None, None, None, None)
-    return flash_ops.flash_threshold(
+    return flash_ops.flash_solve(
         q=q, k=k, v=k, vectors=Vectors(gain=gain), terms=Terms(), layout=layout,
         rule=Rule(ACTIVATIONS[name], "threshold"),
     )  # fmt: skip

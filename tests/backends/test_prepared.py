@@ -12,6 +12,9 @@ from helpers.processes import output_of
 pytest.importorskip("triton")
 
 CODE = """
+from functools import partial
+from types import FunctionType
+
 import torch, attnzoo
 from attnzoo.backends.triton.common import prepared
 from benchmarks.kernels.stand_in import install
@@ -118,6 +121,29 @@ check("softpick", True)
 # Keys are split in the forward, which then has a merge, and groups of heads in dK/dV.
 check("softmax", True, (1, 8, 600, 32), keys=2048)
 assert len(launches) == 4, len(launches)
+
+# A prepared launch keeps no tensor of a call, neither operands nor results.
+check("stick_breaking", True, backend="flash_shares")
+
+def tensors_in(x):
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = (*x, *x.values())
+    elif isinstance(x, prepared.Prepared):
+        x = vars(x).values()
+    elif isinstance(x, partial):
+        x = (*x.args, *x.keywords.values())
+    elif isinstance(x, FunctionType):
+        x = [cell.cell_contents for cell in x.__closure__ or ()]
+    elif hasattr(x, "base"):
+        x = [x.base]
+    elif not isinstance(x, (tuple, list, set)):
+        return []
+    return [tensor for each in x for tensor in tensors_in(each)]
+
+kept = [tuple(x.shape) for x in tensors_in(prepared._prepared)]
+assert not kept, kept
 print("done")
 """
 

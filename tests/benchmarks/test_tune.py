@@ -190,7 +190,8 @@ from benchmarks.kernels.specializations import Specialization
 names, launched = [param.name for param in flash_forward.params], []
 
 def record(*args):  # the kernel's arguments follow grid, stream, function, metadata and hooks
-    launched.append(dict(zip(names, args[9:]))["tile"].BLOCK_M.value)
+    values = dict(zip(names, args[9:]))
+    launched.append((values["tile"].BLOCK_M.value, values["terms"].scale > 0))
 
 class ThreeRounds(WallClock):
     def rounds(self, calls, *limits):
@@ -209,5 +210,7 @@ print(launched)
 
 
 @pytest.mark.slow
-def test_every_timed_call_launches_its_own_tile() -> None:
-    assert output_of(LAUNCHED) == str([128, 16, 32] * 4)
+def test_every_timed_call_launches_its_own_tile_and_a_negative_scale_is_compared() -> None:
+    tiles = (128, 16, 32)
+    first = [(tile, positive) for tile in tiles for positive in (True, False)]
+    assert output_of(LAUNCHED) == str(first + [(tile, True) for tile in tiles] * 3)

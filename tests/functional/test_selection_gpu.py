@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,6 +250,29 @@ def test_calls_for_which_torch_stores_all_scores_or_raises_run_on_flash() -> Non
         (260, torch.bfloat16, None, "tiled"),
     ):
         assert first_able("softmax", d=d, dtype=dtype, attn_mask=mask) == backend, (d, dtype)
+
+
+def test_grouped_queries_with_wide_heads_do_not_run_on_sdpa() -> None:
+    """Torch's flash attention has no head dimension above 256, its efficient one no groups."""
+    for d, backend in ((256, "sdpa"), (264, "tiled")):
+        assert first_able("softmax", d=d, kv_heads=2, enable_gqa=True) == backend
+
+
+def test_sdpa_on_gpus_that_lack_torch_s_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.version.hip", None)
+    for major in (7, 8):
+        properties = SimpleNamespace(major=major, minor=5)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device, p=properties: p)
+        fused = {
+            "fp16": first_able("softmax", dtype=torch.float16),
+            "fp32": first_able("softmax", dtype=torch.float32),
+            "bf16": first_able("softmax"),
+            "groups": first_able("softmax", dtype=torch.float16, kv_heads=2, enable_gqa=True),
+            "D = 36": first_able("softmax", dtype=torch.float16, d=36),
+        }
+        others = [name for name, backend in fused.items() if backend != "sdpa"]
+        assert others == (["bf16", "groups", "D = 36"] if major < 8 else [])
 
 
 @pytest.mark.parametrize("gradient", [True, False])

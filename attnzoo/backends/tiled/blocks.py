@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnzoo.backends.dropout import keep_scale, retained
 from attnzoo.backends.shared_operands import Layout
 from attnzoo.core.call import Call, score_dtype
 from attnzoo.core.device import is_cpu
@@ -183,3 +184,13 @@ def product(a: Tensor, b: Tensor, scratch: Scratch) -> Tensor:
 def reduce_vector(gradient: Tensor, vector: Tensor) -> Tensor:
     """Sum a gradient (B, H, Nq) to the shape of ``vector``, which was broadcast to (B, H, Nq)."""
     return gradient.sum_to_size(vector.shape).to(vector.dtype)
+
+
+def keep_mask(block: Block, call: Call, seed: Tensor) -> Tensor:
+    """Return [b, h, rows, keys] in the call's dtype: 0 for dropped weights, else 1/(1 − p)."""
+    b, h, i, j = (
+        torch.arange(s.start, s.stop, device=call.device)
+        for s in (block.batches, block.heads, block.rows, block.keys)
+    )
+    rows = (b[:, None, None] * call.heads + h[:, None]) * call.queries + i
+    return retained(rows, j, seed, call.dropout_p).to(call.dtype) * keep_scale(call.dropout_p)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Rule
-from attnzoo.backends.tiled.blocks import Block, blocks, flat_keys
-from attnzoo.backends.tiled.dropout import keep_mask
+from attnzoo.backends.tiled.blocks import Block, blocks, flat_keys, keep_mask
 from attnzoo.backends.tiled.scores import hide
 from attnzoo.backends.tiled.walk import NEG_INF, PairwiseCall, Partial
 from attnzoo.core.visibility import cut

@@ -68,9 +68,7 @@ def _(*, q: Tensor) -> Statistics:
     return Statistics(lse, torch.empty_like(lse))
 
 
-@tiled_statistics.flops
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
-    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+tiled_statistics.flops(flops.one_pass)
 
 
 @tiled_statistics.backward("q", "k", "mask", "relative_bias")
@@ -86,7 +84,7 @@ def tiled_statistics_backward(
 @tiled_statistics_backward.flops
 def _(*, q: Tensor, k: Tensor, layout: Layout, wanted: list[str]) -> int:
     products = 1 + ("q" in wanted) + ("k" in wanted)
-    return 2 * flops.pairs(q, k, layout) * products * q.shape[3]
+    return products * flops.one_pass(q, k, layout)
 
 
 def statistics(call: Call, q: Tensor, k: Tensor) -> PartialStatistics:
@@ -124,9 +122,7 @@ def _(*, q: Tensor) -> Tensor:
     return q.new_empty(q.shape[1:2], dtype=score_dtype(q))
 
 
-@tiled_max_logits.flops
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
-    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+tiled_max_logits.flops(flops.one_pass)
 
 
 def max_logits(q: Tensor, k: Tensor, call: Call) -> Tensor:

@@ -26,10 +26,10 @@ from attnzoo.backends.tiled.blocks import (
     Scratch,
     blocks,
     flat_keys,
+    keep_mask,
     product,
     reduce_vector,
 )
-from attnzoo.backends.tiled.dropout import keep_mask
 from attnzoo.backends.tiled.scores import ScoreGradients, Scores, hide
 from attnzoo.backends.tiled.threshold import solve_threshold
 from attnzoo.core.call import Call

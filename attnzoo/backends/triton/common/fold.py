@@ -5,7 +5,8 @@ divides, once, at the end. Partial results by form:
 
 - ``ONLINE`` (φ = exp, normalized): (m, Z, o). The running maximum m is used as τ.
 - ``SUM`` (another φ, normalized): (Z, o). τ is 0 or given. With ``NORMALIZER``, Z is a sum of μ.
-- ``SUM`` and ``SHIFTED``: (m, Z, o). m, the running maximum of 0 and the scores, is the shape of φ.
+- ``SUM`` and ``SHIFTED``: (m, Z, o). φ gets m, the running maximum of 0 and the scores, as its
+  argument ``shape``.
 - Without normalization: o.
 
 ``PEAKED`` (not ``ONLINE``, values in fp16): φ and o are relative to the running maximum of φ, see

@@ -17,6 +17,14 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from triton.language import constexpr
 
+# Arguments of kernels: lengths, strides and numbers of parts change from call to call, and must not
+# trigger a recompilation.
+INTEGERS = (
+    "q_b q_h q_n k_b k_h k_n v_b v_h v_n o_b o_h o_n do_b do_h do_n dq_b dq_h dq_n dk_b dk_h dk_n "
+    "dv_b dv_h dv_n dbias_b dbias_h dbias_m mask_b mask_h mask_m mask_n heads group queries keys "
+    "left right splits parts batches sharing keep blocks first last span width"
+).split()
+
 T = TypeVar("T")
 
 
@@ -93,9 +101,12 @@ class Saved(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Partial results of splits of the keys, fp32 [B·Hkv, splits, rows]; see `merge`."""
+    """Partial results of splits of the keys, fp32 [B, groups, splits, rows]; see `merge`.
 
-    o: Tensor | None = None  # [B·Hkv, splits, rows, DV]
+    A group is a key/value head in `decode`, a query head in `flash`.
+    """
+
+    o: Tensor | None = None  # [B, groups, splits, rows, DV]
     m: Tensor | None = None
     z: Tensor | None = None
     t: Tensor | None = None  # of statistics, see `flash.statistics`
@@ -253,7 +264,7 @@ class Head(NamedTuple):
     key_bias: Any  # offset in `ScoreTerms.key_bias`
     table: Any  # offset in `ScoreTerms.table`
     decay: Any
-    segment: Any  # segments of the queries, shaped as `QueryVectors`
+    segment: Any  # segments of the queries, [BM, 1], or [1, BM] in a transposed tile
 
 
 class MaskStrides(NamedTuple):

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -34,7 +33,7 @@ from attnzoo.backends.triton.common.kernel_operands import (
     is_peaked,
     unit_of,
 )
-from attnzoo.backends.triton.common.tile import load_tile
+from attnzoo.backends.triton.common.tile import INTERPRETED
 from attnzoo.backends.triton.common.tiles import ALL, Config
 
 # Programs per multiprocessor, where a kernel's work can be split.
@@ -58,7 +57,7 @@ class Launch(NamedTuple):
 
 @cache
 def architecture(device: torch.device) -> int:
-    if interpreted():
+    if INTERPRETED.value:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
@@ -67,13 +66,9 @@ def architecture(device: torch.device) -> int:
 @cache
 def processors(device: torch.device) -> int:
     """Number of multiprocessors of the GPU."""
-    if interpreted():
+    if INTERPRETED.value:
         return 4  # so that short sequences are split among several programs
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def interpreted() -> bool:
-    return not isinstance(load_tile, triton.runtime.JITFunction)
 
 
 def run(launch: Launch) -> Any:
@@ -109,14 +104,16 @@ def padded(dim: int) -> int:
 TMA = (0, 9, 10)
 
 
-def descriptors(config: Config, arch: int, rows: int, **tensors: Tensor) -> dict[str, Any]:
+def descriptors(config: Config, arch: int, **tensors: Tensor) -> dict[str, Any]:
     """Return "name_descriptor" for each tensor: its TMA descriptor, or None for all of them.
 
-    Blocks have ``rows`` rows. With ``part``, tiles are loaded in parts, for which there is no
-    descriptor. TMA for some tensors and pointers for others would need both kinds of barriers.
+    ``tensors``: those of q, k, v and do whose blocks a loop loads. With ``part``, tiles are loaded
+    in parts, for which there is no descriptor. TMA for some tensors and pointers for others would
+    need both kinds of barriers.
     """
     use = arch // 10 in TMA and config.part is None and all(map(fits_tma, tensors.values()))
-    return {f"{n}_descriptor": descriptor(x, rows) if use else None for n, x in tensors.items()}
+    rows = {"k": config.block_n, "v": config.block_n, "q": config.block_m, "do": config.block_m}
+    return {f"{n}_descriptor": descriptor(x, rows[n]) if use else None for n, x in tensors.items()}
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor | str:
@@ -163,7 +160,9 @@ def arguments_of(
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments shared by all kernels that read q and k. PLAIN and HIDES of ``rule`` are set.
 
-    The strides of the mask are in units of ``mask_unit`` entries, by default of `mask_align`.
+    The strides of the mask are in units of ``mask_unit`` entries, by default of `mask_align`. In
+    `decode`, which does not copy masks to align them, the unit is 1: otherwise a mask that grows
+    with the keys would change the compiled kernel.
     """
     heads, kv_heads, mask = q.shape[1], k.shape[1], layout.mask
     b = h = m = n = None

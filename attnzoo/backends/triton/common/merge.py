@@ -10,7 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.backends.triton.common.fold import finish
-from attnzoo.backends.triton.common.groups import Partials, RuleConstants, Saved, ScoreTerms, Tile
+from attnzoo.backends.triton.common.groups import (
+    INTEGERS,
+    Partials,
+    RuleConstants,
+    Saved,
+    ScoreTerms,
+    Tile,
+)
 from attnzoo.backends.triton.common.launch import PARTIALS, Launch, row_launch, strides
 from attnzoo.backends.triton.common.scores import load_vectors
 from attnzoo.backends.triton.common.tile import load_tile, store_tile
@@ -44,7 +51,7 @@ def load_peaks(partials, start, at, exists):
     return m, top, tl.where(top == float("-inf"), 0.0, top)
 
 
-@triton.jit(do_not_specialize="o_b o_h o_n heads group queries splits".split())
+@triton.jit(do_not_specialize=INTEGERS)
 def merge_splits(
     partials, o, vectors, terms, saved, o_b, o_h, o_n, eps, heads, group, queries, splits,
     rule, tile, CHUNK: tl.constexpr,

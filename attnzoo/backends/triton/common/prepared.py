@@ -120,7 +120,10 @@ class Prepared:
             self.calls.append((kernel[each.programs, 1, 1], self._template(values, known)))
 
     def _template(self, values: list[Any], known: list[Tensor], named: bool = False) -> Template:
-        """``named``: keep NamedTuples, for which kernels take tuples, which are made faster."""
+        """``named``: True for results, which stay NamedTuples.
+
+        Kernels get plain tuples, which are faster to make.
+        """
         template = Template(values, [], [], [])
         for n, x in enumerate(values):
             if isinstance(x, Tensor):
@@ -130,6 +133,7 @@ class Prepared:
                 if any(isinstance(y, (Tensor, tuple)) for y in x):
                     kind = getattr(x, "_make", tuple) if named else tuple
                     template.groups.append((n, kind, self._template(list(x), known, named)))
+                    values[n] = None
             elif hasattr(x, "base"):  # a TMA descriptor
                 template.descriptors.append((n, self._index_of(x.base, known)))
                 values[n] = _descriptor_of(x, None)

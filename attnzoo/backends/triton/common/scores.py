@@ -59,7 +59,10 @@ def load_vectors(i, at, count, vectors, terms, rule, EDGE: tl.constexpr = True):
 
 @triton.jit
 def load_head(b, h, i, heads, terms, visible, strides, size):
-    """Return the `Head` of the queries i. What the call does not have is an unused placeholder."""
+    """Return the `Head` of the queries i.
+
+    Fields that the call lacks hold any value; no kernel reads them.
+    """
     mask = b * 0 if strides.head is None else h * 0
     if visible.mask is not None:
         mask += b * strides.batch * strides.align

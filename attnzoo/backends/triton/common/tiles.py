@@ -6,7 +6,8 @@ GPU (see `measured`) come before those of PLAIN. Nothing is tuned at run time.
 
 ``python -m benchmarks compile`` checks all tiles, and ``python -m benchmarks tune`` tries others.
 For another architecture, add its shared memory to SHARED, its number to `known`, and the tiles in
-which it differs from sm_90 to OVERRIDES and LINEAR_OVERRIDES; those of sm_80 do not carry over.
+which it differs from sm_90 to OVERRIDES and LINEAR_OVERRIDES; an architecture in `known` no longer
+gets the rows of 80.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SHARED = {80: 101_376, 90: 232_448, 100: 232_448}
 
 # Classes of head dimensions, by the largest of each
 LIMITS = (64, 128, 256)
-# A tile per class. Classes that are left out have the tile of the next one.
+# A tile per class. Classes that are left out have the tile of the next larger class.
 Row = dict[int, Config]
 # By kernel and bits of an element. The block sizes of "threshold" are those of the block map, see
 # `map_tile`. A tf32x3 product keeps its left operand in registers twice, so tiles of fp32 are

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.fold import factored, finish, walk
 from attnzoo.backends.triton.common.groups import (
+    INTEGERS,
     KeySides,
     MaskStrides,
     Matrix,
@@ -31,11 +32,6 @@ from attnzoo.backends.triton.common.tile import SMALLEST, load_block, store_tile
 from attnzoo.backends.triton.flash.segments import narrowed
 from attnzoo.backends.triton.flash.statistics import add_scores, store_statistics
 from attnzoo.backends.triton.flash.threshold import MAX_STEPS, newton, store_threshold
-
-RUNTIME = (
-    "q_b q_h q_n k_b k_h k_n v_b v_h v_n o_b o_h o_n mask_b mask_h mask_m mask_n "
-    "heads group queries keys blocks left right first last span splits width"
-).split()
 
 
 class Rows(NamedTuple):
@@ -53,7 +49,7 @@ class Rows(NamedTuple):
     row: Any  # [BM, 1], as head and query
     head: Any
     query: Any
-    entry: Any  # [BM], offset in the queries of the batch
+    entry: Any  # [BM], offset of the row's query from the first element of its batch entry
 
 
 @triton.jit
@@ -92,7 +88,7 @@ def blocks_of_split(batch, keys, first, last, span, splits, visible, tile):
     return low, tl.minimum(low + span, last)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=INTEGERS)
 def decode_products(
     q, k, products,  # fp32 [B·Hkv, rows, width], q kᵀ
     partials,  # m, and for statistics z and t
@@ -108,7 +104,8 @@ def decode_products(
     head = load_head(b, rows.head, i, heads, terms, visible, strides, size)
     scoring = Scoring(loaded, head, vectors, terms, visible, strides, size)
     d, local = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_N)
-    q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)  # rows of one entry
+    # A row index is an offset in elements: stride 1, no bound.
+    q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)
     q_tile = load_block(q_matrix, b * 0, rows.entry, d, tile.D, False)  # [BM, D]
     q_side = Side(q_tile, q_matrix, b * 0, rows.entry)
     if visible.table is None:
@@ -145,7 +142,7 @@ def decode_products(
             tl.store(partials.t + at, t, mask=exists)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=INTEGERS)
 def decode(
     q, k, v, products,  # either q and k, or products of an earlier pass; the others are None
     o, saved, partials,  # o and saved for one split, else partials
@@ -173,7 +170,8 @@ def decode(
         q_side = products + (rows.at + rows.row) * width - first * tile.BLOCK_N
         sides = KeySides(None, v_matrix, None, dv)
     else:
-        q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)  # rows of one entry
+        # A row index is an offset in elements: stride 1, no bound.
+        q_matrix = Matrix(q + b * q_b * tile.ALIGN, 1, 1 << 62, None, b, b)
         q_tile = load_block(q_matrix, b * 0, rows.entry, d, tile.D, False)  # [BM, D]
         q_side = Side(q_tile, q_matrix, b * 0, rows.entry)
         if visible.table is None:
@@ -201,7 +199,7 @@ def decode(
         store_split(partials, rows.partial, lane, rows.count, dv, acc, m, z, rule, tile)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=INTEGERS)
 def decode_stats(partials, lse, entropy, group, queries, splits):
     """Write lse and entropy of one query, from the partial results of all splits."""
     row = tl.program_id(0).to(tl.int64)
@@ -216,7 +214,7 @@ def decode_stats(partials, lse, entropy, group, queries, splits):
     store_statistics(top, z, t, lse + at, entropy + at, at >= 0)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=INTEGERS)
 def decode_threshold(
     products, partials, candidates, solved,  # candidates: fp32, shaped as products
     vectors, terms, visible, mask_b, mask_h, mask_m, mask_n,

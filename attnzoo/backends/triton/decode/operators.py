@@ -5,6 +5,7 @@ Triton is imported by the first call that runs a kernel or needs the size of the
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from attnzoo.backends.shared_operands import Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common.kernel_operands import Paged, aligned, like, new_vector
 
 
+@cache
 def _launches() -> Any:
     from attnzoo.backends.triton.decode import launch
 

@@ -97,10 +97,10 @@ def unsupported_here(call: Call, other: str) -> str | None:
     if not HAS_TRITON:
         return "needs Triton: run pip install -e '.[gpu]' in the clone of attnzoo"
     if call.device.type != "cuda":
-        from attnzoo.backends.triton.common.launch import interpreted
+        from attnzoo.backends.triton.common.tile import INTERPRETED
 
         wrong = f"needs a CUDA device or Triton's interpreter, got tensors on {call.device}"
-        return None if interpreted() else wrong
+        return None if INTERPRETED.value else wrong
     # Fake tensors may be on a device that this machine does not have.
     if not torch.cuda.is_available():
         return None
@@ -127,12 +127,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     layout, vectors, terms = operands_of(form, gain, call, layout)
     reject_transforms("flash", *vectors, *terms)
     operands = {"vectors": vectors, "terms": terms, "layout": layout, "rule": rule}
-    if form.normalize == "threshold":
+    if form.normalize in ("threshold", "select"):
         with torch.no_grad():
-            solved = ops.flash_threshold(q=q.detach(), k=k.detach(), v=v.detach(), **operands)
-    elif form.normalize == "select":
-        with torch.no_grad():
-            solved = ops.flash_selection(q=q.detach(), k=k.detach(), v=v.detach(), **operands)
+            solved = ops.flash_solve(q=q.detach(), k=k.detach(), v=v.detach(), **operands)
     dropout = Dropout(new_seed(call), call.dropout_p) if call.dropout_p else NO_DROPOUT
     attended = ops.flash_forward(
         q=q, k=k, v=v, solved=solved, dropout=dropout, want_lse=call.return_lse, **operands

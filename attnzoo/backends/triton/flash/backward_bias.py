@@ -11,19 +11,12 @@ A mask with one row for all queries has the gradient of a key bias, which `flash
 import triton
 import triton.language as tl
 
-from attnzoo.backends.triton.common.groups import MaskStrides, Matrix, Side, Size
+from attnzoo.backends.triton.common.groups import INTEGERS, MaskStrides, Matrix, Side, Size
 from attnzoo.backends.triton.common.tile import key_blocks, load_block, times
-from attnzoo.backends.triton.flash.backward_q import RUNTIME as BACKWARD
 from attnzoo.backends.triton.flash.score_step import Group, first_head, gradients_of_scores
 
-_OF_OTHERS = ("dq_", "dk_", "dv_", "o_")
-RUNTIME = (
-    *(n for n in BACKWARD if not n.startswith(_OF_OTHERS)),
-    *"dbias_b dbias_h dbias_m batches sharing".split(),
-)
 
-
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=INTEGERS)
 def flash_dbias(
     q, k, v, do, dbias,
     q_descriptor, k_descriptor, v_descriptor, do_descriptor,  # descriptors for TMA, or all None
@@ -83,8 +76,7 @@ def flash_dbias(
         dp = times(do_side, v_side, tile.DV, tile)  # [BM, BN]
         head = first_head(b, h, heads, start, at * keys + start, terms, visible, strides, size)
         group_now = Group(
-            b, h, at * queries, head, of_tile, keys, vectors, terms, visible, strides, normalizers,
-            None,
+            b, h, at * queries, head, of_tile, keys, vectors, terms, visible, strides, normalizers
         )  # fmt: skip
         _, _, ds, _, _ = gradients_of_scores(
             product, dp, i, j, h * 0, begin, group_now, rule, tile, True

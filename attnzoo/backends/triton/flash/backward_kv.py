@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnzoo.backends.triton.common.groups import MaskStrides, Matrix, Side, Size
+from attnzoo.backends.triton.common.groups import INTEGERS, MaskStrides, Matrix, Side, Size
 from attnzoo.backends.triton.common.tile import (
     SMALLEST,
     dot,
@@ -27,7 +27,6 @@ from attnzoo.backends.triton.common.tile import (
     store_tile,
     times,
 )
-from attnzoo.backends.triton.flash.backward_q import RUNTIME
 from attnzoo.backends.triton.flash.query_lists import TILES, full_blocks
 from attnzoo.backends.triton.flash.score_step import Group, first_head, score_step
 from attnzoo.backends.triton.flash.segments import narrowed
@@ -64,7 +63,7 @@ class GroupMatrices(NamedTuple):
     columns: Any
 
 
-@triton.jit(do_not_specialize=[*(n for n in RUNTIME if n[:2] not in ("dq", "o_")), "parts"])
+@triton.jit(do_not_specialize=INTEGERS)
 def flash_dkdv(
     q, k, v, do, dk, dv, q_descriptor, do_descriptor,  # descriptors for TMA, or both None
     vectors, terms, visible,
@@ -110,7 +109,7 @@ def flash_dkdv(
     head = first_head(b, h, heads, start, bias_at, terms, visible, strides, size)
     members = Group(
         b, h, (b * heads + h) * queries, head, Size(queries, keys - start, left, right), keys,
-        vectors, terms, visible, strides, normalizers, dkey_bias,
+        vectors, terms, visible, strides, normalizers,
     )  # fmt: skip
     low, high = query_blocks(start, queries, keys, left, right, tile.BLOCK_M, tile.BLOCK_N)
     low, high = narrowed(low, high, visible.ranges, b * tiles + column, tile.BLOCK_M)
@@ -128,8 +127,8 @@ def flash_dkdv(
         first, last = full_blocks(start, low, high, size, tile.BLOCK_M, tile.BLOCK_N, HAS_MASK)
         span, steps = Span(low, first, last, high), (first - low + high - last) * group
     sums = _sum_over_queries(
-        sums, span, steps, k_side, v_side, q_heads, do_heads, members, blocks, rule, tile, PARTS,
-        True,
+        sums, span, steps, k_side, v_side, q_heads, do_heads, members, dkey_bias, blocks, rule,
+        tile, PARTS, True,
     )  # fmt: skip
     if tile.SPLIT:
         if maps.blocks is not None:
@@ -139,16 +138,12 @@ def flash_dkdv(
         else:
             span, steps = Span(first, last, last, last), (last - first) * group
         if gradients.key_bias is not None:
-            # The second loop stores its sums in the second half of [2, B, H, Nk], because it would
-            # have to read those of the first.
+            # The second loop stores its sums in the second half of [2, B, H, Nk], so that it need
+            # not read and add those of the first.
             dkey_bias += tl.num_programs(0).to(tl.int64) // tiles * group * keys
-        members = Group(
-            b, h, members.at, head, members.size, keys, vectors, terms, visible, strides,
-            normalizers, dkey_bias,
-        )  # fmt: skip
         sums = _sum_over_queries(
-            sums, span, steps, k_side, v_side, q_heads, do_heads, members, blocks, rule, tile,
-            PARTS, False,
+            sums, span, steps, k_side, v_side, q_heads, do_heads, members, dkey_bias, blocks, rule,
+            tile, PARTS, False,
         )  # fmt: skip
     dk += (b * dk_b + hk * dk_h) * tile.ALIGN
     dv += (b * dv_b + hk * dv_h) * tile.ALIGN
@@ -180,14 +175,14 @@ def _no_sums(tile):
 
 @triton.jit
 def _sum_over_queries(
-    sums, span, steps, k_side, v_side, q_heads, do_heads, group, blocks, rule, tile,
+    sums, span, steps, k_side, v_side, q_heads, do_heads, group, dkey_bias, blocks, rule, tile,
     PARTS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add blocks of queries of all heads of the group to the `Sums`.
 
     ``blocks``: a list of tiles of PARTS blocks (see `list_queries`), or None: those of ``span``.
     Blocks of the same head follow each other. After the last of them, Σ_i dS_ij is stored in
-    dkey_bias.
+    dkey_bias, a pointer to the first key, unless that is None.
     """
     b, queries = group.batch, group.size.queries
     acc_k, acc_v, peak_ds, peak_p = sums.k, sums.v, sums.peak_ds, sums.peak_p
@@ -229,7 +224,9 @@ def _sum_over_queries(
         else:
             product = times(k_side, q_side, tile.D, tile)  # [BN, BM]
             dp = times(v_side, do_side, tile.DV, tile)
-        p, ds, total = score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE)
+        p, ds, total = score_step(
+            product, dp, total, i, j, member, begin, group, dkey_bias, rule, tile, EDGE
+        )
         if rule.PEAKED:
             p, acc_v, peak_p = relative(p, acc_v, peak_p, 0 if tile.TRANSPOSED else 1)
             ds, acc_k, peak_ds = relative(ds, acc_k, peak_ds, 0 if tile.TRANSPOSED else 1)
@@ -247,15 +244,15 @@ def _sum_over_queries(
             ends = block == span.high
             following = member + ends.to(tl.int32)
             block = tl.where(ends, start, block)
-        elif group.dkey_bias is not None:
+        elif dkey_bias is not None:
             # No entry has the head 2047.
             entry = tl.load(blocks + (step + 1) // PARTS, mask=step + 1 < steps, other=0x7FFFFFFF)
             following = entry // TILES
-        if group.dkey_bias is not None:
+        if dkey_bias is not None:
             ends = following != member
             # The interpreter does not combine this scalar with a block by "and".
             inside = k_side.local < tl.where(ends, group.size.keys, 0)
-            at = group.dkey_bias + member.to(tl.int64) * group.keys + k_side.local
+            at = dkey_bias + member.to(tl.int64) * group.keys + k_side.local
             tl.store(at, total, mask=inside)
             total = tl.where(ends, 0.0, total)
         if blocks is None:

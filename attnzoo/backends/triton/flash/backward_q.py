@@ -23,7 +23,15 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.dropout import drop
-from attnzoo.backends.triton.common.groups import KeySides, MaskStrides, Matrix, Scoring, Side, Size
+from attnzoo.backends.triton.common.groups import (
+    INTEGERS,
+    KeySides,
+    MaskStrides,
+    Matrix,
+    Scoring,
+    Side,
+    Size,
+)
 from attnzoo.backends.triton.common.scores import (
     activate,
     by_distance,
@@ -44,10 +52,7 @@ from attnzoo.backends.triton.common.tile import (
     store_tile,
     times,
 )
-from attnzoo.backends.triton.flash.forward import RUNTIME as FORWARD
 from attnzoo.backends.triton.flash.segments import blocks_of_keys, list_of_keys
-
-RUNTIME = (*FORWARD, *"do_b do_h do_n dq_b dq_h dq_n dk_b dk_h dk_n dv_b dv_h dv_n".split())
 
 
 class RowNormalizers(NamedTuple):
@@ -72,7 +77,7 @@ class RowSums(NamedTuple):
     after: Any  # likewise behind it
 
 
-@triton.jit(do_not_specialize=[n for n in RUNTIME if n[:2] not in ("dk", "dv")])
+@triton.jit(do_not_specialize=INTEGERS)
 def flash_dq(
     q, k, v, o, do, dq, k_descriptor, v_descriptor,  # descriptors for TMA, or both None
     vectors, terms, visible, maps, normalizers, gradients,

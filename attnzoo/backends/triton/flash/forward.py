@@ -12,20 +12,22 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.fold import factor_out, finish, walk
-from attnzoo.backends.triton.common.groups import KeySides, MaskStrides, Matrix, Scoring, Side, Size
+from attnzoo.backends.triton.common.groups import (
+    INTEGERS,
+    KeySides,
+    MaskStrides,
+    Matrix,
+    Scoring,
+    Side,
+    Size,
+)
 from attnzoo.backends.triton.common.merge import store_split
 from attnzoo.backends.triton.common.scores import load_head, load_vectors
 from attnzoo.backends.triton.common.tile import SMALLEST, load_queries, store_tile
 from attnzoo.backends.triton.flash.segments import blocks_of_keys, list_of_keys
 
-# Lengths and strides change from call to call, and must not trigger a recompilation.
-RUNTIME = (
-    "q_b q_h q_n k_b k_h k_n v_b v_h v_n o_b o_h o_n mask_b mask_h mask_m mask_n "
-    "heads group queries keys left right splits"
-).split()
 
-
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=INTEGERS)
 def flash_forward(
     q, k, v, o, k_descriptor, v_descriptor,  # descriptors for TMA, or both None
     vectors, terms, visible,

@@ -48,8 +48,8 @@ def config_of(
     if kernel == "threshold":  # writes the map entries of its blocks
         config = measured.tile_of_kernel(kernel, arch, bits, dim, safe, q.device)
         return config._replace(block_m=map_m, block_n=map_n)
-    # The lists of a map are of its tiles of keys. A measured tile with smaller blocks may not fit
-    # in shared memory with these.
+    # The lists of a map are of its tiles of keys. Measured tiles are not used: with the larger
+    # blocks of a map they may not fit in shared memory.
     config = tiles.tile_of_table(kernel, arch, bits, dim, safe)
     block_n = min(map_n, config.block_n) if kernel == "dkdv" else map_n
     return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
@@ -69,19 +69,20 @@ def map_size_of(q: Tensor, v: Tensor) -> tiles.MapTile:
 
 
 def factor_after_maximum(
-    q: Tensor, layout: Layout, vectors: Vectors, terms: Terms, arch: int
+    config: tiles.Config, q: Tensor, layout: Layout, vectors: Vectors, terms: Terms, arch: int
 ) -> str | None:
     """How a softmax applies the factor of q kᵀ after the maximum; None: before. See `factor_out`.
 
-    Possible only if scores are multiples of the products. A wide q in fp32 is read in parts from
-    memory, where its sign cannot be changed, and a changed q costs many registers.
+    Possible only if scores are multiples of the products. With ``part`` in the tile, q is read in
+    parts from memory, where its sign cannot be changed. A changed wide q costs many registers.
     """
     if kernel_operands.adds_terms(layout, vectors, terms):
         return None
     if vectors.gain is None and launch.outer_scale(layout) >= 0:
         return "keep"
     widest = 64 if arch // 10 == 10 else 128
-    return "flip" if q.element_size() == 2 and q.shape[3] <= widest else None
+    flips = config.part is None and q.element_size() == 2 and q.shape[3] <= widest
+    return "flip" if flips else None
 
 
 def describe_forward(
@@ -97,7 +98,7 @@ def describe_forward(
     config = config_of("forward", arch, q, v, layout, rule, vectors, terms, size, dropout)
     after = None
     if rule.online and solved.cut is None:
-        after = factor_after_maximum(q, layout, vectors, terms, arch)
+        after = factor_after_maximum(config, q, layout, vectors, terms, arch)
     ranges, before = (None, []) if size else ranges_of(layout, config.block_m, arch)
     rule_constants = launch.constants_of(rule, v, LATE=after)
     args = {
@@ -105,7 +106,7 @@ def describe_forward(
             q, k, layout, rule_constants, vectors, terms, ranges, solved, dropout=dropout
         ),
         **strides(unit_of(q), q=q, k=k, v=v, o=out), "v": v, "o": out,
-        **descriptors(config, arch, config.block_n, k=k, v=v),
+        **descriptors(config, arch, k=k, v=v),
         "maps": Maps(solved.blocks, solved.counts), "saved": Saved(stat, weight_sum, lse),
         "partials": Partials(), "eps": rule.eps or None, "splits": None,
         "tile": tile_constants(config, q, v, layout, MAP_M=size and size.queries),
@@ -128,11 +129,11 @@ def describe_stats(
     results = new_vector(q) if only_peak else Statistics(new_vector(q), new_vector(q))
     outputs = {"peak": results} if isinstance(results, Tensor) else results._asdict()
     ranges, before = ranges_of(layout, config.block_m, arch)
-    after = factor_after_maximum(q, layout, Vectors(), Terms(), arch)
+    after = factor_after_maximum(config, q, layout, Vectors(), Terms(), arch)
     rule = constants(RuleConstants, UNIT=1.0 / LN2.value, LATE=after)
     args = {
         **launch.arguments_of(q, k, layout, rule, Vectors(), Terms(), ranges),
-        **strides(unit_of(q), q=q, k=k), **descriptors(config, arch, config.block_n, k=k),
+        **strides(unit_of(q), q=q, k=k), **descriptors(config, arch, k=k),
         "lse": None, "entropy": None, "peak": None, **outputs,
         "tile": tile_constants(config, q, None, layout),
     }  # fmt: skip
@@ -160,15 +161,16 @@ def describe_threshold(
     size = map_size_of(q, v)
     config = config_of("threshold", arch, q, v, layout, rule, vectors, terms, size)
     ranges, before = ranges_of(layout, config.block_m, arch)
+    flips = vectors.gain is not None or launch.outer_scale(layout) < 0.0
     rule_constants = constants(
         RuleConstants, ACT=launch.function("Activation.triton", phi.triton), UNIT=1.0,
         ALPHA=launch.alpha_of(rule), DISTANCE=launch.distance_of(rule),
+        LATE="flip" if flips else "keep",
     )  # fmt: skip
     args = {
         **launch.arguments_of(q, k, layout, rule_constants, vectors, terms, ranges),
         **strides(unit_of(q), q=q, k=k), "solved": solved,
         "tile": tile_constants(config, q, None, layout),
-        "FLIPS": vectors.gain is not None or launch.outer_scale(layout) < 0.0,
     }  # fmt: skip
     assert solved.live is not None
     programs = programs_of(q, config.block_m)

@@ -78,7 +78,7 @@ def describe_backward(
         **launch.arguments_of(
             q, k, layout, rule_of_dq, vectors, terms, ranges, solved, dropout=dropout
         ),
-        **descriptors(of_dq, arch, of_dq.block_n, k=k, v=v),
+        **descriptors(of_dq, arch, k=k, v=v),
         **strides(unit, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]),
         "v": v, "do": do, "o": out, "dq": grads["q"], "maps": Maps(solved.blocks, solved.counts),
         "normalizers": normalizers, "gradients": gradients,
@@ -106,7 +106,7 @@ def describe_backward(
         **launch.arguments_of(
             q, k, layout, rule_of_dkdv, vectors, terms, ranges, solved, dropout=dropout
         ),
-        **descriptors(of_dkdv, arch, of_dkdv.block_m, q=q, do=do),
+        **descriptors(of_dkdv, arch, q=q, do=do),
         **strides(unit, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
         "v": v, "do": do, "dk": grads["k"], "dv": grads["v"], "normalizers": normalizers,
         "gradients": Gradients(key_bias=grads.get("key_bias")),
@@ -137,8 +137,7 @@ def _describe_dbias(
     q, k, v, do = (dkdv[name] for name in ("q", "k", "v", "do"))
     b, h, queries, keys = dbias.shape
     args = {name: dkdv[name] for name in flash_dbias.arg_names if name in dkdv} | {
-        **descriptors(config, arch, config.block_m, q=q, do=do),
-        **descriptors(config, arch, config.block_n, k=k, v=v),
+        **descriptors(config, arch, q=q, k=k, v=v, do=do),
         **dict(zip(("dbias_b", "dbias_h", "dbias_m"), dbias.stride())),
         "dbias": dbias, "visible": dkdv["visible"]._replace(ranges=None), "tile": tile,
         "batches": q.shape[0] if b == 1 else 1, "sharing": q.shape[1] if h == 1 else 1,

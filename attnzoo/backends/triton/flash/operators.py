@@ -57,9 +57,7 @@ def _(*, q: Tensor) -> Tensor:
     return q.new_empty(q.shape[1:2], dtype=torch.float32)
 
 
-@flash_max_logits.flops
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
-    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+flash_max_logits.flops(flops.one_pass)
 
 
 @flash_statistics.fake
@@ -67,55 +65,35 @@ def _(*, q: Tensor) -> Statistics:
     return Statistics(new_vector(q), new_vector(q))
 
 
-@flash_statistics.flops
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
-    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+flash_statistics.flops(flops.one_pass)
 
 
 @operator
-def flash_threshold(
+def flash_solve(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, terms: Terms, layout: Layout, rule: Rule
 ) -> Solved:
-    """Solve for τ and make the block map, whose tile size depends on v's head dimension."""
+    """Solve for the threshold τ and make the block map, or find what the selected scores reach.
+
+    The sizes of tiles and of the map depend on v's head dimension.
+    """
     launch, prepared, flash_launch, _ = _modules()
+    solvers = {
+        "threshold": flash_launch.describe_threshold, "select": flash_launch.describe_selection
+    }  # fmt: skip
     call = aligned_layout(layout), rule, vectors, terms
     operands = *aligned(q, k), v, *call, launch.architecture(q.device)
-    return prepared.launch(flash_launch.describe_threshold, *operands)
+    return prepared.launch(solvers[rule.normalize], *operands)
 
 
-@flash_threshold.fake
-def _(*, q: Tensor, k: Tensor, v: Tensor) -> Solved:
+@flash_solve.fake
+def _(*, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Solved:
     _, _, flash_launch, _ = _modules()
+    if rule.normalize == "select":
+        return flash_launch.new_selection(q)
     return flash_launch.new_solved(q, k, v)
 
 
-@flash_threshold.flops
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
-    # The number of steps of the solver is not known; the keys are read at least once.
-    return 2 * flops.pairs(q, k, layout) * q.shape[3]
-
-
-@operator
-def flash_selection(
-    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, terms: Terms, layout: Layout, rule: Rule
-) -> Solved:
-    """Find what the selected scores reach. The tile depends on v's head dimension."""
-    launch, prepared, flash_launch, _ = _modules()
-    call = aligned_layout(layout), rule, vectors, terms
-    operands = *aligned(q, k), v, *call, launch.architecture(q.device)
-    return prepared.launch(flash_launch.describe_selection, *operands)
-
-
-@flash_selection.fake
-def _(*, q: Tensor) -> Solved:
-    _, _, flash_launch, _ = _modules()
-    return flash_launch.new_selection(q)
-
-
-@flash_selection.flops
-def _(*, q: Tensor, k: Tensor, layout: Layout) -> int:
-    # The number of passes depends on the scores; the keys are read at least once.
-    return 2 * flops.pairs(q, k, layout) * q.shape[3]
+flash_solve.flops(flops.one_pass)
 
 
 class FlashResult(NamedTuple):
@@ -174,7 +152,7 @@ def flash_backward(
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
     mask = layout.mask if "mask" in wanted else None
-    # What all queries share is a key bias to the kernels.
+    # The kernels treat a mask with one row for all queries as a key bias.
     of_keys = mask is not None and mask.shape[2] == 1
     computed = [n for n in wanted if n != "mask" or not of_keys]
     if of_keys and "key_bias" not in wanted:

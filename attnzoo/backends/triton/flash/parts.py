@@ -37,5 +37,5 @@ def splits_of_keys(q: Tensor, k: Tensor, layout: Layout, block_m: int, processor
     if layout.left is not None and layout.right is not None:
         seen = min(seen, layout.left + block_m + layout.right)
     wanted = PER_PROCESSOR * processors // max(1, programs_of(q, block_m))
-    # Two halves, one after the other, would take as long as one program for all keys.
+    # With room for two programs or fewer per block, splitting is not worth its cost.
     return min(wanted, MOST_SPLITS.value, max(1, seen // LEAST_KEYS)) if wanted > 2 else 1

@@ -39,7 +39,6 @@ class Group(NamedTuple):
     visible: Any
     strides: Any
     normalizers: Any
-    dkey_bias: Any  # pointer to the first key, or None
 
 
 @triton.jit
@@ -88,16 +87,19 @@ def _head_now(group, member, begin, i, count):
 
 
 @triton.jit
-def score_step(product, dp, total, i, j, member, begin, group, rule, tile, EDGE: tl.constexpr):
+def score_step(
+    product, dp, total, i, j, member, begin, group, dkey_bias, rule, tile, EDGE: tl.constexpr
+):
     """Return the weights, the gradient of q·k, and ``total`` [BN], to which Σ_i dS_ij is added.
 
+    Without a gradient of a key bias, ``total`` stays as it is.
     The gradient of q·k is dS times the gain, [BN, BM], or [BM, BN] with TRANSPOSED, as the
     ``product`` q·k and ``dp`` dO·v.
     """
     product, p, ds, gain, decay = gradients_of_scores(
         product, dp, i, j, member, begin, group, rule, tile, EDGE
     )
-    if group.dkey_bias is not None:
+    if dkey_bias is not None:
         total += tl.sum(ds, 0 if tile.TRANSPOSED else 1)
     if rule.PLAIN_DELTA:
         ds *= gain

@@ -28,20 +28,18 @@ rounds or fuses each product in it explicitly.
 import triton
 import triton.language as tl
 
-from attnzoo.backends.triton.common.groups import MaskStrides, Matrix, Scoring, Side, Size
+from attnzoo.backends.triton.common.groups import INTEGERS, MaskStrides, Matrix, Scoring, Side, Size
 from attnzoo.backends.triton.common.scores import load_head, load_vectors
 from attnzoo.backends.triton.common.tile import SMALLEST, load_queries
 from attnzoo.backends.triton.flash.segments import blocks_of_keys
-from attnzoo.backends.triton.flash.threshold import RUNTIME as THRESHOLD
 from attnzoo.backends.triton.flash.threshold import block_scores
 
-RUNTIME = (*THRESHOLD, "keep", "mass")
 LOWEST = tl.constexpr(2**31 - 2139095041)  # ordinal of −∞
 HIGHEST = tl.constexpr(2**31 + 2139095040)  # ordinal of ∞
 ALL_KEYS = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=INTEGERS)
 def select_keys(
     q, k, solved, vectors, terms, visible,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
@@ -81,7 +79,8 @@ def select_keys(
         top = tl.where(top == float("-inf"), 0.0, top)
     while tl.max((beyond - lowest > 1).to(tl.int32), 0) > 0:
         width = beyond - lowest
-        # The first pass ends the search of queries with fewer than ``keep`` keys, or with none.
+        # The first pivot is the smallest finite number, so a query with fewer than ``keep`` keys,
+        # or with none, ends in the first pass.
         lower = tl.where(step == 0, lowest + 1, lowest + (width + 3) // 4)
         middle, upper = lowest + (width + 1) // 2, beyond - width // 4
         pivots = as_number(lower), as_number(middle), as_number(upper)

@@ -13,17 +13,13 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.fold import factor_out, factored
-from attnzoo.backends.triton.common.groups import MaskStrides, Matrix, Scoring, Side, Size
+from attnzoo.backends.triton.common.groups import INTEGERS, MaskStrides, Matrix, Scoring, Side, Size
 from attnzoo.backends.triton.common.scores import capped, load_head, load_vectors, out_of_unit
 from attnzoo.backends.triton.common.tile import larger, load_block, load_queries, row_peaks, times
 from attnzoo.backends.triton.flash.segments import blocks_of_keys
 
-RUNTIME = (
-    "q_b q_h q_n k_b k_h k_n mask_b mask_h mask_m mask_n heads group queries keys left right"
-).split()
 
-
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=INTEGERS)
 def row_stats(
     q, k, k_descriptor, lse, entropy, peak, vectors, terms, visible,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.groups import (
+    INTEGERS,
     MaskStrides,
     Matrix,
     QueryVectors,
@@ -38,17 +39,12 @@ RESIDUAL = tl.constexpr(1e-5)
 LAST_PLACES = tl.constexpr(5e-7)
 MAX_STEPS = tl.constexpr(100)
 
-RUNTIME = (
-    "q_b q_h q_n k_b k_h k_n mask_b mask_h mask_m mask_n heads group queries keys left right"
-).split()
 
-
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=INTEGERS)
 def threshold(
     q, k, solved, vectors, terms, visible,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     heads, group, queries, keys, left, right, rule, tile,
-    FLIPS: tl.constexpr,  # factors may be negative
 ):  # fmt: skip
     size = Size(queries, keys, left, right)
     block, q, q_tile = load_queries(q, q_b, q_h, q_n, heads, queries, tile)
@@ -78,7 +74,7 @@ def threshold(
     if rule.PLAIN:
         # late is not 0, because 0 times the −∞ of hidden keys is NaN. A NaN must stay.
         late = tl.maximum(tl.abs(factor), 1e-37, propagate_nan=tl.PropagateNan.ALL)
-        if FLIPS:
+        if rule.LATE == "flip":
             sign = tl.where(factor < 0.0, -1.0, 1.0)
             if tile.PART is None:  # otherwise the product reads q from memory
                 q_tile = (q_tile.to(tl.float32) * sign).to(q.dtype.element_ty)
@@ -97,7 +93,7 @@ def threshold(
     # maximum. The list is ascending: blocks that all queries see are its first ``full_length``
     # entries. For rows beyond the last query m is ∞, so that no block counts for them.
     m = tl.where(index < queries, float("-inf"), float("inf"))
-    reach = -1.0 / a  # x at or below it has weight 0
+    reach = -1.0 / a  # a score this far below the maximum has weight 0
     length = 0
     if tile.SPLIT:
         m, length = find_peaks(

@@ -2,8 +2,9 @@
 
 Features are computed in torch, so that autograd differentiates them. They are bf16 for bf16 inputs
 and fp32 for others, because products of fp16 features may exceed 65504. The features take F/D times
-the memory of q and k, or twice that for fp16 inputs. Causal attention stores a state (F, Dv + 1) in
-fp32 for each chunk; `linear` does so only if gradients are needed.
+the memory of q and k, or twice that for fp16 inputs. Causal attention stores a state (F, Dv + 1)
+for each chunk, in fp32, or for bf16 inputs as two bf16 parts, which take as much; `linear` stores
+states only if gradients are needed.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from attnzoo.backends.triton.common import prepared
 from attnzoo.backends.triton.common.groups import constants
-from attnzoo.backends.triton.common.launch import Launch, architecture, interpreted, padded
+from attnzoo.backends.triton.common.launch import Launch, architecture, padded
+from attnzoo.backends.triton.common.tile import INTERPRETED
 from attnzoo.backends.triton.common.tiles import Config, linear_tile
 from attnzoo.backends.triton.linear import kernels
 from attnzoo.backends.triton.linear.state import layout
@@ -36,7 +37,7 @@ def run(describe: Callable[..., Any], x: Tensor, *operands: Any) -> Any:
 def chunk_length(y: Tensor) -> int:
     """Tokens per chunk, independent of the GPU, because fake functions run without one."""
     # Chunks are equally long on all GPUs.
-    return linear_tile(0 if interpreted() else 80, 8 * y.element_size()).block_m
+    return linear_tile(0 if INTERPRETED.value else 80, 8 * y.element_size()).block_m
 
 
 def _config(x: Tensor, arch: int) -> Config:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.activations import softplus
-from attnzoo.backends.triton.common.groups import MaskStrides, Matrix, Scoring, Side, Size
+from attnzoo.backends.triton.common.groups import INTEGERS, MaskStrides, Matrix, Scoring, Side, Size
 from attnzoo.backends.triton.common.scores import (
     cap_slope,
     capped,
@@ -38,6 +38,7 @@ from attnzoo.backends.triton.common.tile import (
     store_tile,
     times,
 )
+from attnzoo.backends.triton.flash.backward_kv import GroupMatrices
 from attnzoo.backends.triton.flash.backward_q import store_table_entries
 from attnzoo.backends.triton.flash.query_lists import full_blocks
 from attnzoo.backends.triton.flash.segments import blocks_of_keys, narrowed
@@ -45,15 +46,6 @@ from attnzoo.backends.triton.flash.segments import blocks_of_keys, narrowed
 LOG2E = tl.constexpr(1.4426950408889634)
 # Larger scores, times log2 e, are replaced: β is 1, and 2^-150 of the stick is 0 in fp32.
 MOST = tl.constexpr(150.0)
-
-FORWARD = (
-    "q_b q_h q_n k_b k_h k_n v_b v_h v_n o_b o_h o_n mask_b mask_h mask_m mask_n "
-    "heads group queries keys left right"
-).split()
-BACKWARD = (
-    *(n for n in FORWARD if not n.startswith("o_")),
-    *"do_b do_h do_n dq_b dq_h dq_n dk_b dk_h dk_n dv_b dv_h dv_n".split(),
-)
 
 
 class Carried(NamedTuple):
@@ -74,7 +66,7 @@ class BiasSums(NamedTuple):
     after: Any  # likewise behind it
 
 
-@triton.jit(do_not_specialize=FORWARD)
+@triton.jit(do_not_specialize=INTEGERS)
 def shares_forward(
     q, k, v, o, k_descriptor, v_descriptor,  # descriptors for TMA, or both None
     vectors, terms, visible,
@@ -167,7 +159,7 @@ def _score_gradients(dp, w, share, earlier):
     return ds, earlier + tl.sum(g, 1)
 
 
-@triton.jit(do_not_specialize=[n for n in BACKWARD if n[:2] not in ("dk", "dv")])
+@triton.jit(do_not_specialize=INTEGERS)
 def shares_dq(
     q, k, v, do, dq, k_descriptor, v_descriptor,  # descriptors for TMA, or both None
     vectors, terms, visible, gradients,
@@ -290,14 +282,8 @@ class Members(NamedTuple):
     batch: Any
     head: Any  # the first query head of the group
     heads: Any  # number of all query heads
-    q: Any  # pointer to the first head of the group
-    q_h: Any  # strides between heads and rows, in elements
-    q_n: Any
-    q_descriptor: Any
+    q: Any  # `GroupMatrices`
     do: Any
-    do_h: Any
-    do_n: Any
-    do_descriptor: Any
     vectors: Any
     terms: Any
     visible: Any
@@ -306,7 +292,7 @@ class Members(NamedTuple):
     carried: Any
 
 
-@triton.jit(do_not_specialize=[n for n in BACKWARD if n[:2] != "dq"])
+@triton.jit(do_not_specialize=INTEGERS)
 def shares_dkdv(
     q, k, v, do, dk, dv, q_descriptor, do_descriptor,  # descriptors for TMA, or both None
     vectors, terms, visible, carried,
@@ -336,11 +322,11 @@ def shares_dkdv(
     v_side = Side(load_block(v_matrix, start, local, d_v, tile.DV, True), v_matrix, start, local)
     strides = MaskStrides(mask_b, mask_h, mask_m, mask_n, tile.MASK_ALIGN)
     ALIGN: tl.constexpr = tile.ALIGN
+    q_heads = GroupMatrices(q, q_h.to(tl.int64) * ALIGN, q_n * ALIGN, q_descriptor, d)
+    do_heads = GroupMatrices(do, do_h.to(tl.int64) * ALIGN, do_n * ALIGN, do_descriptor, d_v)
     members = Members(
-        b, h, heads, q, q_h.to(tl.int64) * ALIGN, q_n * ALIGN, q_descriptor, do,
-        do_h.to(tl.int64) * ALIGN, do_n * ALIGN, do_descriptor, vectors, terms, visible, strides,
-        size, carried,
-    )  # fmt: skip
+        b, h, heads, q_heads, do_heads, vectors, terms, visible, strides, size, carried
+    )
 
     low, high = query_blocks(start, queries, keys, left, right, tile.BLOCK_M, tile.BLOCK_N)
     low, high = narrowed(low, high, visible.ranges, b * columns + column, tile.BLOCK_M)
@@ -376,8 +362,7 @@ def _sum_over_queries(
     """
     queries, keys, heads = members.size.queries, members.size.keys, members.heads
     terms, visible, strides = members.terms, members.visible, members.strides
-    local, b = tl.arange(0, tile.BLOCK_M), members.batch
-    d, dv = tl.arange(0, tile.BLOCK_D), tl.arange(0, tile.BLOCK_DV)
+    local, b, q, do = tl.arange(0, tile.BLOCK_M), members.batch, members.q, members.do
     j = (k_side.first + k_side.local)[None, :]  # [1, BN]
     # One loop, because two nested loops would keep twice as much in registers.
     for step in range(count * group):
@@ -386,14 +371,12 @@ def _sum_over_queries(
         h, first = members.head + member, tl.full([], tile.BLOCK_M, tl.int32) * n
         index = first + local
         i = index[:, None]  # [BM, 1]
-        q_matrix = Matrix(
-            members.q + member * members.q_h, members.q_n, queries, members.q_descriptor, b, h
-        )
+        q_matrix = Matrix(q.base + member * q.head_stride, q.stride, queries, q.descriptor, b, h)
         do_matrix = Matrix(
-            members.do + member * members.do_h, members.do_n, queries, members.do_descriptor, b, h
+            do.base + member * do.head_stride, do.stride, queries, do.descriptor, b, h
         )
-        q_tile = load_block(q_matrix, first, local, d, tile.D, EDGE)  # [BM, D]
-        do_tile = load_block(do_matrix, first, local, dv, tile.DV, EDGE)  # [BM, DV]
+        q_tile = load_block(q_matrix, first, local, q.columns, tile.D, EDGE)  # [BM, D]
+        do_tile = load_block(do_matrix, first, local, do.columns, tile.DV, EDGE)  # [BM, DV]
         product = times(Side(q_tile, q_matrix, first, local), k_side, tile.D, tile)  # [BM, BN]
         product = capped(product, terms.inner, tile.PRECISION)
         row = (b * heads + h) * queries

@@ -46,7 +46,7 @@ def describe_forward(
     out, config = like(q, v.shape[3]), _config("forward", arch, q, v)
     ranges, before = ranges_of(layout, config.block_m, arch)
     args = _arguments(config, q, k, v, layout, ranges, o=out)
-    args |= descriptors(config, arch, config.block_n, k=k, v=v)
+    args |= descriptors(config, arch, k=k, v=v)
     forward = Launch(kernels.shares_forward, programs_of(q, config.block_m), args, config)
     return [*before, forward], out
 
@@ -76,11 +76,11 @@ def describe_backward(
     ranges, before_dq = ranges_of(layout, of_dq.block_m, arch)
     args = _arguments(of_dq, q, k, v, layout, ranges, do=do, dq=grads["q"])
     args |= {"carried": carried, "gradients": gradients}
-    args |= descriptors(of_dq, arch, of_dq.block_n, k=k, v=v)
+    args |= descriptors(of_dq, arch, k=k, v=v)
     zeroed = carried if gradients.table is None else (*carried, gradients.table)
     dq = Launch(kernels.shares_dq, programs_of(q, of_dq.block_m), args, of_dq, tuple(zeroed))
     ranges, before_dkdv = ranges_of(layout, of_dkdv.block_n, arch, of_keys=True)
     args = _arguments(of_dkdv, q, k, v, layout, ranges, do=do, dk=grads["k"], dv=grads["v"])
-    args |= {"carried": carried, **descriptors(of_dkdv, arch, of_dkdv.block_m, q=q, do=do)}
+    args |= {"carried": carried, **descriptors(of_dkdv, arch, q=q, do=do)}
     dkdv = Launch(kernels.shares_dkdv, programs_of(k, of_dkdv.block_n), args, of_dkdv)
     return [*before_dq, dq, *before_dkdv, dkdv], grads

@@ -57,5 +57,4 @@ def shares_backward(
 @shares_backward.flops
 def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout, wanted: list[str]) -> int:
     # One more q kᵀ, for the sums over later keys
-    again = 2 * flops.pairs(q, k, layout) * q.shape[3]
-    return flops.gradients(q, k, v, layout, wanted) + again
+    return flops.gradients(q, k, v, layout, wanted) + flops.one_pass(q, k, layout)
