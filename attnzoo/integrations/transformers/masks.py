@@ -180,6 +180,8 @@ def _is_expressible(
 
 def _reads_masks(config: Any) -> bool:
     """Whether modules of the model select keys from their mask, which must be a tensor then."""
+    if getattr(config, "keep_window_size", None) is not None:  # Doge
+        return True
     return "indexed_attention" in (getattr(config, "layer_types", None) or ())
 
 
