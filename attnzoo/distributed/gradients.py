@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attnzoo.core.collectives import Ranks, all_reduce_sum
+from attnzoo.core.collectives import Ranks, all_reduce
 
 # The reducer of each parameter, and its hooks. A second reducer takes the place of the first. Only
 # the module keeps its reducer alive, by its forward hooks.
@@ -94,7 +94,7 @@ class Reducer:
                 continue
             local_sum, first = fresh.get(id(parameter), (None, parameter.grad is None))
             contribution = _local(torch.zeros_like(parameter) if local_sum is None else local_sum)
-            total = all_reduce_sum(contribution.clone(), self.ranks)
+            total = all_reduce(contribution.clone(), "sum", self.ranks)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
                 _local(parameter.grad).copy_(total)
