@@ -173,8 +173,9 @@ def document_starts(
     """The index of the first token of each token's document, and whether any row is packed.
 
     A row is packed if every step of its positions is either 1 or a return to a start, and at least
-    one is a return. A start is the first position, or 0, as the first document of a row may be the end of one. The
-    positions of hidden tokens do not matter, and those of later tokens may count them or not.
+    one is a return. A start is the first position, or 0, as the first document of a row may be the
+    end of one. The positions of hidden tokens do not matter, and those of later tokens may count
+    them or not.
 
     Args:
         positions: (B, N).

@@ -145,9 +145,9 @@ class TrainerMixin(_Base):
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def _with_shift_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        inputs = self._prepare_inputs(inputs)
+        model: Any = self.model_wrapped
         with self.compute_loss_context_manager():
-            return self._head_of_model().with_shift_labels(self.model_wrapped, inputs)
+            return self._head_of_model().with_shift_labels(model, self._prepare_inputs(inputs))
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any,
