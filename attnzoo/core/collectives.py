@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -96,14 +96,9 @@ def all_to_all(
     return [x.view(*shape) for x, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
-def all_reduce_max(x: Tensor, ranks: Ranks) -> Tensor:
-    """The largest entry over all ranks, without gradients."""
-    return x if ranks.count == 1 else reduced(x, "max", ranks.group)
-
-
-def all_reduce_sum(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over all ranks, without gradients."""
-    return x if ranks.count == 1 else reduced(x, "sum", ranks.group)
+def all_reduce(x: Tensor, how: Literal["sum", "max"], ranks: Ranks) -> Tensor:
+    """The sum, or the largest entry, over all ranks; without gradients."""
+    return x if ranks.count == 1 else reduced(x, how, ranks.group)
 
 
 def reduced(x: Tensor, how: str, group: dist.ProcessGroup | str) -> Tensor:
@@ -116,8 +111,8 @@ def joined(x: Tensor, group: dist.ProcessGroup | str) -> Tensor:
     return _wait(_gather(x.contiguous(), 0, cast(Any, group)))
 
 
-class _Exchange:
-    """Tensors on their way to the next rank and from the previous one.
+class Exchange:
+    """Sends tensors to the next rank; ``wait()`` returns those of the previous one.
 
     ``into``: where the arriving tensors are written; None allocates memory.
     """
@@ -149,13 +144,8 @@ def circulate(tensors: Sequence[Tensor], ranks: Ranks) -> Iterator[tuple[int, Se
     held: Sequence[Tensor] = tensors
     spare: list[Tensor] | None = None  # tensors that have been sent on, to be overwritten
     for step in range(ranks.count):
-        coming = _Exchange(held, ranks, spare) if step < ranks.count - 1 else None
+        coming = Exchange(held, ranks, spare) if step < ranks.count - 1 else None
         yield (ranks.rank - step) % ranks.count, held
         if coming is not None:
             spare = None if step == 0 else list(held)
             held = coming.wait()
-
-
-def pass_on(tensors: Sequence[Tensor], ranks: Ranks) -> _Exchange:
-    """Send tensors to the next rank; ``wait()`` returns those of the previous one."""
-    return _Exchange(tensors, ranks)

@@ -113,11 +113,12 @@ def _check_fill(fill: Any, dtype: torch.dtype) -> None:
     if not isinstance(value, bool) and not is_number(value):
         raise TypeError(f"fill must be a number or None, got {shown(fill)}")
     if dtype.is_floating_point or dtype.is_complex:
-        return
-    low, high = 0, 1
-    if dtype != torch.bool:
-        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    if not math.isfinite(value) or int(value) != value or not low <= value <= high:
+        fits = not torch.finfo(dtype).max < abs(value) < math.inf
+    else:
+        info = None if dtype == torch.bool else torch.iinfo(dtype)
+        low, high = (0, 1) if info is None else (info.min, info.max)
+        fits = low <= value <= high and int(value) == value
+    if not fits:
         raise ValueError(f"fill must be a value of x's dtype {dtype}, got {shown(fill)}")
 
 

@@ -17,7 +17,7 @@ from attnzoo.core.rank_agreement import agreed, described, ranks_of
 from attnzoo.distributed.gather_methods import Result, all_gather_attention, ulysses_attention
 from attnzoo.distributed.inputs import Inputs
 from attnzoo.distributed.layout import Layout, shards_of
-from attnzoo.distributed.ring_method import chunks_of, circulating_forms, ring_method
+from attnzoo.distributed.ring_method import chunks_of, circulating_form, ring_method
 from attnzoo.functional.prepare import ValidatedCall, cast_by_autocast, check_supported, prepare
 from attnzoo.functional.use_backend import named_backend
 
@@ -46,16 +46,18 @@ def context_parallel_attention(
     ============  ===========================================  ===================================
     method        what is sent                                 runs
     ============  ===========================================  ===================================
-    "ulysses"     tokens for heads, before and after           every variant, on any backend
+    "ulysses"     tokens are exchanged for heads before the    every variant, on any backend
+                  attention, and back after it
     "all_gather"  all keys and values                          every variant; on any backend if
                                                                causal, else `tiled` or `eager`
-    "ring"        keys and values, from rank to rank; of       variants with a form, except top-k;
-                  linear forms only the states                 in PyTorch (`tiled`, `linear`)
+    "ring"        keys and values, from rank to rank; of       variants with a pairwise or linear
+                  linear forms only the states                 form, except top-k and top-p; in
+                                                               PyTorch (`tiled`, `linear`)
     ============  ===========================================  ===================================
 
-    With "ring" no rank holds all keys. "auto" is "ring" for a linear form that runs from states
-    (`linear` supports the call), else "ulysses" if the number of query heads is a multiple of that
-    of the ranks, else "all_gather".
+    With "ring" no rank holds all keys. Without a backend, "auto" is "ring" for a linear form that
+    runs from states (`linear` supports the call). Else it is "ulysses" if the number of query heads
+    is a multiple of that of the ranks, else "all_gather".
 
     Args:
         q: The rank's queries (B, H, N/R, D) of a sequence of N tokens on R ranks.
@@ -120,9 +122,7 @@ def check_method(method: Any) -> None:
 
 def _attend(inputs: Inputs, local: ValidatedCall, method: str, backend: str | None) -> Result:
     if method == "auto":
-        method = _choice(inputs, local)
-        if backend is not None and method == "ring":
-            method = "all_gather"
+        method = _choice(inputs, local, backend)
     full_inputs = inputs.with_all_key_data()
     if method == "ulysses":
         return ulysses_attention(inputs, full_inputs, backend)
@@ -134,13 +134,14 @@ def _attend(inputs: Inputs, local: ValidatedCall, method: str, backend: str | No
         forms = [ready.forms for ready in readies]  # a variant may raise when it makes them
     if method == "all_gather":
         return all_gather_attention(inputs, full_inputs, backend)
-    return ring_method(inputs, readies, circulating_forms(inputs, readies, forms))
+    pairs = zip(readies, forms, strict=True)
+    return ring_method(inputs, readies, [circulating_form(inputs, *pair) for pair in pairs])
 
 
-def _choice(inputs: Inputs, local: ValidatedCall) -> str:
+def _choice(inputs: Inputs, local: ValidatedCall, backend: str | None) -> str:
     """The method that "auto" stands for. It is the same on all ranks."""
     linears = [form for form in local.forms if isinstance(form, Linear)]
-    if linears and inputs.sums_states(linears[0], local.call):
+    if backend is None and linears and inputs.sums_states(linears[0], local.call):
         return "ring"
     return "ulysses" if local.call.heads % inputs.ranks.count == 0 else "all_gather"
 

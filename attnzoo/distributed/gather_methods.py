@@ -33,7 +33,7 @@ def all_gather_attention(inputs: Inputs, full_inputs: Inputs, backend: str | Non
     shards, ranks = inputs.shards, inputs.ranks
     k, v = (shards.to_sequence(all_gather(x, 2, ranks), 2) for x in (inputs.k, inputs.v))
     readies, error = [], None
-    for part, at in zip(shards.parts(), shards.positions(ranks.rank), strict=True):
+    for part, at in zip(shards.in_shard(), shards.in_sequence(ranks.rank), strict=True):
         # Later keys are left out, so that the last query stands at the last key, as most backends
         # require.
         keys = at.stop if inputs.is_causal else shards.total
@@ -46,11 +46,7 @@ def all_gather_attention(inputs: Inputs, full_inputs: Inputs, backend: str | Non
                 error = raised
     if backend is not None:
         agree("context_parallel_attention", "", error, ranks)
-    return joined([run_on_backend(ready, backend) for ready in readies])
-
-
-def joined(results: list[Result]) -> Result:
-    """The results of the chunks of a shard as one result."""
+    results = [run_on_backend(ready, backend) for ready in readies]
     out = torch.cat([out for out, _ in results], dim=2)
     lses = [lse for _, lse in results if lse is not None]
     return out, torch.cat(lses, dim=2) if lses else None

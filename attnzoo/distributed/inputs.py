@@ -53,7 +53,8 @@ class Inputs:
         """Whether the form can run from states. A state serves all queries, so a dense mask cannot,
         and segments cannot either.
 
-        A chunk of one query has a dense mask in the shape of a key mask.
+        With one query per chunk, a dense mask has the shape of a key mask, so the mask of the whole
+        call decides.
         """
         dense = self.arguments.get("attn_mask") is not None and not self.has_key_mask()
         return not dense and call.segments is None and linear.unsupported(form, call) is None

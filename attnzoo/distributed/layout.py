@@ -57,11 +57,11 @@ class Shards:
         """The chunks of a rank, in the order of its shard."""
         return [rank] if self.layout == "contiguous" else [rank, 2 * self.ranks - 1 - rank]
 
-    def positions(self, rank: int) -> list[slice]:
+    def in_sequence(self, rank: int) -> list[slice]:
         """The positions in the sequence of each chunk of a rank."""
         return [slice(c * self.chunk, (c + 1) * self.chunk) for c in self.owned(rank)]
 
-    def parts(self) -> list[slice]:
+    def in_shard(self) -> list[slice]:
         """The positions in a shard of each of its chunks."""
         return [slice(i * self.chunk, (i + 1) * self.chunk) for i in range(self.per_rank)]
 
@@ -81,7 +81,9 @@ class Shards:
 
     def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
         """The shard of a rank, from a tensor of the whole sequence."""
-        return torch.cat([x.narrow(dim, at.start, self.chunk) for at in self.positions(rank)], dim)
+        return torch.cat(
+            [x.narrow(dim, at.start, self.chunk) for at in self.in_sequence(rank)], dim
+        )
 
     def _reorder(self, x: Tensor, dim: int, chunks: list[int]) -> Tensor:
         index = torch.tensor(chunks, device=x.device)

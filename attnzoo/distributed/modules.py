@@ -102,6 +102,7 @@ def shard_sequence(
     Notes:
         Caches and ``need_weights`` raise. The loss of each rank must be its part of the mean over
         all ranks: the sum of its losses divided by `Batch.count`. Every rank must call backward.
+        ``reduce_gradients`` is for backward; `torch.autograd.grad` returns a rank's partial sums.
         Call `Attention.shard_heads` before this function, not after it. Layers that mix tokens
         without attention, such as convolutions, are not recognized and see only their own shard.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnzoo.backends.shared_operands import Terms, Vectors
 from attnzoo.backends.tiled import partials
 from attnzoo.backends.tiled.walk import PairwiseCall
-from attnzoo.core.collectives import Ranks, circulate, pass_on
+from attnzoo.core.collectives import Exchange, Ranks, circulate
 from attnzoo.core.visibility import cut
 from attnzoo.distributed.layout import Shards
 
@@ -89,7 +89,7 @@ class Meeting(NamedTuple):
 def meetings(ring: Ring, chunks: Sequence[QueryChunk], source: int) -> Iterator[Meeting]:
     """The chunks of queries that see keys of a rank, and these keys."""
     shards = ring.shards
-    for keys, at, index in zip(shards.parts(), shards.positions(source), shards.owned(source)):
+    for keys, at, index in zip(shards.in_shard(), shards.in_sequence(source), shards.owned(source)):
         for number, chunk in enumerate(chunks):
             met = chunk.among(at, index)
             if met.sees_keys:
@@ -155,7 +155,7 @@ def go_round_back(
         if coming is not None:
             travelling = coming.wait()
         travelling = [x + new for x, new in zip(travelling, local, strict=True)]
-        coming = pass_on(travelling, ring.ranks) if ring.ranks.count > 1 else None
+        coming = Exchange(travelling, ring.ranks) if ring.ranks.count > 1 else None
     home = travelling if coming is None else coming.wait()
     results = [x.to(like.dtype) for x, like in zip(home, tensors, strict=True)]
     return dq.to(q.dtype), results, others

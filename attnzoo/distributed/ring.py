@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from attnzoo.backends.tiled import partials, walk
 from attnzoo.backends.tiled.threshold import MAX_STEPS, largest_excess, newton_step, solved
 from attnzoo.backends.tiled.walk import Partial, TiledSaved
-from attnzoo.core.collectives import all_reduce_max, circulate
+from attnzoo.core.collectives import all_reduce, circulate
 from attnzoo.distributed.query_chunks import (
     NAMES,
     Meeting,
@@ -187,6 +187,6 @@ def _solve(
             taus[i] = taus[i] + step
             done = done and (excess.numel() == 0 or solved(largest_excess(excess), step, taus[i]))
         going_on = torch.tensor(0 if done else 1, device=q.device)
-        if not bool(all_reduce_max(going_on, ring.ranks)):
+        if not bool(all_reduce(going_on, "max", ring.ranks)):
             break
     return taus

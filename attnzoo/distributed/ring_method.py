@@ -33,12 +33,9 @@ def ring_method(inputs: Inputs, readies: list[ValidatedCall], forms: list[Form])
     call = readies[0].call
     with in_full_precision(call.device):
         if isinstance(forms[0], Linear) and inputs.sums_states(forms[0], call):
-            out, lse = (
-                _by_states(inputs, readies, [f for f in forms if isinstance(f, Linear)]),
-                None,
-            )
-        else:
-            out, lse = _by_ring(inputs, readies, forms)
+            linears = [form for form in forms if isinstance(form, Linear)]
+            return _by_states(inputs, readies, linears).to(call.input_dtype), None
+        out, lse = _by_ring(inputs, readies, forms)
     return out.to(call.input_dtype), lse
 
 
@@ -48,32 +45,36 @@ def chunks_of(inputs: Inputs, full_inputs: Inputs) -> list[ValidatedCall]:
     k, v = (placeholder(x, shards.total) for x in (inputs.k, inputs.v))
     grads = torch.is_grad_enabled() and (inputs.k.requires_grad or inputs.v.requires_grad)
     readies = []
-    for part, at in zip(shards.parts(), shards.positions(inputs.ranks.rank), strict=True):
+    for part, at in zip(shards.in_shard(), shards.in_sequence(inputs.ranks.rank), strict=True):
         ready = full_inputs.of_chunk(part, at.start, shards.total, k, v)
         needs_grad = ready.call.needs_grad or grads
         readies.append(ready._replace(call=replace(ready.call, needs_grad=needs_grad)))
     return readies
 
 
-def circulating_form(inputs: Inputs, ready: ValidatedCall, forms: Sequence[Form]) -> Form | str:
-    """The form that the ring runs, or the reason why it runs none."""
+def circulating_form(inputs: Inputs, ready: ValidatedCall, forms: Sequence[Form]) -> Form:
+    """The form of a chunk that the ring runs. Raises ValueError if there is none."""
     name = ready.variant.name
     linears = [form for form in forms if isinstance(form, Linear)]
     pairwise = [form for form in forms if isinstance(form, Pairwise)]
     if linears and inputs.sums_states(linears[0], ready.call):
         return linears[0]
     if ready.call.return_lse and not any(form.softmax for form in pairwise):
-        return "return_lse must be False, except for a softmax"
-    for form in pairwise:
-        if form.normalize != "select":
-            return form
-        return f"{name} selects keys, which needs all scores of a row"
-    if linears:
-        if ready.call.softcap is not None:
-            return "softcap must be None for a linear form: there is no score to cap"
+        reason = "return_lse must be False, except for a softmax"
+    elif pairwise and pairwise[0].normalize != "select":
+        return pairwise[0]
+    elif pairwise:
+        reason = f"{name} selects keys, which needs all scores of a row"
+    elif linears and ready.call.softcap is None:
         return linears[0]
-    why = [form.why for form in forms if isinstance(form, NoForm) and form.kind == "pairwise"]
-    return why[0] if why else f"{name} has only a definition, which needs all scores of a row"
+    elif linears:
+        reason = "softcap must be None for a linear form: there is no score to cap"
+    else:
+        why = [form.why for form in forms if isinstance(form, NoForm) and form.kind == "pairwise"]
+        reason = why[0] if why else f"{name} has no pairwise or linear form"
+    raise ValueError(
+        f"method 'ring' does not support this call: {reason}; 'all_gather' and 'ulysses' do"
+    )
 
 
 def _by_ring(inputs: Inputs, readies: list[ValidatedCall], forms: list[Form]) -> Result:
@@ -82,7 +83,7 @@ def _by_ring(inputs: Inputs, readies: list[ValidatedCall], forms: list[Form]) ->
     if not pairwise:
         linears = [form for form in forms if isinstance(form, Linear)]
         q, k, v, calls, pairwise = _as_pairwise(inputs, calls, linears)
-    ring, parts = Ring(inputs.shards, inputs.ranks), inputs.shards.parts()
+    ring, parts = Ring(inputs.shards, inputs.ranks), inputs.shards.in_shard()
     chunks = [
         QueryChunk(part, PairwiseCall.of(call, form))
         for part, call, form in zip(parts, calls, pairwise, strict=True)
@@ -109,7 +110,7 @@ def _as_pairwise(
 ) -> tuple[Tensor, Tensor, Tensor, list[Call], list[Pairwise]]:
     """Features in place of queries and keys; φ is then the identity."""
     qs, ks, vs, made = [], [], [], []
-    for part, call, form in zip(inputs.shards.parts(), calls, forms, strict=True):
+    for part, call, form in zip(inputs.shards.in_shard(), calls, forms, strict=True):
         q, k, v = (x[:, :, part] for x in (inputs.q, inputs.k, inputs.v))
         if form.per_query_head:
             call, (k, v) = call.with_repeated_keys(k, v)
@@ -127,7 +128,7 @@ def _by_states(inputs: Inputs, readies: list[ValidatedCall], forms: list[Linear]
     shards, ranks = inputs.shards, inputs.ranks
     calls, states = [], []
     for part, at, ready, form in zip(
-        shards.parts(), shards.positions(ranks.rank), readies, forms, strict=True
+        shards.in_shard(), shards.in_sequence(ranks.rank), readies, forms, strict=True
     ):
         call = ready.call
         mask = None if call.mask is None else call.mask[..., at]
@@ -139,7 +140,7 @@ def _by_states(inputs: Inputs, readies: list[ValidatedCall], forms: list[Linear]
     everyone = shards.to_sequence(all_gather(torch.stack(states), 0, ranks), 0)
     out = []
     for part, chunk, call, form in zip(
-        shards.parts(), shards.owned(ranks.rank), calls, forms, strict=True
+        shards.in_shard(), shards.owned(ranks.rank), calls, forms, strict=True
     ):
         q, k, v = (x[:, :, part] for x in (inputs.q, inputs.k, inputs.v))
         if call.right != 0:
@@ -149,18 +150,3 @@ def _by_states(inputs: Inputs, readies: list[ValidatedCall], forms: list[Linear]
         assert scan is not None
         out.append(scan(q, k, v, call, form, everyone[:chunk].sum(0))[0])
     return torch.cat(out, dim=2)
-
-
-def circulating_forms(
-    inputs: Inputs, readies: list[ValidatedCall], forms: Sequence[Sequence[Form]]
-) -> list[Form]:
-    """The form of each chunk. Raises ValueError if the ring cannot run the variant."""
-    chosen = []
-    for ready, ready_forms in zip(readies, forms, strict=True):
-        form = circulating_form(inputs, ready, ready_forms)
-        if isinstance(form, str):
-            raise ValueError(
-                f"method 'ring' does not support this call: {form}; 'all_gather' and 'ulysses' do"
-            )
-        chosen.append(form)
-    return chosen

@@ -266,9 +266,9 @@ def replace_sdpa(variant: str, **params: Any) -> Redirection:
 
     Raises:
         ValueError: There is no such variant. Calls inside raise as `attention` does, and also if
-            they have more queries than keys with ``is_causal``, or unlike numbers of both without
-            it while the variant depends on positions. `torch.nn.MultiheadAttention` raises, because
-            it may compute softmax by itself; `attnzoo.nn.replace` replaces it.
+            they have more queries than keys with ``is_causal``, or different numbers of queries and
+            keys without it, if the variant depends on positions. `torch.nn.MultiheadAttention`
+            raises, because it may compute softmax by itself; `attnzoo.nn.replace` replaces it.
         TypeError: The variant has no such parameter. Calls inside with nested tensors or subclasses
             of Tensor raise too.
 

@@ -266,7 +266,8 @@ class TokenBatch(NamedTuple):
             return share
         if self.class_weight is not None:
             share = share * self.class_weight[self.classes_of_tokens]
-        return counted / share.sum()
+        total = share.sum()
+        return counted / total.where(total != 0, float("nan"))
 
     def shaped(self, loss: Tensor) -> Tensor:
         """A loss that is reduced already, or with reduction "none" the losses (N,), as returned."""

@@ -83,8 +83,8 @@ def linear_loss(
 
     Args:
         input: Hidden states (*, d) in fp16, bf16, fp32 or fp64.
-        linear_weight: One row per class (V, d), of the same dtype. Only in this loss, it may be a
-            DTensor that shares out the classes over ranks; see the notes.
+        linear_weight: One row per class (V, d), of the same dtype. Of all losses, only this one
+            takes a DTensor whose rows are spread over ranks; see the notes.
         target: Class indices (*), int64.
         variant: A name from `list_variants`.
         linear_bias: One number per class (V,), added to the logits; of the same dtype.

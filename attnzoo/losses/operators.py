@@ -123,7 +123,10 @@ def _evaluate(
 
 
 def _reduced(loss: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor:
-    """Σ factor · loss. The loss of an ignored token is 0, and its factor may be anything finite."""
+    """Σ factor · loss.
+
+    The loss of an ignored token is 0, so its factor does not matter, as long as it is finite.
+    """
     factor = tensors[TENSORS.index("factor")]
     assert factor is not None
     return torch.dot(loss, factor)

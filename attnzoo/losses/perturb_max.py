@@ -141,7 +141,7 @@ def _loss(
     of_probability: LossRule, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
     std: float, ignore_index: int, reduction: str,
 ) -> Tensor:  # fmt: skip
-    options = Options(deviation=check_number("std", std, above=True))
+    options = Options(std=check_number("std", std, above=True))
     batch = bind_batch(input, weight, bias, target, ignore_index, reduction)
     with in_full_precision(batch.input.device):
         return token_losses(batch, of_probability, options)[0]
@@ -152,7 +152,7 @@ def log_loss(z: Tensor, tokens: Tokens, wanted: list[str], options: Options) -> 
     """The rule of −log P."""
     step = max(1, LARGE_BLOCK // z.shape[1])
     blocks = [slice(start, start + step) for start in range(0, len(z), step)]
-    losses = [_integrate(z[b], tokens.rows(b), options.deviation, bool(wanted)) for b in blocks]
+    losses = [_integrate(z[b], tokens.rows(b), options.std, bool(wanted)) for b in blocks]
     return {"loss": torch.cat(losses)}
 
 
@@ -165,10 +165,10 @@ def error_rate(z: Tensor, tokens: Tokens, wanted: list[str], options: Options) -
     return {"loss": -(-loss).expm1()}
 
 
-def _integrate(z: Tensor, tokens: Tokens, deviation: float, with_gradient: bool) -> Tensor:
+def _integrate(z: Tensor, tokens: Tokens, std: float, with_gradient: bool) -> Tensor:
     """−log P. With its gradient, z becomes ∂(factor · loss)/∂z."""
     column = tokens.column
-    d = z.gather(1, column).sub(z).div_(deviation)
+    d = z.gather(1, column).sub(z).div_(std)
     # Φ(∞) = 1 leaves a class out.
     d.scatter_(1, column, float("inf"))
     if tokens.hidden is not None:
@@ -192,7 +192,7 @@ def _integrate(z: Tensor, tokens: Tokens, deviation: float, with_gradient: bool)
     # Rounding makes the loss of a certain target negative.
     loss = (LOG_ROOT - log_p).clamp(min=0).masked_fill(lost, float("inf"))
     if slope is not None:
-        factor = (tokens.factor / (deviation * shares)).masked_fill(lost, 0.0)
+        factor = (tokens.factor / (std * shares)).masked_fill(lost, 0.0)
         slope.mul_(factor[:, None])
         z.copy_(slope.scatter_(1, column, -slope.sum(-1, keepdim=True)))
     return loss

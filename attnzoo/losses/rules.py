@@ -148,7 +148,7 @@ class Options(NamedTuple):
     label_smoothing: float = 0.0
     lse_penalty: float = 0.0
     want_stats: bool = False
-    deviation: float = 1.0  # of the noise
+    std: float = 1.0  # of the noise
 
     @property
     def form_rule(self) -> Rule:

@@ -24,6 +24,7 @@ from attnzoo.losses.rules import ClassShard
 T = TypeVar("T")
 REPLICATED = (Replicate(),)
 BY_CLASSES = (Shard(0),)
+MASK_STEP = 2**20  # entries of a class mask that a checksum makes int64 at a time
 COMPARED = ("target", "class_mask", "weight")  # arguments whose values all ranks compare
 
 
@@ -156,9 +157,14 @@ def _checksum(x: Tensor) -> int:
     Ranks with different targets would not only be wrong, but wait for each other.
     """
     x = x.detach()
-    if x.dtype == torch.bool and x.dim() > 1:
-        x = x.sum(-1)  # a mask (tokens, classes) is large
-    numbers = x.flatten().double().nan_to_num() if x.is_floating_point() else x.flatten().long()
-    order = torch.arange(1, len(numbers) + 1, device=x.device, dtype=numbers.dtype)
-    mixed = (numbers * (order * 0x9E3779B1 % 0x7FFFFFFF)).sum()
-    return int(mixed.view(torch.int64))
+    if x.dtype == torch.bool and x.dim() > 1:  # a mask (tokens, classes), large as int64
+        rows = x.flatten(0, -2).split(max(MASK_STEP // x.shape[-1], 1))
+        x = torch.cat([_mixed(part) for part in rows])
+    return int(_mixed(x.flatten()).view(torch.int64))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The sum along the last dimension, of numbers that each place multiplies by another factor."""
+    numbers = x.double().nan_to_num() if x.is_floating_point() else x.long()
+    order = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=numbers.dtype)
+    return (numbers * (order * 0x9E3779B1 % 0x7FFFFFFF)).sum(-1)

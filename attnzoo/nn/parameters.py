@@ -200,17 +200,6 @@ class VariantParameters(nn.Module):
         container = self.__dict__.get("_modules", {}).get(BOUNDED)
         return {} if container is None else container._modules
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """Also loads values of an earlier version, which have the names of the parameters."""
-        for name, bounded in self._bounded().items():
-            value, key = state_dict.get(prefix + name), f"{prefix}{BOUNDED}.{name}.original"
-            if value is not None and key not in state_dict:
-                state_dict[key] = bounded.inverse(value).to(value.dtype)
-                del state_dict[prefix + name]
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
     def __getattr__(self, name: str) -> Any:
         bounded = self._bounded()
         return bounded[name]() if name in bounded else super().__getattr__(name)

@@ -5,6 +5,7 @@ Tests with several ranks are in test_context_models.py.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ def test_shard_pads_and_unshard_removes_the_padding(mesh: Any) -> None:
     assert torch.equal(unshard(local, mesh, length=3), x)
     assert torch.equal(unshard(local, mesh), local)
     assert torch.equal(shard(x, mesh, layout="contiguous"), x)
+    assert shard(x, mesh, fill=-math.inf)[0, -1] == -math.inf
 
 
 def test_a_batch_has_positions_labels_and_a_mask(mesh: Any) -> None:
@@ -57,6 +59,8 @@ def test_a_batch_has_positions_labels_and_a_mask(mesh: Any) -> None:
         (lambda m: unshard(torch.zeros(1, 3), m), "must be even with layout 'zigzag', got 3"),
         (lambda m: shard(torch.zeros(1, 3).int(), m, fill=0.5), "fill must be a value of x's"),
         (lambda m: shard(torch.zeros(1, 3).bool(), m, fill=2), "fill must be a value of x's"),
+        (lambda m: shard(torch.zeros(1, 3).int(), m, fill=math.nan), "fill must be a value of x's"),
+        (lambda m: shard(torch.zeros(1, 3).half(), m, fill=-1e5), "fill must be a value of x's"),
         (lambda m: shard_batch(torch.zeros(4), m), r"tokens must be \(B, N\), got \(4,\)"),
         (lambda m: shard_batch(torch.zeros(2, 0).long(), m), "tokens must hold at least one token"),
         (lambda m: shard_batch(LONG, m, labels=torch.zeros(1, 3).long()), "labels must have"),

@@ -17,6 +17,7 @@ PARTS = {
     made.odd_length: ("ValueError", "must be even with layout 'zigzag', got 7"),
     made.a_mistake_on_one_rank: ("alibi must have one slope per query head",),
     made.unsupported_variant: ("method 'ring' does not support", "topk selects keys"),
+    made.unsupported_form: ("method 'ring' does not", "stick_breaking has no pairwise or linear"),
     made.two_dimensional_mesh: ("mesh must have one dimension, got shape (1, 2)", "mesh['"),
     made.no_mesh: ("TypeError: mesh must be a DeviceMesh, got str",),
     made.scalar_mask_on_one_rank: ("attn_mask must be a key mask",),

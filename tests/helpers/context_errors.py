@@ -47,6 +47,10 @@ def unsupported_variant(rank: int) -> str:
     return _call(rank, variant="topk", top_k=3, method="ring")
 
 
+def unsupported_form(rank: int) -> str:
+    return _call(rank, variant="stick_breaking", is_causal=True, method="ring")
+
+
 def two_dimensional_mesh(rank: int) -> str:
     mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context"))
     return _call(rank, mesh=mesh)
@@ -105,9 +109,9 @@ def different_shards(rank: int) -> str:
 
 MISTAKES = (
     different_lengths, lengths_that_differ_later, different_variants, odd_length,
-    a_mistake_on_one_rank, unsupported_variant, two_dimensional_mesh, no_mesh, too_few_heads,
-    scalar_mask_on_one_rank, whole_key_mask, gradients_on_one_rank, backend_for_some_chunks,
-    length_above_a_limit, maxima_of_shards, different_shards,
+    a_mistake_on_one_rank, unsupported_variant, unsupported_form, two_dimensional_mesh, no_mesh,
+    too_few_heads, scalar_mask_on_one_rank, whole_key_mask, gradients_on_one_rank,
+    backend_for_some_chunks, length_above_a_limit, maxima_of_shards, different_shards,
 )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -130,7 +132,7 @@ def gradients(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def reduced_gradients(rank: int) -> list[str]:
-    """The names of parameters whose gradient is not the sum over the ranks, case by case.
+    """The names of parameters whose gradient is not the sum over the ranks, and other mistakes.
 
     The output layer has a cluster with targets on one rank only. The model is sharded twice, and a
     parameter is frozen at first.
@@ -155,10 +157,18 @@ def reduced_gradients(rank: int) -> list[str]:
     states = model.states(batch.tokens, attn_mask=batch.key_mask)
     (model.loss(states, batch.labels) * 0.5).backward()
     again = {n: p.grad for n, p in model.named_parameters()}
-    return wrong + [
+    wrong += [
         f"{n}, accumulated" for n, g in expected.items()
         if again[n] is None or not torch.allclose(again[n], 2 * g, rtol=1e-9)  # type: ignore
     ]  # fmt: skip
+    model.zero_grad()
+    states = model.states(batch.tokens, attn_mask=batch.key_mask)
+    torch.autograd.grad(model.loss(states, batch.labels), [model.embed.weight])
+    wrong += [f"{n}, set by grad" for n, p in model.named_parameters() if p.grad is not None]
+    reference = weakref.ref(model)
+    del model, states, actual, again, output
+    gc.collect()
+    return wrong + ["the model, which is still alive"] * (reference() is not None)
 
 
 def _all(model: nn.Module, by_name: dict[str, Tensor]) -> dict[str, Tensor]:

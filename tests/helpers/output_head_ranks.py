@@ -36,7 +36,8 @@ def losses_and_gradients(rank: int) -> dict[str, tuple[float, dict[str, Tensor]]
             for part in (*model.model.layers, model):
                 fully_shard(part, mesh=mesh)
         head, row = HeadLoss(model, "entmax", None), ids()[rank : rank + 1]
-        inputs, targets = head.with_targets({"input_ids": row, "labels": row})
+        inputs = head.with_shift_labels(called, {"input_ids": row, "labels": row})
+        targets = inputs["shift_labels"]
         with head.computing(targets, None, logits=False):
             loss = head.result(called(input_ids=inputs["input_ids"]))
         loss.backward()

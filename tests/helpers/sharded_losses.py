@@ -234,6 +234,13 @@ def another_mask_on_one_rank(rank: int) -> str:
     return _error(class_mask=mask[3], target=torch.zeros(6, dtype=torch.long))
 
 
+def other_classes_in_a_row(rank: int) -> str:
+    """Each row of the two masks has equally many classes."""
+    mask = torch.ones(6, 11, dtype=torch.bool)
+    mask[3, 7 + rank] = False
+    return _error(class_mask=mask, target=torch.zeros(6, dtype=torch.long))
+
+
 def a_plain_bias_on_one_rank(rank: int) -> str:
     sharded = distribute_tensor(rand(11), mesh_of_all(), [Shard(0)])
     return _error(linear_bias=rand(11) if rank else sharded)
@@ -315,6 +322,7 @@ MISTAKES: dict[Callable[[int], str], str] = {
     other_ignored_tokens: f"{EQUAL}checksum of target",
     other_class_weights_on_one_rank: f"{EQUAL}checksum of weight",
     another_mask_on_one_rank: f"{EQUAL}checksum of class_mask",
+    other_classes_in_a_row: f"{EQUAL}checksum of class_mask",
     another_variant_on_one_rank: f"{EQUAL}variant='softmax'",
     a_class_that_does_not_exist: r"NaN at \[2\]",
     probabilities_of_sharded_classes: "only the methods loss .*got a DTensor.*got a DTensor",

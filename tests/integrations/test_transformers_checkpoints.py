@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -267,22 +266,6 @@ def test_no_implementation_is_that_of_the_config(load: Any, tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path, attn_implementation=None)
     assert torch.equal(loaded(ids()).logits, model(ids()).logits)
-
-
-@every_loader
-def test_a_checkpoint_of_an_earlier_version_names_what_to_do(load: Any, tmp_path: Path) -> None:
-    model = convert(llama(), "scale_invariant", learn=("tau",), tau=7.0)
-    model.save_pretrained(tmp_path)
-    tensors = {
-        name.replace("parametrizations.tau.original", "tau"): torch.full_like(x, 3.0)
-        if ".attnzoo." in name else x for name, x in model.state_dict().items()
-    }  # fmt: skip
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"tau of an earlier version: .* load_state_dict"):
-        load(tmp_path)
-    loaded = from_config(AutoModelForCausalLM, LlamaConfig.from_pretrained(tmp_path))
-    loaded.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert torch.allclose(loaded.model.layers[1].self_attn.attnzoo.tau, torch.full((4,), 3.0))
 
 
 @every_loader

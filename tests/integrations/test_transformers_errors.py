@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import (
     CLIPModel,
     LlamaForCausalLM,
@@ -235,5 +236,16 @@ def test_sharded_models_are_refused(part: str, mesh: Any) -> None:
     assert not any("attnzoo" in name for name, _ in model.named_modules())
 
 
+<<<<<<< HEAD
 def test_arguments_beside_parameters_are_reserved() -> None:
     assert names_beside_parameters(integration) <= RESERVED
+=======
+def test_models_under_tensor_parallelism_are_refused(mesh: Any) -> None:
+    """Each rank would save the parameters of its own heads only."""
+    model = llama()
+    parallelize_module(model, mesh, {"model.layers.0.self_attn.q_proj": ColwiseParallel()})
+    text = "got a DTensor at model.layers.0.self_attn.q_proj.weight: convert and save the model bef"
+    with pytest.raises(ValueError, match=text):
+        convert(model, "ssmax")
+    assert not any("attnzoo" in name for name, _ in model.named_modules())
+>>>>>>> mend-hosts

@@ -64,6 +64,23 @@ def marian() -> Any:
     return model
 
 
+def decoder(name: str) -> Any:
+    """A causal language model that computes its loss from labels that it does not shift."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=99, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=64,
+        encoder_layers=1, encoder_attention_heads=4, decoder_start_token_id=2, init_std=0.5,
+        bos_token_id=2, dropout=0.0, **SPECIAL,
+    )  # fmt: skip
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def xlm() -> Any:
+    torch.manual_seed(0)
+    config = transformers.XLMConfig(vocab_size=99, emb_dim=32, n_layers=1, n_heads=4)
+    return transformers.XLMWithLMHeadModel(config).eval()
+
+
 def small(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**SMALL, **SPECIAL, **options})
@@ -83,7 +100,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     "t5, two matrices": partial(t5, tie_word_embeddings=False),
     "added bias": marian,
     "masked tokens, bias": partial(small, "Bert"),
+    "bart": partial(decoder, "Bart"),
+    "pegasus": partial(decoder, "Pegasus"),
+    "whisper": partial(decoder, "Whisper"),
+    "xlm": xlm,
 }
+UNSHIFTED = ("masked tokens, bias", "bart", "pegasus", "whisper", "xlm")
 
 
 def labels_of(tokens: Tensor) -> Tensor:
@@ -93,7 +115,7 @@ def labels_of(tokens: Tensor) -> Tensor:
     return labels
 
 
-QUICK = ("llama", "t5")
+QUICK = ("llama", "t5", "bart")
 
 
 @pytest.mark.parametrize("variant", ["softmax", "entmax"])
@@ -110,7 +132,7 @@ def test_loss_and_gradients_are_those_of_the_logits(
         model, {"input_ids": tokens, "labels": labels}
     )
     result = reference(input_ids=tokens, labels=labels)
-    is_shifted = name != "masked tokens, bias" and not model.config.is_encoder_decoder
+    is_shifted = name not in UNSHIFTED and not model.config.is_encoder_decoder
     targets = pad(labels[:, 1:], (0, 1), value=-100) if is_shifted else labels
     theirs = loss(result.logits, targets, variant)
     if variant == "softmax":  # the models compute theirs in fp32
@@ -132,9 +154,9 @@ def test_the_model_computes_the_logits_of_one_token(tmp_path: Path) -> None:
     mine = trainer(model, tmp_path, [{"input_ids": row, "labels": row} for row in ids()],
                    output="entmax", per_device_eval_batch_size=2)  # fmt: skip
     first = mine.compute_loss(model, batch)
-    assert shapes == [(2, 1, 99)]
+    assert shapes == [(2, 2, 99), (2, 1, 99)]  # the first call asks whether labels are shifted
     second, outputs = mine.compute_loss(model, batch, return_outputs=True)
-    assert shapes[1:] == [(2, 12, 99)]
+    assert shapes[2:] == [(2, 12, 99)]
     assert torch.equal(outputs.logits, model(ids()).logits)
     assert torch.equal(first, second)
     shapes.clear()
@@ -183,6 +205,19 @@ def test_ranks_have_the_loss_of_their_rows_and_the_gradients_of_the_mean() -> No
             assert value == pytest.approx(expected[rank].item(), rel=1e-9)
             for name, parameter in model.named_parameters():
                 assert torch.allclose(gradients[name], parameter.grad, rtol=1e-9, atol=1e-14), name
+
+
+@pytest.mark.parametrize(("make", "targets"), [(llama, 22), (partial(decoder, "Bart"), 24)])
+def test_the_loss_is_divided_by_the_number_of_targets(
+    make: Callable[[], Any], targets: int, tmp_path: Path
+) -> None:
+    model = make()
+    mine = trainer(model, tmp_path, output="softmax")
+    batch = {"input_ids": ids(), "labels": ids()}
+    (inputs,), count = mine.get_batch_samples(iter([batch]), 1, torch.device("cpu"))
+    assert count == targets
+    ours = mine.compute_loss(model, inputs, num_items_in_batch=count)
+    assert torch.allclose(ours, model(**batch).loss)
 
 
 def test_output_takes_other_losses(tmp_path: Path) -> None:
@@ -271,6 +306,24 @@ class AddsLoss(transformers.LlamaForCausalLM):
         result = super().forward(*args, **kwargs)
         result["aux_loss"] = result.logits.sum()
         return result
+
+
+class Smooths(transformers.BartForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        result.loss = None if result.loss is None else result.loss + 0.1 * result.logits.mean() + 1
+        return result
+
+
+def test_a_model_whose_loss_does_not_show_its_targets_needs_them(tmp_path: Path) -> None:
+    model = Smooths(decoder("Bart").config)
+    mine = trainer(model, tmp_path, output="softmax")
+    batch = {"input_ids": ids(), "labels": ids()}
+    with pytest.raises(ValueError, match="Smooths does not compute the cross entropy of its labe"):
+        mine.compute_loss(model, batch)
+    assert not model.lm_head._forward_pre_hooks
+    result = mine.compute_loss(model, {**batch, "shift_labels": ids()})
+    assert torch.allclose(result, loss(model(ids()).logits, ids()))
 
 
 def test_models_that_do_not_fit_raise(tmp_path: Path) -> None:

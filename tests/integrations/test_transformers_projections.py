@@ -160,6 +160,8 @@ def test_generates_the_same_with_and_without_a_cache(which: str, make: Any) -> N
     assert torch.equal(generate(model), expected)
     static = {"cache_implementation": "static", "disable_compile": True}
     assert torch.equal(generate(model, **static), expected)
+    if which == "per key":  # the cache is then allocated before the first call
+        assert torch.equal(generate(model, prefill_chunk_size=5, **static), expected)
     beams = generate(model, num_beams=3, use_cache=False)
     assert torch.equal(generate(model, num_beams=3), beams)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 from importlib import import_module
@@ -12,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DogeConfig, DogeForCausalLM
 
 import attnzoo
 from attnzoo.integrations.transformers import convert
 from attnzoo.integrations.transformers.interface import attend, observe_calls
 from helpers.hf_checks import assert_equal_gradients
-from helpers.hf_models import eager, ids, quiet
+from helpers.hf_models import eager, generate, ids, quiet
 
 pytestmark = quiet
 
@@ -130,6 +132,17 @@ def test_generates_as_the_model(name: str) -> None:
     for cache in ({}, {"cache_implementation": "static", "disable_compile": True}):
         expected = host.generate(ids(), **options, **cache)
         assert torch.equal(model.generate(ids(), **options, **cache), expected)
+
+
+def test_doge_generates_as_the_model() -> None:
+    """It selects keys by adding to its mask, which it reads as a tensor."""
+    torch.manual_seed(0)
+    config = DogeConfig(**TINY, num_key_value_heads=2, keep_window_size=6)
+    host = DogeForCausalLM(config).eval()
+    host.set_attn_implementation("eager")
+    model = convert(copy.deepcopy(host), "softmax")
+    for cache in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        assert torch.equal(generate(model, **cache), generate(host, **cache))
 
 
 @families()

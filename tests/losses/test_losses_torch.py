@@ -116,6 +116,9 @@ def test_weights_of_zero_give_nan_for_the_mean() -> None:
         want = cross_entropy(linear(x, e, b), y, weight=weight, reduction=reduction)
         actual = linear_loss(x, e, y, linear_bias=b, weight=weight, reduction=reduction)
         torch.testing.assert_close(actual, want, equal_nan=True)
+    options = {"linear_bias": b, "weight": weight}
+    for more in ({"label_smoothing": 0.1}, {"lse_penalty": 0.1}, {"variant": "taylor"}):
+        assert linear_loss(x, e, y, **options, **more).isnan()
 
 
 @pytest.mark.parametrize("variant", ["entmax", "sparsemax", "sigmoid", "taylor", "sink", "ssmax"])

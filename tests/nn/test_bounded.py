@@ -89,22 +89,3 @@ def test_training_cannot_move_a_parameter_of_a_variant_out_of_its_range(
         nn.init.constant_(p, raw)
     q, k, v = (rand(1, 2, 6, 8, seed=i).float() for i in range(3))
     assert bool(attend(q, k, v, is_causal=True).isfinite().all())
-
-
-@pytest.mark.parametrize(
-    ("variant", "name"), [("scale_invariant", "tau"), ("forgetting", "log_gates")]
-)
-def test_checkpoints_of_an_earlier_version_load(variant: str, name: str) -> None:
-    """They have the values themselves, under the names of the parameters."""
-    sign = -1.0 if name == "log_gates" else 1.0
-    value = sign * torch.tensor([0.25, 1.0, 3.0, 40.0])
-    attend = Attention(variant, 4, learn=(name,), **{name: sign * 5})
-    attend.load_state_dict({name: value})
-    assert torch.allclose(getattr(attend, name), value)
-    nn.Sequential(attend).load_state_dict({f"0.{name}": 2 * value}, assign=True)
-    assert torch.allclose(getattr(attend, name), 2 * value)
-    before = {f"0.{key}": x for key, x in attend.state_dict().items()}
-    with pytest.raises(RuntimeError, match=f'Unexpected key.* "0.{name}"'):
-        nn.Sequential(attend).load_state_dict({**before, f"0.{name}": value})
-    with pytest.raises(ValueError, match=f"{name} must start inside"):
-        attend.load_state_dict({name: -value})

@@ -35,7 +35,6 @@ from attnzoo.integrations.transformers.spec import (
 )
 from attnzoo.integrations.transformers.wrapped import dtype_of
 from attnzoo.nn import Attention, Wrapper
-from attnzoo.nn.parameters import BOUNDED
 
 # Arguments of from_pretrained that select the files, also needed to load the config.
 LOCATION = (
@@ -189,13 +188,6 @@ def check_loaded_keys(model: Any, missing: Collection[str], unexpected: Collecti
     """
     mark = f".{NAME}."
     for key in unexpected:
-        outer, _, name = key.rpartition(".")
-        if any(f"{n}.{BOUNDED}.{name}.original" in missing for n in possible_names(model, outer)):
-            raise ValueError(
-                f"the checkpoint must have {BOUNDED}.{name}.original, but has {key} of an earlier "
-                "version: make the model with from_config, load the tensors with load_state_dict, "
-                "which converts them, and save it with save_pretrained"
-            )
         layer = key.partition(mark)[0]
         if mark in key and any(_has(model, name) for name in possible_names(model, layer)):
             raise ValueError(

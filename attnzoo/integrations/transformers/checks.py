@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from attnzoo.core.checks import is_int, plain
+from attnzoo.core.checks import is_dtensor, is_int, plain
 from attnzoo.core.parameters import check_names
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Variant
@@ -208,7 +208,11 @@ def check_whole_heads(call: ObservedCall, child: Attention | Wrapper, wrapper: C
 
 
 def _check_not_sharded(model: Any) -> None:
-    """Raises if a part is sharded by FSDP, which would not manage the new parameters."""
+    """Raises if a part is sharded.
+
+    FSDP would not manage the new parameters. Under tensor parallelism, each rank would get those of
+    its own heads, and save only them.
+    """
     for name, module in model.named_modules():
         classes = {base.__name__ for base in type(module).__mro__}
         if classes & {"FSDPModule", "FullyShardedDataParallel"}:
@@ -216,6 +220,12 @@ def _check_not_sharded(model: Any) -> None:
             raise ValueError(
                 f"model must not be sharded, got {what}{f' at {name}' if name else ''}: call "
                 "convert before fully_shard"
+            )
+    for name, parameter in model.named_parameters():
+        if is_dtensor(parameter):
+            raise ValueError(
+                f"model must not be sharded, got a DTensor at {name}: convert and save the model "
+                "before you load it with tp_plan"
             )
 
 

@@ -180,6 +180,8 @@ def _is_expressible(
 
 def _reads_masks(config: Any) -> bool:
     """Whether modules of the model select keys from their mask, which must be a tensor then."""
+    if getattr(config, "keep_window_size", None) is not None:  # Doge
+        return True
     return "indexed_attention" in (getattr(config, "layer_types", None) or ())
 
 
@@ -329,9 +331,9 @@ def _segments(
 def with_documents(starts: Tensor, visible: Tensor | None) -> Tensor:
     """An attention mask that shows the documents of a packed batch to `make_mask`, int32 (B, N).
 
-    0 is a hidden token. Any other number is the index of the first token of the document, which is
-    negative for a document whose first part is missing, plus a constant that makes it positive.
-    Transformers itself passes bool masks on.
+    0 marks a hidden token. All others hold the index of the first token of their document plus a
+    constant, because that index is negative if the start of the document is missing. int32 tells
+    this mask from the bool masks of transformers.
     """
     numbers = (starts + (ORIGIN + 1)).to(torch.int32)
     return numbers if visible is None else numbers.masked_fill(~visible, 0)

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import cross_entropy, linear, pad
 from transformers import LogitsProcessor
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from attnzoo.core.checks import plain, shown
 from attnzoo.core.registry import get_variant
@@ -28,6 +27,7 @@ from attnzoo.losses.linear_loss import linear_loss
 from attnzoo.losses.probabilities import OutputHead, check_head
 
 ENTRY = "attnzoo_output"  # in the config of a model that was trained with the loss of a variant
+SHIFT_LABELS = "shift_labels"  # the input with the target of each token
 # What models do with their logits, by the names in their configs: factors with their powers.
 SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 SOFTCAP = "final_logit_softcapping"
@@ -40,7 +40,7 @@ class HeadLoss:
     """The loss of one model's output layer, computed from its hidden states.
 
     ``output`` and ``params`` are ``output`` and ``output_params`` of `TrainerMixin`. The first call
-    compares the logits of a token with those of the model.
+    asks the model whether it shifts labels, and compares the logits of a token with the model's.
     """
 
     def __init__(self, model: Any, output: Any, params: dict[str, Any] | None) -> None:
@@ -61,7 +61,7 @@ class HeadLoss:
         added = getattr(model, "final_logits_bias", None)
         self.has_added_bias = added is not None and bool(added.any())
         self.from_decoder = getattr(model.config, "is_encoder_decoder", False)
-        self.shifts_labels = model.loss_function is ForCausalLMLoss and not self.from_decoder
+        self.shifts_labels: bool | None = None  # unknown before the first call
         factors = (getattr(x, name, None) for x in (model, config) for name in ROUTER_FACTORS)
         self.router_factor = next((factor for factor in factors if factor is not None), None)
         has_aux_loss = not self.from_decoder and getattr(model.config, "return_dict", True)
@@ -92,10 +92,58 @@ class HeadLoss:
         options = {} if bias is None else {"linear_bias": bias * self.scale}
         return options if self.softcap is None else {**options, "softcap": self.softcap}
 
-    def with_targets(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-        """Inputs that do not need labels, and the targets (B, N).
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The logits (B, n, V) of hidden states (B, n, d) that are multiplied by ``scale``."""
+        z = linear(hidden, self.layer.weight, self._options().get("linear_bias"))
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+    @torch.no_grad()
+    def _asks_to_shift(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Whether the model shifts labels by one token; raises if its loss does not show it.
+
+        The name of its loss function does not tell, because many models do not call it. A model
+        that shifts has no target if only the first token has a label. Two tokens with hidden states
+        0 have few logits, which are finite.
+        """
+        labels = torch.full_like(inputs["labels"][..., :2], -100)
+        labels[..., 0] = inputs["labels"].max().clamp(min=0)
+        unshifted = torch.tensor(torch.nan)
+        eps = torch.finfo(torch.float32).eps  # also in fp64, because models compute losses in fp32
+
+        def hook(layer: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+            nonlocal unshifted, eps
+            _check_labels(inputs["labels"], args[0])
+            hidden = torch.zeros_like(args[0][..., :2, :])
+            z = self._logits(hidden).flatten(0, -2)
+            unshifted = cross_entropy(z.float(), labels.flatten().to(z.device))
+            eps = max(eps, torch.finfo(z.dtype).eps)
+            return (hidden,)
+
+        handle = self.layer.register_forward_pre_hook(hook)
+        try:
+            outputs: Any = model(**{**inputs, "labels": labels})
+        finally:
+            handle.remove()
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            if bool(loss.isnan() | (loss == 0)):
+                return True
+            unshifted = self._with_aux_loss(unshifted, outputs)
+            bound = 16 * eps * unshifted.abs()
+            if bool((loss.to(unshifted.device) - unshifted).abs() <= bound):
+                return False
+        raise self._unsupported(
+            "does not compute the cross entropy of its labels, which shows whether it shifts them: "
+            f"give the inputs {SHIFT_LABELS}, the target of each token"
+        )
+
+    def with_shift_labels(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Inputs with the target of each token as shift_labels (B, N), which Trainer counts.
 
         A model that gets no labels makes no decoder_input_ids from them.
+
+        Args:
+            model: the model, perhaps wrapped for several ranks.
         """
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor):
@@ -106,16 +154,18 @@ class HeadLoss:
             if make is None:
                 raise ValueError(f"inputs of {self.name} must have decoder_input_ids, got none")
             inputs["decoder_input_ids"] = make(labels=labels)
-        shifted = inputs.pop("shift_labels", None)
-        others = [name for name in inputs if "_label" in name]
+        others = [name for name in inputs if "_label" in name and name != SHIFT_LABELS]
         if others:  # such as next_sentence_label
             raise ValueError(
-                f"inputs must have no labels other than labels and shift_labels, got "
+                f"inputs must have no labels other than labels and {SHIFT_LABELS}, got "
                 f"{', '.join(others)}: the loss of output would leave them out"
             )
-        if shifted is None and self.shifts_labels:
-            shifted = pad(labels[..., 1:], (0, 1), value=-100)
-        return inputs, labels if shifted is None else shifted
+        if inputs.get(SHIFT_LABELS) is None:
+            if self.shifts_labels is None:
+                self.shifts_labels = self._asks_to_shift(model, inputs)
+            shifted = pad(labels[..., 1:], (0, 1), value=-100) if self.shifts_labels else labels
+            inputs[SHIFT_LABELS] = shifted
+        return inputs
 
     @contextmanager
     def computing(
@@ -131,18 +181,12 @@ class HeadLoss:
 
         def hook(layer: Any, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
             (hidden,) = args
-            if hidden.shape[:-1] != targets.shape:
-                raise ValueError(
-                    f"labels must have shape {tuple(hidden.shape[:-1])}, that of the tokens of "
-                    f"the output layer, got {tuple(targets.shape)}"
-                )
+            _check_labels(targets, hidden)
             options = self._options()
             scaled = hidden if self.scale == 1 else hidden * self.scale
             if not self.is_checked:
                 with torch.no_grad():
-                    z = linear(scaled[..., -1:, :], layer.weight, options.get("linear_bias"))
-                    c = self.softcap
-                    self.logits = z if c is None else c * torch.tanh(z / c)
+                    self.logits = self._logits(scaled[..., -1:, :])
             reduction = "mean" if items is None else "sum"
             loss = self.loss(
                 scaled, layer.weight, targets.to(hidden.device), reduction=reduction,
@@ -174,13 +218,24 @@ class HeadLoss:
                     f"{SOFTCAP}, the factors {', '.join(SCALES)}, and final_logits_bias"
                 )
             self.is_checked, self.logits = True, None
-        loss = self.losses.pop()
+        return self._with_aux_loss(self.losses.pop(), outputs)
+
+    def _with_aux_loss(self, loss: Tensor, outputs: Any) -> Tensor:
+        """The loss with that of a router, as the model adds it."""
         aux_loss = outputs.get("aux_loss") if isinstance(outputs, dict) else None
         if not isinstance(aux_loss, Tensor):
             return loss
         if self.router_factor is None:
             raise self._unsupported(f"has an aux_loss, but none of {', '.join(ROUTER_FACTORS)}")
         return loss + self.router_factor * aux_loss.to(loss.device)
+
+
+def _check_labels(labels: Tensor, hidden: Tensor) -> None:
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels must have shape {tuple(hidden.shape[:-1])}, that of the tokens of the output "
+            f"layer, got {tuple(labels.shape)}"
+        )
 
 
 def record_output(model: Any, output: Any, params: dict[str, Any] | None) -> None:

@@ -135,7 +135,7 @@ def _combined(queries: Tensor, keys: Tensor, mask: Mask) -> Segments:
 def _once(module: nn.Module, source: Tensor, shape: tuple[int, int], make: Any) -> Any:
     """``make(source, shape)``, made by the first layer of a forward and used by the others.
 
-    A layer that asks twice starts another forward.
+    If a layer asks a second time, a new forward has begun.
     """
     global _last_forward
     if not runs_eagerly() or source.is_inference():  # an inference tensor does not count writes
@@ -172,9 +172,10 @@ def document_starts(
 ) -> tuple[Tensor, Tensor]:
     """The index of the first token of each token's document, and whether any row is packed.
 
-    A row is packed if its positions go back to a start, and all its steps are such or of 1. A
-    start is the first position, or 0, as the first document of a row may be the end of one. The
-    positions of hidden tokens do not matter, and those of later tokens may count them or not.
+    A row is packed if every step of its positions is either 1 or a return to a start, and at least
+    one is a return. A start is the first position, or 0, as the first document of a row may be the
+    end of one. The positions of hidden tokens do not matter, and those of later tokens may count
+    them or not.
 
     Args:
         positions: (B, N).

@@ -90,12 +90,18 @@ class CacheWithParameters:
                 f"{CACHE} must keep all digits of {names}, got a {type(layer).__name__}: {WAY_OUT}"
             )
         values = layer.values
-        if isinstance(values, Tensor) and values.dim() == 4 and values.shape[-1] != features:
+        if not isinstance(values, Tensor) or values.dim() != 4:
+            return
+        fits = values.shape[-1] == features and values.dtype == dtype
+        if not fits and isinstance(layer, StaticLayer) and not int(layer.get_seq_length()):
+            # `generate` with prefill_chunk_size allocates the cache before the first call.
+            layer.is_initialized = False
+        elif values.shape[-1] != features:
             raise ValueError(
                 f"{CACHE} must have been filled by the converted model, with {features} features "
                 f"per value, got {values.shape[-1]}: start with a new cache"
             )
-        if isinstance(values, Tensor) and values.dim() == 4 and values.dtype != dtype:
+        elif not fits:
             names = ", ".join(per_key_names(self.child))
             raise ValueError(
                 f"{CACHE} must have values in {dtype}, as this call, because it keeps bits of "

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from attnzoo.integrations.transformers.output_head import HeadLoss, loss_function, record_output
+from attnzoo.integrations.transformers.output_head import (
+    SHIFT_LABELS,
+    HeadLoss,
+    loss_function,
+    record_output,
+)
 from attnzoo.nn.optimizer import check_rate, without_decay
 
 if TYPE_CHECKING:
@@ -55,8 +60,10 @@ class TrainerMixin(_Base):
 
         ``output`` takes the hidden states, the matrix and the bias where the model multiplies them.
         It supports tied weights, a factor or a softcap of the logits that the config names, and
-        gradient accumulation. Labels are shifted as the model shifts them, and −100 is ignored.
-        The first call raises a ValueError if the logits of a token are not those of the model.
+        gradient accumulation. Labels are shifted if the model shifts them, and −100 is ignored.
+        The first call asks the model, by its loss of two tokens. It raises a ValueError if this
+        loss is no cross entropy, or if the logits of a token are not those of the model. Inputs may
+        have ``shift_labels``, the target of each token, in place of this question.
         Outputs have the logits of the last token only, except in an evaluation that returns
         predictions. The auxiliary loss of a router is added as the model adds it. Training sets the
         entry ``attnzoo_output`` in the config of the model, a dict with the variant and its
@@ -121,13 +128,26 @@ class TrainerMixin(_Base):
             result = super().compute_loss(model, inputs, *args)
         else:
             head = self._head_of_model()
-            inputs, targets = head.with_targets(inputs)
-            loss_only = inputs.pop(LOSS_ONLY, not return_outputs)
+            loss_only = inputs.get(LOSS_ONLY, not return_outputs)
+            inputs = {name: x for name, x in inputs.items() if name != LOSS_ONLY}
+            inputs = head.with_shift_labels(model, inputs)
+            targets = inputs.pop(SHIFT_LABELS)
             with head.computing(targets, num_items_in_batch, logits=not loss_only):
                 result = super().compute_loss(model, inputs, *args)
         if model.training:
             record_output(self.model, self.output, self.output_params)
         return result
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """The batches of a step and the number of their targets."""
+        if self.output is not None:
+            epoch_iterator = map(self._with_shift_labels, epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
+
+    def _with_shift_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        model: Any = self.model_wrapped
+        with self.compute_loss_context_manager():
+            return self._head_of_model().with_shift_labels(model, self._prepare_inputs(inputs))
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any,
@@ -136,14 +156,15 @@ class TrainerMixin(_Base):
         """The loss of a batch, and unless ``prediction_loss_only`` its logits and labels."""
         if self.output is None or "labels" not in inputs:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        if not prediction_loss_only and getattr(self.args, "predict_with_generate", False):
+            result = super().prediction_step(model, inputs, False, *args, **kwargs)
+            # Seq2SeqTrainer then takes the loss of the model.
+            loss, _, _ = self.prediction_step(model, inputs, True)
+            return loss, *result[1:]
+        inputs = self._with_shift_labels(inputs)
         if prediction_loss_only:
-            inputs = {**inputs, LOSS_ONLY: True}
-        result = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
-        if prediction_loss_only or not getattr(self.args, "predict_with_generate", False):
-            return result
-        # Seq2SeqTrainer then takes the loss of the model.
-        loss, _, _ = self.prediction_step(model, inputs, True)
-        return loss, *result[1:]
+            inputs[LOSS_ONLY] = True
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's optimizer, with a group of their own for the learned parameters."""
