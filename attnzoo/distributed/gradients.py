@@ -53,7 +53,7 @@ class Reducer:
     def _take(self, parameter: nn.Parameter) -> None:
         for handle in _owners[parameter][1] if parameter in _owners else ():
             handle.remove()
-        owner = weakref.ref(self)
+        owner: weakref.ref[Reducer] = weakref.ref(self)
 
         def note(gradient: Tensor) -> None:
             if (reducer := owner()) is not None:

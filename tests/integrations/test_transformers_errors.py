@@ -236,10 +236,10 @@ def test_sharded_models_are_refused(part: str, mesh: Any) -> None:
     assert not any("attnzoo" in name for name, _ in model.named_modules())
 
 
-<<<<<<< HEAD
 def test_arguments_beside_parameters_are_reserved() -> None:
     assert names_beside_parameters(integration) <= RESERVED
-=======
+
+
 def test_models_under_tensor_parallelism_are_refused(mesh: Any) -> None:
     """Each rank would save the parameters of its own heads only."""
     model = llama()
@@ -248,4 +248,3 @@ def test_models_under_tensor_parallelism_are_refused(mesh: Any) -> None:
     with pytest.raises(ValueError, match=text):
         convert(model, "ssmax")
     assert not any("attnzoo" in name for name, _ in model.named_modules())
->>>>>>> mend-hosts
