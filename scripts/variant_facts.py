@@ -8,6 +8,7 @@ import re
 import sys
 
 import attnzoo
+from attnzoo.core.variant import SoftmaxOf
 from benchmarks.harness.cases import Case
 
 # LENGTH is the number of keys from which example parameters are computed. HEAD_DIM is the head
@@ -77,7 +78,8 @@ def prose(text: str) -> str:
 
 
 def module_of(variant: attnzoo.Variant) -> str:
-    return variant.weights.__module__
+    weights = variant.weights
+    return (weights.scores if isinstance(weights, SoftmaxOf) else weights).__module__
 
 
 def docstring(variant: attnzoo.Variant) -> tuple[str, dict[str, str]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnzoo.backends.base import Backend
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Definition, Form
+from attnzoo.core.variant import source_of
 
 
 def unsupported(form: Form, call: Call) -> str | None:
@@ -23,7 +24,7 @@ def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor,
     if call.mask is not None and call.mask.dtype not in (torch.bool, call.dtype):
         call = replace(call, mask=call.mask.to(call.dtype))
     w = form.weights(q, k, call, **form.params)
-    check(w, call, f"weights of variant {form.name!r}")
+    check(w, call, f"{source_of(form.weights)} of variant {form.name!r}")
     if call.dropout_p:
         w = torch.nn.functional.dropout(w, call.dropout_p)
     if not call.return_lse:

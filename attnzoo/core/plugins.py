@@ -80,9 +80,8 @@ def load_plugin(path: str | os.PathLike[str]) -> Plugin:
     try:
         module = _executed(name, file)
     except BaseException:
-        # A plugin that this one has loaded stays loaded.
-        before.update(*(plugin.variants for plugin in _LOADED.values()))
-        remove_variants(set(list_variants()) - before)
+        # Variants of other modules stay: Python would not execute these modules again.
+        remove_variants(name)
         raise
     plugin = Plugin(file, module, tuple(n for n in list_variants() if n not in before))
     _LOADED[name] = plugin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import keyword
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
@@ -33,11 +34,15 @@ RESERVED = ARGUMENTS | frozenset(
     "gate embed_dim dropout kdim vdim batch_first add_bias_kv add_zero_attn num_kv_heads wrapper "
     "layer vocab_size depth positions mlp_dim rope_base rope_scaling rope_share output_params "
     "qk_norm layer_scale qk_dim v_dim key_dim components mix per hidden clamp gated activation "
-    "norm model layers start calibrate inputs warn temperature".split()
+    "norm model layers start calibrate inputs warn temperature max_logits needs_positions "
+    "new_cache parameter_tensors queries reset_parameters settings shard_heads shards_heads "
+    "sharding uses_hidden_states bias_start has_zeros log_prob loss predict shard_classes "
+    "shards_classes topk".split()
 )
 
 KINDS = ("per_head", "tensor", "int", "float", "bool", "str")
 _VARIANTS: dict[str, Variant] = {}
+_MODULES: dict[str, str] = {}  # the module that registered a variant, by the variant's name
 
 
 def register_variant(variant: Variant) -> Variant:
@@ -95,12 +100,13 @@ def register_variant(variant: Variant) -> Variant:
         )
     _check_fields(variant)
     _VARIANTS[variant.name] = variant
+    _MODULES[variant.name] = sys._getframe(1).f_globals.get("__name__", "")
     return variant
 
 
-def remove_variants(names: Iterable[str]) -> None:
-    """Remove variants of a plugin that failed."""
-    for name in names:
+def remove_variants(module: str) -> None:
+    """Remove the variants that a module has registered, because it failed."""
+    for name in [name for name in _VARIANTS if _MODULES.get(name) == module]:
         del _VARIANTS[name]
 
 
@@ -196,12 +202,14 @@ def _check_fields(variant: Variant) -> None:
                 f"{shown(values)}"
             )
     dense = ("q", "k", "call")
+    if variant.weights is None and variant.scores is None:
+        raise TypeError(f"{what}: weights or scores must be given")
+    if variant.scores is not None:
+        _check_function(f"{what}: scores", variant.scores, dense, names)
     _check_function(f"{what}: weights", variant.weights, dense, names)
     _check_function(f"{what}: forms", variant.forms, ("call",), names)
     _check_function(f"{what}: unsupported", variant.unsupported, ("call",), names)
     _check_function(f"{what}: has_state", variant.has_state, (), names)
-    if variant.scores is not None:
-        _check_function(f"{what}: scores", variant.scores, dense, names)
     for field, argument in (
         ("calibrate", "log_n"), ("output_bias", "classes"), ("example", "length"),
     ):  # fmt: skip

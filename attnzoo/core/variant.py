@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -120,12 +119,22 @@ def no_state(**params: Any) -> bool:
     return False
 
 
-def _softmax_of(scores: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(scores)
-    def weights(q: Tensor, k: Tensor, call: Call, **params: Any) -> Tensor:
-        return call.softmax(scores(q, k, call, **params))
+@dataclass(frozen=True)
+class SoftmaxOf:
+    """The weights of a variant that has only ``scores``: their softmax."""
 
-    return weights
+    scores: Callable[..., Tensor]
+
+    def __call__(self, q: Tensor, k: Tensor, call: Call, **params: Any) -> Tensor:
+        scores = self.scores(q, k, call, **params)
+        if not isinstance(scores, Tensor):
+            raise TypeError(f"scores must return a tensor, got {type(scores).__name__}")
+        return call.softmax(scores)
+
+
+def source_of(weights: Callable[..., Tensor]) -> str:
+    """The field of `Variant` that gives the weights, for errors."""
+    return "scores" if isinstance(weights, SoftmaxOf) else "weights"
 
 
 @dataclass(frozen=True)
@@ -219,8 +228,10 @@ class Variant:
     output_bias: Callable[[int], float] | None = None
 
     def __post_init__(self) -> None:
-        if self.weights is None and callable(self.scores):
-            object.__setattr__(self, "weights", _softmax_of(self.scores))
+        # `dataclasses.replace` with other scores passes the softmax of the former ones.
+        is_default = self.weights is None or isinstance(self.weights, SoftmaxOf)
+        if is_default and callable(self.scores):
+            object.__setattr__(self, "weights", SoftmaxOf(self.scores))
 
     @property
     def in_eval(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from attnzoo.core.checks import DTYPES, broadcasts, check_dense, is_int, plain, 
 from attnzoo.core.forms import Pairwise
 from attnzoo.core.parameters import bind, check_names, checked_vectors
 from attnzoo.core.registry import get_variant
-from attnzoo.core.variant import Variant
+from attnzoo.core.variant import Variant, source_of
 from attnzoo.core.visibility import cut
 from attnzoo.functional.prepare import definition_of
 
@@ -78,7 +78,7 @@ class BoundVariant(NamedTuple):
         name = self.variant.name
         definition = definition_of(self.variant, self.params)
         w = definition.weights(_ABSENT, _ABSENT, call, **definition.params)
-        eager.check(w, call, f"weights of variant {name!r}")
+        eager.check(w, call, f"{source_of(definition.weights)} of variant {name!r}")
         return w[0, :, 0]
 
     def pairwise(self, call: RowCall) -> Pairwise | None:

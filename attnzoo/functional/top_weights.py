@@ -1,7 +1,8 @@
 """The k largest weights of some rows of scores, from the variant's pairwise form if possible.
 
-With φ = exp, with a threshold, and with an increasing φ without a normalizer, the k largest weights
-belong to the k largest scores. Besides these, only a sum over the row or a threshold is needed.
+With φ = exp (if neither `mass` nor a gain from statistics is given), with a threshold, and with an
+increasing φ without a normalizer, the k largest weights belong to the k largest scores. Besides
+these, only a sum over the row or a threshold is needed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def top_weights(
     if form is None or not _in_order_of_scores(form):
         return _from_definition(bound, x, mask, k, dtype)
     gain = _column(form.gain)
-    if not has_values(x):
+    operands = (x, mask, form.gain, form.shape, form.offset, form.sink)
+    if not all(has_values(operand) for operand in operands if isinstance(operand, Tensor)):
         return _without_values(bound, call, x, mask, gain, k)
     if not bool((gain > 0).all() if isinstance(gain, Tensor) else gain > 0):
         # The order changes with the sign, and 0 · −∞ would be NaN.

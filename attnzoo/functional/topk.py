@@ -48,9 +48,9 @@ def topk_probabilities(
 
     Formula: w as in `probabilities`. If the largest scores have the largest probabilities, only
     these k probabilities are computed, with a sum or a threshold over the line. That is so for a
-    pairwise form with φ = exp, with a threshold, or with an increasing activation and
-    ``normalize="none"``, if it has no factor. For other variants all probabilities are computed,
-    for a few rows at a time.
+    pairwise form with φ = exp (without ``mass``, and without a gain from statistics), with a
+    threshold, or with an increasing activation and ``normalize="none"``, if it has no factor. For
+    other variants all probabilities are computed, for a few rows at a time.
 
     Args:
         scores: Logits of any shape (…, n, …) in fp16, bf16, fp32 or fp64.

@@ -153,12 +153,13 @@ def _attend_to_state(
                 f"{variant}'s {param.name} must be a number or have one value per head (H,) with a "
                 f"StateCache, got {tuple(arguments[param.name].shape)}: use a KVCache"
             )
-    scale = check_scale(arguments.get("scale"), q.shape[-1], score_dtype(q))
+    head_dim = max(q.shape[-1], 1)  # `linear_attention` raises for 0
+    scale = check_scale(arguments.get("scale"), head_dim, score_dtype(q))
     made_by = {"variant": variant, "scale": scale}
     for param in get_variant(variant).params:  # of a tensor only the shape is compared
         x = plain(arguments.get(param.name, param.default))
         made_by[param.name] = x.shape if isinstance(x, Tensor) else x
-    if cache.made_by:  # empty for an assigned state
+    if cache.made_by:  # empty before the first call, also if a state was assigned
         _check_same(cache.made_by, made_by)
     mask = arguments.get("attn_mask")
     if mask is not None:

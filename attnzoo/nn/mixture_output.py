@@ -47,7 +47,8 @@ class MixtureOutput(OutputLayer):
             taylor.
         bias: whether the layer learns a bias b per class.
         mix: "probabilities" or "contexts".
-        learn, softcap, ignore_index, device, dtype, **params: as for `OutputLayer`.
+        learn, softcap, ignore_index, device, dtype, **params: as for `OutputLayer`; the parameter
+            ``bias`` of the variant sigmoid cannot be set here either.
 
     Attributes:
         weight: E, (V, d). It can be tied as the one of `OutputLayer`.

@@ -214,7 +214,7 @@ class VariantParameters(nn.Module):
             raise ValueError(
                 f"{what} must have shape () or {tuple(original.shape)}, got {tuple(value.shape)}"
             )
-        assign(original, bounded[name].inverse(value))
+        assign(original, bounded[name].inverse(value).expand(original.shape))
 
     def _params(self) -> dict[str, Any]:
         """The parameters that the module owns. A sharded tensor is replaced by this rank's part."""

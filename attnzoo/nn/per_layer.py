@@ -42,7 +42,8 @@ def per_layer(
             )
     if params:
         owned = {param.name for name, _ in pairs for param in get_variant(name).params}
-        check_options_of(layer, pairs[0][0], [name for name in params if name not in owned])
+        example = next((name for name, _ in pairs if get_variant(name).params), pairs[0][0])
+        check_options_of(layer, example, [name for name in params if name not in owned])
         names = ", ".join(params)
         raise TypeError(
             f"{names} must be given in pairs (name, parameters) when variant is a list of layers"

@@ -124,7 +124,7 @@ def check_seeds(*sides: Sequence[Group]) -> None:
     for group in (group for side in sides for group in side):
         if len(group.seeds) < 2:
             raise UsageError(
-                "which rows hold needs results of two or more seeds on both sides, got one of "
+                "--holds and --against need two or more seeds on both sides, got one of "
                 f"{group.task.name}"
             )
 

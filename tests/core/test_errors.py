@@ -383,6 +383,12 @@ def test_arguments_beside_parameters_are_reserved(package: Any) -> None:
     assert names_beside_parameters(package) - RESERVED <= {"bias", "x"}
 
 
+@pytest.mark.parametrize("owner", [attnzoo.nn.Attention, attnzoo.nn.OutputLayer])
+def test_attributes_of_modules_with_parameters_are_reserved(owner: type) -> None:
+    names = {name for name in dir(owner) if not name.startswith("_")}
+    assert names - set(dir(torch.nn.Module)) <= RESERVED
+
+
 @pytest.mark.parametrize("reserved", ["q", "call", "state", "is_causal", "num_splits", "dropout"])
 def test_parameter_named_like_an_argument_raises(reserved: str) -> None:
     variant = attnzoo.Variant("taken", "-", "-", weights, params=(attnzoo.Param(reserved, 1.0),))

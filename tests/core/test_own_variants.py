@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,7 +161,13 @@ WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"use": None}, TypeError, "'mine': use must be a str, got None"),
     ({"paper": 2024}, TypeError, "'mine': paper must be a str, got 2024"),
     ({"normalized": "no"}, TypeError, "'mine': normalized must be a bool, got 'no'"),
-    ({"weights": None}, TypeError, r"weights must be a function of \(q, k, call\), got None"),
+    ({"weights": None}, TypeError, "'mine': weights or scores must be given"),
+    (
+        {"weights": None, "scores": lambda q, k: q},
+        TypeError,
+        r"scores must be a function of \(q, k, call\), got \(q, k\): too many",
+    ),
+    ({"weights": None, "scores": 3}, TypeError, r"scores must be a function of .*, got 3"),
     (
         {"weights": lambda q, k: q},
         TypeError,
@@ -384,15 +392,42 @@ def test_weights_are_a_softmax_of_the_scores_by_default(backend: str) -> None:
 
     fields = {"params": (Param("a", 2.0),), "scores": scores}
     variant = attnzoo.register_variant(attnzoo.Variant("mine", "-", "-", **fields))
-    assert variant.weights.__module__ == __name__
+    assert variant == attnzoo.Variant("mine", "-", "-", **fields)
     q, k, v = rand(3, 2, 4, 6, 8).unbind()
     options: dict[str, Any] = {"is_causal": True, "return_lse": True, "backend": backend}
     out, lse = attnzoo.attention(q, k, v, "mine", **options)
     expected = attnzoo.attention(q, k, v, "softmax", scale=2 * 8**-0.5, **options)
     assert torch.allclose(out, expected[0])
     assert torch.allclose(lse, expected[1])
-    with pytest.raises(TypeError, match=r"weights must be a function of \(q, k, call\), got None"):
-        attnzoo.register_variant(attnzoo.Variant("neither", "-", "-"))
+
+
+def test_replaced_scores_replace_the_softmax_of_the_former_ones() -> None:
+    fields = {
+        "name": "mine",
+        "forms": lambda call: (),
+        "scores": lambda q, k, call: 0 * q @ k.mT,
+    }
+    uniform = replace(attnzoo.get_variant("softmax"), **fields)
+    attnzoo.register_variant(uniform)
+    q, k, v = rand(3, 1, 1, 4, 8).unbind()
+    assert torch.allclose(attnzoo.attention(q, k, v, "mine"), v.mean(2, keepdim=True))
+    for name in ("softmax", "ssmax", "entmax"):
+        variant = attnzoo.get_variant(name)
+        assert pickle.loads(pickle.dumps(variant.weights)) == variant.weights
+
+
+@pytest.mark.parametrize(
+    ("scores", "error", "words"),
+    [
+        (lambda q, k, call: None, TypeError, "scores must return a tensor, got NoneType"),
+        (lambda q, k, call: call.scores(q, k).mT, ValueError, "scores of variant 'mine' must have"),
+    ],
+)
+def test_wrong_scores_are_named(scores: Any, error: type[Exception], words: str) -> None:
+    attnzoo.register_variant(attnzoo.Variant("mine", "-", "-", scores=scores))
+    q, k = rand(1, 1, 3, 8), rand(1, 1, 4, 8)
+    with pytest.raises(error, match=words):
+        attnzoo.attention(q, k, k, "mine", backend="eager")
 
 
 def test_unsupported_must_return_a_str_or_none() -> None:

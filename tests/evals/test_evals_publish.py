@@ -174,7 +174,7 @@ WRONG_SECOND = [
         "must have the tuned values of DIR, ",
     ),
     (rows(arithmetic="AVX2"), "another arithmetic than DIR, both have AVX2"),
-    ([one for one in rows() if one["seed"] == 0], "needs results of two or more seeds"),
+    ([one for one in rows() if one["seed"] == 0], "need two or more seeds"),
 ]
 
 

@@ -121,6 +121,13 @@ def test_mask_that_does_not_cover_all_keys_raises(make: Any) -> None:
     assert cache.length == 4
 
 
+def test_a_head_dimension_of_0_raises() -> None:
+    q, k, v = qkv()
+    for cache in (StateCache(), KVCache(LENGTH)):
+        with pytest.raises(ValueError, match="head dimension of at least 1"):
+            attend(cache, q[..., :0], k[..., :0], v, "taylor", enable_gqa=True)
+
+
 def test_state_cache_with_changed_arguments_raises() -> None:
     cache, tensors = StateCache(), qkv()
     first, last = ([x[:, :, s] for x in tensors] for s in (slice(9), slice(9, None)))

@@ -61,12 +61,12 @@ def _scattered(what: str, indices: Any, queries: int, heads: int, count: int) ->
     """Bool (B, groups of heads, Nq, count): True at the indices."""
     fits = isinstance(indices, Tensor) and indices.dim() == 4 and indices.shape[2] == queries
     if not fits or indices.is_floating_point() or heads % indices.shape[1]:
-        came = type(indices).__name__
+        actual = type(indices).__name__
         if isinstance(indices, Tensor):
-            came = f"{tuple(indices.shape)} in {indices.dtype}"
+            actual = f"{tuple(indices.shape)} in {indices.dtype}"
         raise ValueError(
             f"{what} must be integers (B, G, {queries}, K) with {heads} heads divisible by G, got "
-            f"{came}"
+            f"{actual}"
         )
     shape = (*indices.shape[:3], count + 1)  # padding goes to one more column, which is left out
     at = indices.long()

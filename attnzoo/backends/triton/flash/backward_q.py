@@ -74,7 +74,7 @@ class RowSums(NamedTuple):
     shape: Any  # Σ ∂φ/∂shape (dP − δ) / Z
     decay: Any  # Σ dS ∂s/∂decay
     before: Any  # Σ dS of the keys radius positions or more before the query
-    after: Any  # likewise behind it
+    after: Any  # likewise after it
 
 
 @triton.jit(do_not_specialize=INTEGERS)

@@ -20,7 +20,7 @@ With ``bounds``, tokens are sorted by segment (`attnzoo.backends.packed_tokens`)
 over one segment: S_c is the sum over the earlier keys of the segment that reaches across the start
 of chunk c, which only its queries read, and R_c that over the later queries of the segment that
 reaches across the chunk's end. Without causality the sum within a chunk is over all keys of the
-segment. Keys behind the chunk, or queries before it, then have a state too, in ``others``.
+segment. Keys after the chunk, or queries before it, then have a state too, in ``others``.
 
 Sums are accumulated in fp32. How states are stored is described in `state`: fp32 for fp32 features,
 multiplied in tf32x3. For bf16 features, a number is stored as two bf16 numbers whose sum is

@@ -54,7 +54,7 @@ class LinearResult(NamedTuple):
     out: Tensor  # (B, H, N, Dv)
     z: Tensor  # the denominators, 1 where they are 0
     states: Tensor | None  # before each chunk; None if all queries read one state
-    others: Tensor | None  # behind each chunk; None unless `both_sides`
+    others: Tensor | None  # after each chunk; None unless `both_sides`
     last: Tensor  # the state after all keys
 
 

@@ -8,7 +8,7 @@
 
 The weights need sums over later keys, dS sums over earlier ones. `shares_forward` therefore visits
 the blocks of keys from the last one back. `shares_dq` does so too, and stores the sum of ℓ over the
-keys behind each block. Then it goes forward through the blocks, and stores the sum of g over the
+keys after each block. Then it goes forward through the blocks, and stores the sum of g over the
 keys before each one. `shares_dkdv` reads both sums, the `Carried` of its block. A sum is never a
 difference of sums, which would have no correct digit where a query has seen many keys.
 
@@ -54,7 +54,7 @@ class Carried(NamedTuple):
     Initially 0, because `shares_dkdv` reads entries of blocks in which a query sees no key.
     """
 
-    later: Any  # Σ ℓ of the keys behind the block
+    later: Any  # Σ ℓ of the keys after the block
     earlier: Any  # Σ g of the keys before the block
 
 
@@ -63,7 +63,7 @@ class BiasSums(NamedTuple):
 
     distance: Any  # Σ dS |i − j|
     before: Any  # Σ dS of the keys radius positions or more before the query
-    after: Any  # likewise behind it
+    after: Any  # likewise after it
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -144,7 +144,7 @@ def _unit_scores(product, i, j, scoring, rule, EDGE: tl.constexpr):
 def _weigh(x, later):
     """Return w and β [BM, BN], and Σ ℓ [BM] with the keys of the block.
 
-    x: scores times log2 e. later: Σ ℓ of the keys behind the block.
+    x: scores times log2 e. later: Σ ℓ of the keys after the block.
     """
     cost, share = softplus(x, None)
     total = later[:, None] + tl.cumsum(cost, 1, reverse=True)
@@ -231,7 +231,7 @@ def shares_dq(
 def _store_later(
     later, low, high, q_side, i, k_matrix, scoring, stored, rule, tile, EDGE: tl.constexpr
 ):  # fmt: skip
-    """Store Σ ℓ of the keys behind each of the blocks [low, high), the last one first."""
+    """Store Σ ℓ of the keys after each of the blocks [low, high), the last one first."""
     queries = scoring.size.queries
     inside = q_side.first + q_side.local < queries
     for n in range(low, high):
