@@ -37,7 +37,7 @@ RESERVED = ARGUMENTS | frozenset(
     "norm model layers start calibrate inputs warn temperature max_logits needs_positions "
     "new_cache parameter_tensors queries reset_parameters settings shard_heads shards_heads "
     "sharding uses_hidden_states bias_start has_zeros log_prob loss predict shard_classes "
-    "shards_classes topk".split()
+    "shards_classes".split()
 )
 
 KINDS = ("per_head", "tensor", "int", "float", "bool", "str")

@@ -333,11 +333,11 @@ def test_profile_of_compiled_kernels(tmp_path: Path) -> None:
 def test_tutorial_without_its_kernels_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "tutorial.py"
-    for text, message in (
-        ("x = 1\n", "must define _attn_fwd, as Triton's tutorial 06 does"),
-        ("1 / 0\n", "ZeroDivisionError: division by zero"),
+    for name, text, message in (
+        ("other.py", "x = 1\n", "must define _attn_fwd, as Triton's tutorial 06 does"),
+        ("wrong.py", "1 / 0\n", "ZeroDivisionError: division by zero"),
     ):
+        file = tmp_path / name
         file.write_text(text)
         assert f"--tutorial {file}" in (
             error := error_of(capsys, "profile", "--tutorial", str(file))

@@ -386,7 +386,8 @@ def test_arguments_beside_parameters_are_reserved(package: Any) -> None:
 @pytest.mark.parametrize("owner", [attnzoo.nn.Attention, attnzoo.nn.OutputLayer])
 def test_attributes_of_modules_with_parameters_are_reserved(owner: type) -> None:
     names = {name for name in dir(owner) if not name.startswith("_")}
-    assert names - set(dir(torch.nn.Module)) <= RESERVED
+    # `topk` is also the name of a variant, which general code does not contain.
+    assert names - set(dir(torch.nn.Module)) <= RESERVED | {"topk"}
 
 
 @pytest.mark.parametrize("reserved", ["q", "call", "state", "is_causal", "num_splits", "dropout"])

@@ -176,7 +176,7 @@ def test_the_splits_of_the_evaluation_are_checked_before_training(
 ) -> None:
     recall.write_text(RECALL.replace("draw=draw,", 'draw=draw, splits={"": "mine"},'))
     assert main(["recall", "--plugin", str(recall), *SMALL, "--dry-run"]) == 2
-    message = "error: recall: draw of split 'mine' failed at length 16: KeyError: 'mine'"
+    message = "error: recall: draw of split 'mine' failed at length 16: ValueError: split must be"
     assert message in capsys.readouterr().err
 
 

@@ -230,13 +230,13 @@ def test_scores_without_values(variant: str) -> None:
 def test_an_argument_without_values_beside_scores_with_values(name: str) -> None:
     scores, arguments = torch.randn(5, 200), 1.2 + torch.rand(3, 1) / 2
     variant = {"mask": "softmax", "s": "ssmax", "alpha": "entmax"}[name]
-    given = torch.rand(3, 5, 200) < 0.8 if name == "mask" else arguments
+    values = torch.rand(3, 5, 200) < 0.8 if name == "mask" else arguments
 
     def one(x: Tensor) -> Tensor:
         return topk_probabilities(scores, 4, variant, **{name: x}).values
 
-    by_vmap = torch.func.vmap(one)(given)
-    assert torch.allclose(by_vmap, torch.stack([one(x) for x in given]), atol=1e-6)
+    by_vmap = torch.func.vmap(one)(values)
+    assert torch.allclose(by_vmap, torch.stack([one(x) for x in values]), atol=1e-6)
 
 
 def test_inputs_are_not_written() -> None:

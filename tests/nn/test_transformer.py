@@ -227,7 +227,7 @@ def test_training_on_a_cycle_of_tokens_lowers_the_loss(variant: str) -> None:
         (
             {"variant": ["softmax", "ssmax"], "postions": "none"},
             TypeError,
-            "'softmax' has no parameter 'postions'.*; did you mean 'positions'",
+            "'ssmax' has no parameter 'postions'.*; did you mean 'positions'",
         ),
         ({"variant": "cosformer"}, TypeError, "max_length"),
         ({"variant": "nonsense"}, ValueError, "'nonsense'"),

@@ -17,6 +17,7 @@ from attnzoo.core.parameters import bind
 from helpers.cases import ALL_VARIANTS, CASES, NO_LSE, NO_SCORE, VARIANTS, learned, params_of, rand
 from helpers.coverage_table import PAIRS, TRAINED, VARIANT_BACKENDS, precise
 from helpers.crossed import crossed
+from scripts.variant_facts import module_of
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -76,7 +77,7 @@ def paragraphs(module: str) -> dict[str, str]:
 @every_variant
 def test_module_docstring_has_the_documented_paragraphs(variant: str) -> None:
     definition = attnzoo.get_variant(variant)
-    module = definition.weights.__module__
+    module = module_of(definition)
     assert module == f"attnzoo.variants.{variant}"  # one file per variant, of the same name
     text = paragraphs(module)
     assert text["Summary"].startswith(f"{variant}: ")
