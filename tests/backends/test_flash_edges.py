@@ -15,7 +15,7 @@ import attnzoo
 from attnzoo.backends.triton.flash import operators as flash_ops
 from helpers.agreement import Inputs, by_backend, disagreements, make
 from helpers.cases import NO_LSE, VARIANTS, params_of, rand
-from helpers.coverage_table import FLASH
+from helpers.coverage_table import FIRST, FLASH
 from helpers.kernel_paths import quick_variants
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -24,6 +24,9 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory"
 
 every_variant = pytest.mark.parametrize(
     "variant", quick_variants([v for v in FLASH if v in VARIANTS])
+)
+once_per_normalization = pytest.mark.parametrize(
+    "variant", [v if v in FIRST.values() else slow(v) for v in FLASH if v in VARIANTS]
 )
 
 
@@ -73,7 +76,7 @@ def test_a_polynomial_of_large_scores_does_not_overflow_fp16(order: int) -> None
 
 
 @pytest.mark.parametrize("dims", [slow((136, 200)), (256, 24)])
-@every_variant
+@once_per_normalization
 def test_wide_heads_in_fp32_agree_with_the_definition(variant: str, dims: tuple[int, int]) -> None:
     case = setting(variant, shape=(17, 70), dims=dims, span="causal", lse=variant not in NO_LSE)
     assert disagreements(variant, "flash", make(variant, case)) == []
@@ -82,15 +85,7 @@ def test_wide_heads_in_fp32_agree_with_the_definition(variant: str, dims: tuple[
 # ---- queries without keys ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "variant",
-    # The other variants share their loop over keys with one of these, or take far longer.
-    [
-        v if v in ("softmax", "entmax", "softpick", "relu2") else slow(v)
-        for v in FLASH
-        if v in VARIANTS
-    ],
-)
+@once_per_normalization
 def test_queries_without_keys_give_zeros_and_zero_gradients(variant: str) -> None:
     """The mask hides all keys of queries 50 and 64 to 127. Causality hides those of 0 to 19."""
     q, k, v = (rand(1, 1, n, 16, seed=n).float().requires_grad_() for n in (140, 120, 121))

@@ -24,8 +24,8 @@ from attnzoo.backends.triton.flash.launch_backward import describe_backward
 from attnzoo.core import activations
 from helpers.agreement import by_backend, disagreements, make
 from helpers.cases import CAUSAL_ONLY, NO_LSE, VARIANTS, rand
-from helpers.coverage_table import FLASH
-from helpers.kernel_paths import code_of, quick_variants
+from helpers.coverage_table import FIRST, FLASH
+from helpers.kernel_paths import code_of
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 slow = pytest.mark.slow
@@ -86,15 +86,13 @@ def case_of(variant: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def grouped_cases() -> list[Any]:
-    """A case per variant, quick once per activation. Groups and extras take turns."""
+    """A case per variant, quick once per normalization. Groups and extras take turns."""
     cases = []
-    for n, param in enumerate(quick_variants(v for v in FLASH if v in VARIANTS)):
-        variant = str(param.values[0])
+    for n, variant in enumerate(v for v in FLASH if v in VARIANTS):
         processors, heads, expected = GROUPS[n % len(GROUPS)]
         case = case_of(variant, {"shape": (70, 70), "heads": heads, **EXTRAS[n % len(EXTRAS)]})
-        cases.append(
-            pytest.param(variant, case, processors, expected, marks=param.marks, id=variant)
-        )
+        marks = [] if variant in FIRST.values() else [pytest.mark.slow]
+        cases.append(pytest.param(variant, case, processors, expected, marks=marks, id=variant))
     return cases
 
 
@@ -206,16 +204,15 @@ UNSOLVED = [v for v in FLASH if v in VARIANTS and "threshold" not in code_of(v)]
 
 
 def chunk_cases() -> list[Any]:
-    """A case per variant without a threshold, quick once per activation. Dtypes take turns too."""
+    """A case per variant without a threshold, as `grouped_cases`. Dtypes alternate too."""
     cases = []
-    for n, param in enumerate(quick_variants(UNSOLVED)):
-        variant, (processors, expected) = str(param.values[0]), SPLITS[n % len(SPLITS)]
+    for n, variant in enumerate(UNSOLVED):
+        processors, expected = SPLITS[n % len(SPLITS)]
         dtype = (torch.float32, torch.float16, torch.bfloat16)[n // 2 % 3]
         chunk = {"shape": (70, 150), "heads": "2 heads", **CHUNKS[n % len(CHUNKS)]}
         case = case_of(variant, {**chunk, "dtype": dtype})
-        cases.append(
-            pytest.param(variant, case, processors, expected, marks=param.marks, id=variant)
-        )
+        marks = [] if variant in FIRST.values() else [pytest.mark.slow]
+        cases.append(pytest.param(variant, case, processors, expected, marks=marks, id=variant))
     return cases
 
 

@@ -24,6 +24,7 @@ from attnzoo.core.activations import (
 from attnzoo.core.arguments import check_call
 from helpers.agreement import Inputs, disagreements, make
 from helpers.cases import NO_LSE, NO_SCORE, rand
+from helpers.crossed import crossed
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -132,14 +133,15 @@ def biased(name: str, carrier: str, low: float) -> tuple[attnzoo.Pairwise, dict[
     return attnzoo.Pairwise(activation, normalize, **fields), options
 
 
+CARRIERS = [
+    ("mask", -1e9), ("mask", -3e38), ("key bias", -1e9), ("offset", -1e9), ("alibi", -1e9),
+    ("table", -1e9), ("table", -3e38),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("carrier", "low"),
-    [
-        ("mask", -1e9), ("mask", -3e38), ("key bias", -1e9), ("offset", -1e9), ("alibi", -1e9),
-        ("table", -1e9), ("table", -3e38),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("name", BIASED)
+    ("name", "carrier", "low"), crossed(BIASED, [pytest.param(*pair) for pair in CARRIERS])
+)
 def test_a_bias_that_all_scores_share(name: str, carrier: str, low: float) -> None:
     """τ and lse are stored relative to the largest score: at −1e9 their fp32 sum is −1e9."""
     tensors, do = [rand(1, 2, 40, 16, seed=i).float() for i in range(3)], rand(1, 2, 40, 16).float()
@@ -167,11 +169,14 @@ def test_a_small_shared_bias_in_decode(
 # ---- tiny and huge weights in 16 bits ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [pytest.param(0.02, marks=pytest.mark.slow), 0.001, 2.0])
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+    ("variant", "dtype", "size"),
+    crossed(
+        ["softpick", "relu2", "taylor", "sigmoid", "entmax"],
+        [torch.float16, torch.bfloat16],
+        [0.001, 0.02, 2.0],
+    ),
 )
-@pytest.mark.parametrize("variant", ["relu2", "softpick", "taylor", "sigmoid", "entmax"])
 def test_the_size_of_16_bit_logits_does_not_matter(
     variant: str, dtype: torch.dtype, size: float
 ) -> None:

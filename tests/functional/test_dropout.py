@@ -12,9 +12,12 @@ from torch.autograd import gradcheck
 import attnzoo
 from attnzoo.backends.tiled import blocks
 from helpers.cases import VARIANTS, learned, params_of, rand
+from helpers.crossed import crossed
 
 both = pytest.mark.parametrize("backend", ["eager", "tiled"])
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_pair = pytest.mark.parametrize(
+    ("variant", "backend"), crossed(VARIANTS, ["tiled", "eager"])
+)
 
 
 def qkv(batch: int = 2, heads: int = 2, n: int = 6, d: int = 6) -> list[Tensor]:
@@ -26,8 +29,7 @@ def seeded(seed: int, *args: Any, **options: Any) -> Tensor:
     return attnzoo.attention(*args, **options)
 
 
-@both
-@every_variant
+@every_pair
 def test_each_weight_is_dropped_or_scaled(variant: str, backend: str) -> None:
     """With v = identity the output holds the weights. Each is 0 or scaled by 1 / (1 − p)."""
     q, k, _ = qkv(n=40)
@@ -74,8 +76,7 @@ def test_dropout_p_zero_uses_no_random_numbers(backend: str) -> None:
     assert torch.equal(out, attnzoo.attention(q, k, v, backend=backend))
 
 
-@both
-@every_variant
+@every_pair
 def test_gradients_use_the_mask_of_the_forward(variant: str, backend: str) -> None:
     named = {name: x.double() for name, x in learned(variant, 2).items()}
 

@@ -13,6 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import attnzoo
 from attnzoo import probabilities
 from helpers.cases import CASES, VARIANTS, has_rows, params_of, rand
+from helpers.crossed import crossed
 from helpers.kernel_paths import quick_variants
 
 ROWS = [v for v in VARIANTS if has_rows(v)]
@@ -199,8 +200,7 @@ def test_nan_stays_in_its_row_and_reaches_the_weights(variant: str) -> None:
         assert got[1].isnan().any()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("variant", ROWS)
+@pytest.mark.parametrize(("variant", "value"), crossed(ROWS, [math.nan, math.inf, -math.inf]))
 def test_a_value_that_takes_no_part_has_no_effect(variant: str, value: float) -> None:
     """Also if no entry of the line takes part."""
     scores, params = rand(3, 6), params_of(variant)

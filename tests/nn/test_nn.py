@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnzoo
 from attnzoo.nn import Attention
 from helpers.cases import CASES, VARIANTS, learned, params_of, rand
+from helpers.crossed import crossed
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -247,8 +248,7 @@ def test_extra_repr_is_readable() -> None:
     assert "alpha=1.5 (learned)" in alpha.extra_repr()
 
 
-@pytest.mark.parametrize("backend", ["eager", "tiled", None])
-@every_variant
+@pytest.mark.parametrize(("variant", "backend"), crossed(VARIANTS, [None, "eager", "tiled"]))
 def test_autocast_gives_the_dtype_of_torchs_attention(variant: str, backend: str | None) -> None:
     attend = learning(variant)
     q, k, v = qkv()

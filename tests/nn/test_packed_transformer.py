@@ -11,7 +11,8 @@ from torch import Tensor
 from attnzoo.nn import Transformer
 from attnzoo.nn.segments import restarted
 from attnzoo.nn.transformer import POSITIONS
-from helpers.cases import ALL_VARIANTS, CASES, NO_SCORE, rand, unprojected
+from helpers.cases import ALL_VARIANTS, NO_SCORE, mark_expensive, rand, unprojected
+from helpers.crossed import crossed
 from helpers.errors import WrongCalls, raising
 
 IDS = torch.tensor([[4] * 5 + [2] + [7] * 8, [0] * 14])
@@ -39,10 +40,9 @@ def one_by_one(made: Transformer) -> Tensor:
 
 # Variants without a score do not support ALiBi.
 CALLS = [
-    pytest.param(v, positions, marks=[pytest.mark.slow] if CASES[v].expensive else [])
-    for positions in ("alibi", "rope")
-    for v in ALL_VARIANTS
-    if positions == "rope" or v not in NO_SCORE
+    case
+    for case in crossed(mark_expensive(ALL_VARIANTS), ("rope", "alibi"))
+    if case.values[1] == "rope" or case.values[0] not in NO_SCORE
 ]
 
 

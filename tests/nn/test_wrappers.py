@@ -14,6 +14,7 @@ import attnzoo
 from attnzoo.nn import WRAPPERS, XSA, Differential, Laser, MixtureAttention, QASSMax
 from helpers.cases import rand
 from helpers.coverage_table import OUTSIDE, precise
+from helpers.crossed import crossed
 from helpers.wrappers import (
     KV,
     MADE,
@@ -31,8 +32,7 @@ from helpers.wrappers import (
 )
 
 
-@pytest.mark.parametrize("which", MADE)
-@pytest.mark.parametrize(("variant", "backend"), OUTSIDE)
+@pytest.mark.parametrize(("variant", "backend", "which"), crossed(OUTSIDE, MADE))
 def test_values_and_gradients_agree_with_the_definition(
     which: str, variant: str, backend: str
 ) -> None:

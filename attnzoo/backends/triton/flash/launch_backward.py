@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import NO_DROPOUT, Dropout, Layout, Rule, Terms, Vectors
 from attnzoo.backends.triton.common import launch
-from attnzoo.backends.triton.common.groups import Gradients, Maps, Normalizers, Tile
+from attnzoo.backends.triton.common.groups import Gradients, Maps, Normalizers, RuleConstants
 from attnzoo.backends.triton.common.kernel_operands import Solved, like, new_vector, unit_of
 from attnzoo.backends.triton.common.launch import Launch, descriptors, strides
-from attnzoo.backends.triton.common.tiles import Config
+from attnzoo.backends.triton.common.tiles import Config, MapTile
 from attnzoo.backends.triton.flash import launch as flash
 from attnzoo.backends.triton.flash.backward_bias import flash_dbias
 from attnzoo.backends.triton.flash.backward_kv import flash_dkdv
@@ -22,6 +22,31 @@ from attnzoo.backends.triton.flash.backward_q import flash_dq
 from attnzoo.backends.triton.flash.parts import parts_of_group, programs_of
 from attnzoo.backends.triton.flash.query_lists import list_queries
 from attnzoo.backends.triton.flash.segments import ranges_of
+
+
+class Inputs(NamedTuple):
+    """What the kernels of dQ and of dK/dV read. Fields are those of `describe_backward`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    do: Tensor
+    layout: Layout
+    rule: Rule
+    vectors: Vectors
+    terms: Terms
+    solved: Solved
+    normalizers: Normalizers
+    dropout: Dropout
+    plain: bool  # `RuleConstants.PLAIN_DELTA`
+    arch: int
+
+    def arguments(self, constants: RuleConstants, ranges: Tensor | None) -> dict[str, Any]:
+        return launch.arguments_of(
+            self.q, self.k, self.layout, constants, self.vectors, self.terms, ranges, self.solved,
+            dropout=self.dropout,
+        ) | {"v": self.v, "do": self.do, "normalizers": self.normalizers}  # fmt: skip
 
 
 def describe_backward(
@@ -45,18 +70,11 @@ def describe_backward(
     if "key_bias" in wanted:
         b, h, n = q.shape[0], q.shape[1], k.shape[2]
         grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
-    unit, size = unit_of(q), None if solved.blocks is None else flash.map_size_of(q, v)
+    size = None if solved.blocks is None else flash.map_size_of(q, v)
     of_dq, of_dkdv = (
         flash.config_of(kernel, arch, q, v, layout, rule, vectors, terms, size, dropout)
         for kernel in ("dq", "dkdv")
     )
-    slopes, table = grads.get("relative_bias"), None
-    if slopes is not None and (values := layout.relative_bias) is not None and values.dim() == 2:
-        slopes, table = None, slopes.new_empty(*slopes.shape, values.shape[1])
-        grads["relative_bias"] = table
-        of_dq = _with_addresses(of_dq, mapped=size is not None)
-        if rule.normalize == "select":  # two stages do not fit in the shared memory of sm_80
-            of_dq = of_dq._replace(stages=1)
     z = stat
     if rule.online:
         solved, z = solved._replace(tau=stat), weight_sum
@@ -66,75 +84,105 @@ def describe_backward(
         z, per_z=None if z is None else new_vector(q),
         delta=None if rule.normalize == "none" else new_vector(q), dlse=dlse,
     )  # fmt: skip
-    vector_gradients = {n: grads.get(n) for n in "gain offset shape sink factor decay".split()}
-    gradients = Gradients(**vector_gradients, slopes=slopes, table=table)
     plain = bias is not None or "key_bias" in grads
-    rule_of_dq = launch.constants_of(
-        rule, v, **_slopes(rule, grads), MEAN=_mean_source(rule, q), PLAIN_DELTA=plain
+    inputs = Inputs(
+        q, k, v, out, do, layout, rule, vectors, terms, solved, normalizers, dropout, plain, arch
     )
-    rule_of_dkdv = launch.constants_of(rule, v, PLAIN_DELTA=plain)
-    ranges, before_dq = (None, []) if size else ranges_of(layout, of_dq.block_m, arch)
+    launches = _describe_dq(inputs, of_dq, size, grads)
+
+    # δ contains dlse. The sink is in per_z or in tau already, the factor in per_z.
+    normalizers = normalizers._replace(z=None, dlse=None)
+    if terms.factor is not None:
+        normalizers = normalizers._replace(per_z=terms.factor)
+    inputs = inputs._replace(
+        vectors=vectors._replace(sink=None), terms=terms._replace(factor=None),
+        normalizers=normalizers,
+    )  # fmt: skip
+    of_keys = not {"k", "v", "key_bias"}.isdisjoint(wanted)
+    if bias is not None or of_keys:
+        launches += _describe_dkdv(inputs, of_dkdv, size, grads, processors, of_keys)
+    return launches, grads
+
+
+def _describe_dq(
+    inputs: Inputs, config: Config, size: MapTile | None, grads: dict[str, Tensor]
+) -> list[Launch]:
+    """The launches that fill dQ and the gradients of vectors.
+
+    A table of biases by relative position gets its gradient here: ``grads`` then has the rows of
+    the table, [B, H, Nq, 2R + 1].
+    """
+    q, k, v, layout, rule = inputs.q, inputs.k, inputs.v, inputs.layout, inputs.rule
+    slopes, table = grads.get("relative_bias"), None
+    if slopes is not None and (values := layout.relative_bias) is not None and values.dim() == 2:
+        slopes, table = None, slopes.new_empty(*slopes.shape, values.shape[1])
+        grads["relative_bias"] = table
+        config = _with_addresses(config, mapped=size is not None)
+        if rule.normalize == "select":  # two stages do not fit in the shared memory of sm_80
+            config = config._replace(stages=1)
+    of_vectors = {n: grads.get(n) for n in "gain offset shape sink factor decay".split()}
+    constants = launch.constants_of(
+        rule, v, **_slopes(rule, grads), MEAN=_mean_source(rule, q), PLAIN_DELTA=inputs.plain
+    )
+    ranges, before = (None, []) if size else ranges_of(layout, config.block_m, inputs.arch)
     args = {
-        **launch.arguments_of(
-            q, k, layout, rule_of_dq, vectors, terms, ranges, solved, dropout=dropout
-        ),
-        **descriptors(of_dq, arch, k=k, v=v),
-        **strides(unit, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]),
-        "v": v, "do": do, "o": out, "dq": grads["q"], "maps": Maps(solved.blocks, solved.counts),
-        "normalizers": normalizers, "gradients": gradients,
-        "tile": flash.tile_constants(of_dq, q, v, layout, MAP_M=size and size.queries),
+        **inputs.arguments(constants, ranges),
+        **descriptors(config, inputs.arch, k=k, v=v),
+        **strides(unit_of(q), q=q, k=k, v=v, o=inputs.out, do=inputs.do, dq=grads["q"]),
+        "o": inputs.out, "dq": grads["q"], "maps": Maps(inputs.solved.blocks, inputs.solved.counts),
+        "gradients": Gradients(**of_vectors, slopes=slopes, table=table),
+        "tile": flash.tile_constants(config, q, v, layout, MAP_M=size and size.queries),
     }  # fmt: skip
     zeroed = () if table is None else (table,)
-    dq = Launch(flash_dq, programs_of(q, of_dq.block_m), args, of_dq, zeroed)
+    return [*before, Launch(flash_dq, programs_of(q, config.block_m), args, config, zeroed)]
 
-    # dK/dV. A program takes a part of a group of heads for its group, also in the lists of a map.
-    ranges, before_dkdv = (
-        (None, []) if size else ranges_of(layout, of_dkdv.block_n, arch, of_keys=True)
-    )
-    of_keys = not {"k", "v", "key_bias"}.isdisjoint(wanted)
-    parts = parts_of_group(q, k, of_dkdv.block_n, processors) if of_keys else 1
+
+def _describe_dkdv(
+    inputs: Inputs, config: Config, size: MapTile | None, grads: dict[str, Tensor],
+    processors: int, of_keys: bool,
+) -> list[Launch]:  # fmt: skip
+    """The launches that fill the gradient of a mask, and dK and dV if ``of_keys``.
+
+    A program takes a part of a group of heads for its group, also in the lists of a map.
+    """
+    q, k, v, layout, arch = inputs.q, inputs.k, inputs.v, inputs.layout, inputs.arch
+    ranges, before = (None, []) if size else ranges_of(layout, config.block_n, arch, of_keys=True)
+    parts = parts_of_group(q, k, config.block_n, processors) if of_keys else 1
     if parts > 1:
         for name, x in (("k", k), ("v", v)):
             b, h, n, dim = x.shape
             grads[name] = x.new_empty(b, h * parts, n, dim, dtype=torch.float32)
-    normalizers = normalizers._replace(z=None, dlse=None)  # δ contains dlse
-    if terms.factor is not None:
-        normalizers = normalizers._replace(per_z=terms.factor)
-    # The sink is in per_z or in tau already, the factor in per_z.
-    vectors, terms = vectors._replace(sink=None), terms._replace(factor=None)
+    constants = launch.constants_of(inputs.rule, v, PLAIN_DELTA=inputs.plain)
     args = {
-        **launch.arguments_of(
-            q, k, layout, rule_of_dkdv, vectors, terms, ranges, solved, dropout=dropout
-        ),
-        **descriptors(of_dkdv, arch, q=q, do=do),
-        **strides(unit, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
-        "v": v, "do": do, "dk": grads["k"], "dv": grads["v"], "normalizers": normalizers,
+        **inputs.arguments(constants, ranges),
+        **descriptors(config, arch, q=q, do=inputs.do),
+        **strides(unit_of(q), q=q, k=k, v=v, do=inputs.do, dk=grads["k"], dv=grads["v"]),
+        "dk": grads["k"], "dv": grads["v"],
         "gradients": Gradients(key_bias=grads.get("key_bias")),
         "tile": flash.tile_constants(
-            of_dkdv, q, v, layout, MAP_M=size and size.queries, MAP_N=size and size.keys,
-            TRANSPOSED=of_dkdv.transposed,
+            config, q, v, layout, MAP_M=size and size.queries, MAP_N=size and size.keys,
+            TRANSPOSED=config.transposed,
         ),
         "parts": parts if parts > 1 else None,
     }  # fmt: skip
-    of_bias = []
-    if bias is not None:
-        config = flash.config_of("dbias", arch, q, v, layout, rule, vectors, terms, None, dropout)
-        tile = flash.tile_constants(config, q, v, layout, TRANSPOSED=True)
-        of_bias = [_describe_dbias(args, grads["mask"], arch, config, tile)]
+    of_bias = [_describe_dbias(inputs, args, grads["mask"])] if "mask" in grads else []
     if not of_keys:
-        return [*before_dq, dq, *of_bias], grads
+        return of_bias
     args["group"] //= parts
-    args["maps"], lists = _describe_lists(solved.live, args)
+    args["maps"], lists = _describe_lists(inputs.solved.live, args)
     zeroed = (grads["key_bias"],) if "key_bias" in grads else ()
-    dkdv = Launch(flash_dkdv, programs_of(k, of_dkdv.block_n) * parts, args, of_dkdv, zeroed)
-    return [*before_dq, dq, *of_bias, *before_dkdv, *lists, dkdv], grads
+    programs = programs_of(k, config.block_n) * parts
+    return [*of_bias, *before, *lists, Launch(flash_dkdv, programs, args, config, zeroed)]
 
 
-def _describe_dbias(
-    dkdv: dict[str, Any], dbias: Tensor, arch: int, config: Config, tile: Tile
-) -> Launch:
+def _describe_dbias(inputs: Inputs, dkdv: dict[str, Any], dbias: Tensor) -> Launch:
     """The launch that fills dbias. ``dkdv``: the arguments of `flash_dkdv`."""
-    q, k, v, do = (dkdv[name] for name in ("q", "k", "v", "do"))
+    q, k, v, do, arch = inputs.q, inputs.k, inputs.v, inputs.do, inputs.arch
+    config = flash.config_of(
+        "dbias", arch, q, v, inputs.layout, inputs.rule, inputs.vectors, inputs.terms, None,
+        inputs.dropout,
+    )  # fmt: skip
+    tile = flash.tile_constants(config, q, v, inputs.layout, TRANSPOSED=True)
     b, h, queries, keys = dbias.shape
     args = {name: dkdv[name] for name in flash_dbias.arg_names if name in dkdv} | {
         **descriptors(config, arch, q=q, k=k, v=v, do=do),
