@@ -15,9 +15,7 @@ from helpers.cases import VARIANTS, learned, params_of, rand
 from helpers.crossed import crossed
 
 both = pytest.mark.parametrize("backend", ["eager", "tiled"])
-every_pair = pytest.mark.parametrize(
-    ("variant", "backend"), crossed(VARIANTS, ["tiled", "eager"])
-)
+every_pair = pytest.mark.parametrize(("variant", "backend"), crossed(VARIANTS, ["tiled", "eager"]))
 
 
 def qkv(batch: int = 2, heads: int = 2, n: int = 6, d: int = 6) -> list[Tensor]:

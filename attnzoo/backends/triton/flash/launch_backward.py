@@ -24,7 +24,7 @@ from attnzoo.backends.triton.flash.query_lists import list_queries
 from attnzoo.backends.triton.flash.segments import ranges_of
 
 
-class Inputs(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What the kernels of dQ and of dK/dV read. Fields are those of `describe_backward`."""
 
     q: Tensor
@@ -85,7 +85,7 @@ def describe_backward(
         delta=None if rule.normalize == "none" else new_vector(q), dlse=dlse,
     )  # fmt: skip
     plain = bias is not None or "key_bias" in grads
-    inputs = Inputs(
+    inputs = BackwardInputs(
         q, k, v, out, do, layout, rule, vectors, terms, solved, normalizers, dropout, plain, arch
     )
     launches = _describe_dq(inputs, of_dq, size, grads)
@@ -105,7 +105,7 @@ def describe_backward(
 
 
 def _describe_dq(
-    inputs: Inputs, config: Config, size: MapTile | None, grads: dict[str, Tensor]
+    inputs: BackwardInputs, config: Config, size: MapTile | None, grads: dict[str, Tensor]
 ) -> list[Launch]:
     """The launches that fill dQ and the gradients of vectors.
 
@@ -138,7 +138,7 @@ def _describe_dq(
 
 
 def _describe_dkdv(
-    inputs: Inputs, config: Config, size: MapTile | None, grads: dict[str, Tensor],
+    inputs: BackwardInputs, config: Config, size: MapTile | None, grads: dict[str, Tensor],
     processors: int, of_keys: bool,
 ) -> list[Launch]:  # fmt: skip
     """The launches that fill the gradient of a mask, and dK and dV if ``of_keys``.
@@ -175,7 +175,7 @@ def _describe_dkdv(
     return [*of_bias, *before, *lists, Launch(flash_dkdv, programs, args, config, zeroed)]
 
 
-def _describe_dbias(inputs: Inputs, dkdv: dict[str, Any], dbias: Tensor) -> Launch:
+def _describe_dbias(inputs: BackwardInputs, dkdv: dict[str, Any], dbias: Tensor) -> Launch:
     """The launch that fills dbias. ``dkdv``: the arguments of `flash_dkdv`."""
     q, k, v, do, arch = inputs.q, inputs.k, inputs.v, inputs.do, inputs.arch
     config = flash.config_of(
